@@ -1,0 +1,51 @@
+# `make demo` and `make test` need Python >= 3.11 and nothing else: the environment is made on the way.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+export RAY_AUTH_MODE := disabled
+export RAY_USAGE_STATS_ENABLED := 0
+
+.PHONY: help demo test test-faults test-gpu bench lint format clean
+.DEFAULT_GOAL := help
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python >= 3.11 is needed, $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+	  { rm -rf .venv; echo "python3 -m venv failed: install the package that has it (Debian: python3-venv)"; exit 2; }
+	@echo "installing into .venv (once, and when pyproject.toml or constraints.txt change)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,bench]'
+	@touch $@
+
+.venv: $(INSTALLED) ## the environment; nothing to do while pyproject.toml and constraints.txt stay
+
+demo: $(INSTALLED) ## train, SIGKILL a worker, heal, and compare the bits (DIVERGE=1: must say NO)
+	$(BIN)/python -m elastic.demo $(if $(DIVERGE),--diverge)
+
+lint: $(INSTALLED) ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint ## what CI runs: lint, unit tests on two cores, then the tests that start Ray
+	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2
+	$(BIN)/pytest tests/cluster -m "not slow"
+
+test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
+	$(BIN)/pytest tests --ignore=tests/gpu -m slow
+
+test-gpu: $(INSTALLED) ## what one or more GPUs allow
+	$(BIN)/pytest tests/gpu
+
+bench: $(INSTALLED) ## every benchmark, appended to tests/bench/RESULTS.md (about an hour, idle machine)
+	$(BIN)/python -m tests.bench
+
+clean: ## remove the environment and what tools left
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

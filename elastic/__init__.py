@@ -1,0 +1,29 @@
+"""Elastic PyTorch training on Ray clusters whose machines come and go. See README.md.
+
+Importing this loads neither ray nor torch; they come when something runs.
+"""
+from typing import TYPE_CHECKING, Any
+
+from elastic.config import FaultPolicy, RunConfig
+from elastic.protocol.errors import StepCancelled, WrongInput
+from elastic.workload import Workload
+
+if TYPE_CHECKING:
+    from elastic.run import Result, RunFailed, run
+
+__all__ = [
+    "FaultPolicy", "Result", "RunConfig", "RunFailed", "StepCancelled", "Workload", "WrongInput",
+    "run",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Result", "RunFailed", "run"):
+        import importlib
+
+        module = importlib.import_module("elastic.run")
+        found = {n: getattr(module, n) for n in ("Result", "RunFailed", "run")}
+        globals().update(found)  # `elastic.run` is the function, whatever the import bound it to
+        return found[name]
+    raise AttributeError(f"module 'elastic' has no attribute {name!r}")

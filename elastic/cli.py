@@ -1,0 +1,363 @@
+"""The command line `elastic`: options to RunConfig, outcomes to exit statuses.
+
+0 succeeded; 1 failed or stopped; 2 wrong input, with one line. What runs is in run.py; ray and
+torch are not imported before a run starts.
+"""
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.exceptions import TyperException
+
+from elastic.config import RunConfig
+from elastic.control.replay import JOURNAL_TYPES, Started
+from elastic.control.replay import replay as replay_journal
+from elastic.control.transition import UnexpectedEvent
+from elastic.progress import Progress, decision_line, is_told, worker_table
+from elastic.protocol.encoding import decode
+from elastic.protocol.errors import UserError, WrongInput
+from elastic.store.files import Folder, encode, open_folder, read_json
+from elastic.store.journal import read_lines
+from elastic.store.run_directory import RESULT_FIELDS
+from elastic.target import load_target, parse_arguments
+
+if TYPE_CHECKING:
+    from elastic.run import Result
+
+FAILED, WRONG_INPUT = 1, 2
+STALE_AFTER_S = 15.0
+WATCH_EVERY_S = 0.25
+
+app = typer.Typer(
+    name="elastic",
+    help="Train PyTorch on a Ray cluster whose machines come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RunDir = Annotated[
+    str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script: like `app`, but every wrong input is one line and exit status 2."""
+    if sys.platform != "linux":
+        return refuse(f"elastic runs on Linux only, this is {sys.platform}")
+    try:
+        status: object = app(args=arguments, standalone_mode=False)
+    except TyperException as error:
+        message = error.format_message().rstrip(".")
+        return refuse(f"{message}; see `elastic --help`") if message else WRONG_INPUT
+    except WrongInput as error:
+        return refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return refuse("interrupted", status=FAILED)
+    return status if isinstance(status, int) else 0
+
+
+def refuse(message: str, *, status: int = WRONG_INPUT) -> int:
+    print("elastic:", " ".join(message.split("\n")), file=sys.stderr)
+    return status
+
+
+# --- elastic run -------------------------------------------------------------------
+@app.command()
+def run(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="package.module:Class or path/to/file.py:Class, a Workload."
+        ),
+    ],
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],
+    global_batch: Annotated[int, typer.Option(help="Samples per step, for any worker count.")],
+    micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
+    workers: Annotated[str, typer.Option(help="A number, or MIN..MAX to be elastic.")] = "1",
+    parallel: Annotated[str, typer.Option(help="How the model is spread: ddp.")] = "ddp",
+    reduction: Annotated[
+        str, typer.Option(help="fast, or bitwise: weights equal for every history.")
+    ] = "fast",
+    precision: Annotated[str, typer.Option(help="Number format: fp32.")] = "fp32",
+    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
+    seed: Annotated[int, typer.Option(help="Weights, sample order, randomness.")] = 0,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Folder or URI of the runs; without it a temporary folder."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The run's folder in storage; the same again resumes it.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints (not available yet).")
+    ] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
+    standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
+    detect_s: Annotated[
+        str, typer.Option(help="Seconds of silence until a worker counts as hung, or none.")
+    ] = "3.0",
+    max_failures: Annotated[
+        int, typer.Option(help="Workers that may be lost since the last committed step.")
+    ] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster; without it one that is found, else Ray starts embedded."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Constructor argument; a Python literal or a string."
+        ),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once; the run goes on (see watch).")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line on stdout is result.json; no progress.")
+    ] = False,
+) -> int:
+    """Train TARGET. Exit status: 0 succeeded, 1 failed or stopped, 2 wrong input."""
+    config = configure(
+        workers=parse_workers(workers),
+        steps=steps,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        parallel=parallel,
+        reduction=reduction,
+        precision=precision,
+        clip_norm=clip_norm,
+        seed=seed,
+        storage=storage,
+        name=name,
+        checkpoint_every=checkpoint_every,
+        eval_every=eval_every,
+        standby=standby,
+        detect_s=parse_detect(detect_s),
+        max_failures=max_failures,
+        device=device,
+        cpus_per_worker=cpus_per_worker,
+        address=address,
+    )
+    arguments = parse_arguments(settings or ())
+    with only_result_on_stdout() if as_json else contextlib.nullcontext():
+        result, status = train(config, target, arguments, detach=detach, is_silent=as_json)
+    if as_json:
+        print(result_line(result).decode(), flush=True)
+    else:
+        print_outcome(asdict(result), result.run_directory, steps)
+    return status
+
+
+def train(
+    config: RunConfig, text: str, arguments: dict[str, Any], *, detach: bool, is_silent: bool
+) -> "tuple[Result, int]":
+    """Run it; what it came to, and the exit status."""
+    target = load_target(text, arguments)
+    from elastic.run import RunFailed, run_config  # here, so that bad input never imports ray
+
+    progress = None if is_silent or detach else Progress(Console())
+    try:
+        result = run_config(
+            target.workload,
+            config,
+            target=target.spelled,
+            arguments=arguments,
+            folder=target.folder,
+            module=target.module,
+            on_progress=progress or ignore_progress,
+            detach=detach,
+        )
+    except RunFailed as failure:
+        if progress is not None:
+            progress.close()
+        print_failure(failure)
+        return failure.result, FAILED
+    finally:
+        if progress is not None:
+            progress.close()
+    return result, 0 if result.outcome in ("succeeded", "detached") else FAILED
+
+
+def ignore_progress(run_directory: str) -> None:
+    """Nobody looks."""
+
+
+def configure(**values: Any) -> RunConfig:
+    """A RunConfig; its warnings are lines on stderr, its errors WrongInput."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = RunConfig(**values)
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    for warning in caught:
+        print(f"elastic: warning: {warning.message}", file=sys.stderr)
+    return config
+
+
+def parse_workers(text: str) -> int | tuple[int, int]:
+    """`3` or `2..4`."""
+    low, dots, high = text.partition("..")
+    try:
+        return (int(low), int(high)) if dots else int(low)
+    except ValueError as error:
+        raise WrongInput(f"--workers {text!r}: give a number or MIN..MAX, such as 2..4") from error
+
+
+def parse_detect(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise WrongInput(f"--detect-s {text!r}: give seconds, or none") from error
+
+
+@contextlib.contextmanager
+def only_result_on_stdout() -> Generator[None]:
+    """Whatever prints meanwhile, libraries and child processes too, goes to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def result_line(result: "Result") -> bytes:
+    """The content of result.json; a detached run has none yet, only a place."""
+    values = asdict(result)
+    if result.outcome == "detached":
+        return encode({"outcome": "detached", "run_directory": result.run_directory})
+    return encode({name: value for name, value in values.items() if name in RESULT_FIELDS})
+
+
+def print_failure(failure: BaseException) -> None:
+    """The reason, and the user's own traceback where the user's code raised."""
+    cause = failure.__cause__
+    if isinstance(cause, UserError) and cause.traceback_text not in str(failure):
+        print(cause.traceback_text.rstrip(), file=sys.stderr)
+    print(f"elastic: the run failed: {failure}", file=sys.stderr)
+
+
+def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None) -> None:
+    """A few lines for a person."""
+    if result["outcome"] == "detached":
+        print(f"detached; see `elastic watch {run_directory}`")
+        return
+    of_steps = "" if steps is None else f" of {steps}"
+    loss = "-" if result["loss"] is None else f"{result['loss']:.4f}"
+    recoveries: list[dict[str, Any]] = result["recoveries"]
+    print(f"{result['outcome']}: {result['steps']}{of_steps} steps, loss {loss}")
+    print(f"  weights_sha256  {result['weights_sha256'] or '-'}")
+    print(
+        f"  {result['generations']} generations, {len(recoveries)} recoveries, "
+        f"{result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
+    )
+    for r in recoveries:
+        phases = ("detect", "fence", "form", "state", "first_step", "total")
+        times = " ".join(f"{phase} {1000 * r[f'{phase}_s']:.0f} ms" for phase in phases)
+        print(f"  recovery from {r['cause']}: {times}")
+    if run_directory:
+        print(f"  run directory   {run_directory}")
+
+
+def percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f} %"
+
+
+# --- elastic status, watch, replay ------------------------------------------------------
+@app.command()
+def status(
+    run_dir: RunDir,
+    as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
+) -> int:
+    """Say where a run stands: phase, generation, workers, reason, age of the status."""
+    folder = open_run(run_dir)
+    found = read_json(folder, "status.json")
+    if found is None:
+        raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
+    if as_json:
+        print(encode(found).decode())
+        return 0
+    age_s = time.time() - (folder.modified("status.json") or 0.0)
+    is_stale = age_s > STALE_AFTER_S and found["phase"] != "finished"
+    note = "; no word since, its controller may be gone" if is_stale else ""
+    print(f"{found['phase']}, generation {found['generation']}, {found['world_size']} workers")
+    print(f"step {found['step']} of {found['steps']}")
+    print(f"reason: {found['reason'] or '-'}")
+    print(f"status is {age_s:.0f} s old{note}")
+    if found["workers"] or found["standby"]:
+        Console(soft_wrap=True).print(worker_table(found))
+    return 0
+
+
+@app.command()
+def watch(run_dir: RunDir) -> int:
+    """Show a run's progress until it ends. Ctrl-C only stops watching."""
+    folder = open_run(run_dir)
+    progress = Progress(Console())
+    try:
+        while (result := read_json(folder, "result.json")) is None:
+            progress(run_dir)
+            time.sleep(WATCH_EVERY_S)
+        progress(run_dir)
+    except KeyboardInterrupt:
+        progress.close()
+        print(f"no longer watching; the run goes on: `elastic watch {run_dir}`")
+        return 0
+    finally:
+        progress.close()
+    print_outcome(result, run_dir, (read_json(folder, "config.json") or {}).get("steps"))
+    return 0 if result["outcome"] == "succeeded" else FAILED
+
+
+@app.command()
+def replay(run_dir: RunDir) -> int:
+    """Decide everything again from the journal; exit status 1 if a decision differs."""
+    lines = read_lines(open_run(run_dir), "journal.jsonl")
+    entries = [line for line in lines if "entry" in line]
+    if not entries:
+        raise WrongInput(f"{run_dir} has no decision in its journal yet: nothing to replay")
+    for line in filter(is_told, entries):
+        print(f"{line['at'] - entries[0]['at']:10.3f} s  {decision_line(line)}")
+    mismatches = replay_entries(run_dir, [line["entry"] for line in entries])
+    for mismatch in mismatches:
+        print(f"elastic: {mismatch}", file=sys.stderr)
+    verdict = f"{len(mismatches)} differ" if mismatches else "every decision is the same again"
+    print(f"{len(entries)} journal entries replayed: {verdict}")
+    return FAILED if mismatches else 0
+
+
+def replay_entries(run_dir: str, encoded: list[Any]) -> list[str]:
+    """What would be decided otherwise now; a journal has one part per start of its run."""
+    parts: list[list[Any]] = []
+    try:
+        for entry in encoded:
+            value = decode(entry, JOURNAL_TYPES)
+            if isinstance(value, Started) or not parts:
+                parts.append([])
+            parts[-1].append(value)
+        return [str(mismatch) for part in parts for mismatch in replay_journal(part)]
+    except (ValueError, UnexpectedEvent) as error:
+        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {error}") from error
+
+
+def open_run(run_dir: str) -> Folder:
+    folder = open_folder(run_dir)
+    if not folder.exists("config.json"):
+        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    return folder

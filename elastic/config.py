@@ -1,0 +1,250 @@
+"""What a user may set for a run: `RunConfig`, checked where its values meet.
+
+No defaults live anywhere else; nothing here starts anything.
+"""
+
+import math
+import re
+import warnings
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+REDUCTIONS = ("fast", "bitwise")
+PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
+PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:\d+|pp:\d+")
+PRECISIONS = ("fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+ON_STORAGE_ERROR = ("warn", "fail")
+RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPolicy:
+    """What to do about faults that do not kill a worker."""
+
+    max_nonfinite: int = 8
+    """Steps in a row that may be skipped because a gradient is not finite; default 8."""
+    verify_every: int | None = None
+    """Compare the replicas' weights every so many steps; default None: never."""
+    replace_stragglers: bool = False
+    """Replace a rank that stays much slower than its peers; default False."""
+
+    def __post_init__(self) -> None:
+        check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
+        not_yet("faults.verify_every", self.verify_every, default=None)
+        not_yet("faults.replace_stragglers", self.replace_stragglers, default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run's settings. `V` below is `global_batch // micro_batch`."""
+
+    workers: int | tuple[int, int] = 1
+    """How many workers: a number, or (min, max) to be elastic; default 1.
+
+    Below min the run waits and says so; a max above V is capped with a warning.
+    """
+    steps: int
+    """Optimizer steps of the whole run; required."""
+    global_batch: int
+    """Samples per optimizer step, whatever the number of workers; required."""
+    micro_batch: int
+    """Samples per forward pass, a divisor of `global_batch`; required."""
+    parallel: str = "ddp"
+    """How the model is spread over the workers; default "ddp"."""
+    reduction: str = "fast"
+    """"fast": stock collectives. "bitwise": weights equal for every history. Default "fast"."""
+    precision: str = "fp32"
+    """Number format of the computation; default "fp32"."""
+    clip_norm: float | None = None
+    """Clip the global gradient norm to this; default None: no clipping."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory; default False."""
+    offload: bool = False
+    """Keep parameters and optimizer state in host memory; default False."""
+    seed: int = 0
+    """Seeds initial weights, sample order and all randomness of the steps; default 0."""
+    storage: str | None = None
+    """Folder or `pyarrow.fs` URI of the runs; default None: a temporary run directory.
+
+    A relative folder is made absolute here: other processes have other working directories.
+    """
+    name: str | None = None
+    """The run's folder in `storage`; default None: the workload's class and UTC time."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; default None: none."""
+    keep: tuple[int, int | None] = (2, None)
+    """Checkpoints to keep: (the last so many, and every so many steps); default (2, None)."""
+    snapshot_every: int = 1
+    """Steps between copies of the state in peer memory; default 1."""
+    standby: int = 0
+    """Warm workers beyond max that wait to replace a lost one; default 0."""
+    detect_s: float | None = 3.0
+    """Silence in seconds after which a worker counts as hung; default 3.0. None: never."""
+    max_failures: int = 8
+    """Workers that may be lost since the last committed step; default 8."""
+    device: str = "auto"
+    """"cuda": one GPU per worker, "cpu", or "auto": GPUs where there are any. Default "auto"."""
+    cpus_per_worker: int = 1
+    """CPU slots and intra-op threads per worker; default 1."""
+    address: str | None = None
+    """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
+    eval_every: int | None = None
+    """Steps between calls of the workload's `evaluate`; default None: never."""
+    on_storage_error: str = "warn"
+    """What a failing storage does to the run: "warn" or "fail"; default "warn"."""
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
+    """What to do about faults that do not kill a worker; default `FaultPolicy()`."""
+
+    def __post_init__(self) -> None:
+        if self.storage is not None and "://" not in self.storage and self.storage:
+            place = str(Path(self.storage).expanduser().absolute())
+            object.__setattr__(self, "storage", place)
+        self._check_sizes()
+        self._check_words()
+        self._check_optional()
+        self._check_available()
+
+    @property
+    def num_microbatches(self) -> int:
+        """V: the micro-batches of a step, and the most workers that can share it."""
+        return self.global_batch // self.micro_batch
+
+    @property
+    def min_workers(self) -> int:
+        return self.workers if isinstance(self.workers, int) else self.workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The wanted maximum, capped at V."""
+        wanted = self.workers if isinstance(self.workers, int) else self.workers[1]
+        return min(wanted, self.num_microbatches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; `from_json` gives an equal RunConfig."""
+        values = asdict(self)
+        for name in ("workers", "keep"):
+            if isinstance(values[name], tuple):
+                values[name] = list(values[name])
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_json`; entries that are no fields (`target`, ...) are left out."""
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        if isinstance(known.get("faults"), dict):
+            known["faults"] = FaultPolicy(**known["faults"])
+        with warnings.catch_warnings():  # the cap was announced where the run was configured
+            warnings.simplefilter("ignore", UserWarning)
+            return cls(**known)
+
+    def _check_sizes(self) -> None:
+        for name in ("steps", "global_batch", "micro_batch", "snapshot_every", "cpus_per_worker"):
+            check_whole(name, getattr(self, name), at_least=1)
+        for name in ("seed", "standby", "max_failures"):
+            check_whole(name, getattr(self, name), at_least=0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}: choose a smaller one")
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch="
+                f"{self.micro_batch}: choose a micro_batch that divides it, "
+                f"such as {math.gcd(self.global_batch, self.micro_batch)}"
+            )
+        object.__setattr__(self, "workers", as_bounds(self.workers))
+        self._check_workers()
+
+    def _check_workers(self) -> None:
+        low, high = self.workers if isinstance(self.workers, tuple) else (self.workers,) * 2
+        v = self.num_microbatches
+        if low > high:
+            raise ValueError(
+                f"workers={low}..{high}: min {low} is above max {high}: give (min, max) in order"
+            )
+        if low > v:
+            raise ValueError(
+                f"workers: min {low} is above V = global_batch / micro_batch = {v}, the "
+                "micro-batches of a step: lower min or micro_batch, or raise global_batch"
+            )
+        if high > v:
+            warnings.warn(
+                f"workers: max {high} is above V = global_batch / micro_batch = {v}, "
+                f"the micro-batches of a step; capped at {v}",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def _check_words(self) -> None:
+        check_word("parallel", self.parallel, PARALLELS, bool(PARALLEL.fullmatch(self.parallel)))
+        for name, words in (
+            ("reduction", REDUCTIONS),
+            ("precision", PRECISIONS),
+            ("device", DEVICES),
+            ("on_storage_error", ON_STORAGE_ERROR),
+        ):
+            value = getattr(self, name)
+            check_word(name, value, ", ".join(words), value in words)
+
+    def _check_optional(self) -> None:
+        for name in ("checkpoint_every", "eval_every"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), at_least=1)
+        for name in ("clip_norm", "detect_s"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
+        if self.name is not None and not RUN_NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name={self.name!r} is no folder name: use letters, digits, '.', '_' and '-', "
+                "and begin with a letter, a digit or '_'"
+            )
+        if self.storage is not None and not self.storage:
+            raise ValueError("storage is empty: give a folder or a URI, or leave it out")
+
+    def _check_available(self) -> None:
+        not_yet("parallel", self.parallel, default="ddp")
+        not_yet("precision", self.precision, default="fp32")
+        not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
+        not_yet("offload", self.offload, default=False)
+        not_yet("checkpoint_every", self.checkpoint_every, default=None)
+        object.__setattr__(self, "keep", tuple(self.keep))
+        not_yet("keep", self.keep, default=(2, None))
+        not_yet("snapshot_every", self.snapshot_every, default=1)
+        not_yet("on_storage_error", self.on_storage_error, default="warn")
+
+
+def as_bounds(workers: object) -> int | tuple[int, int]:
+    """`workers` as a number or a (min, max) of numbers that are at least 1."""
+    if isinstance(workers, list | tuple):
+        bounds = tuple(cast("list[object]", workers))
+        if len(bounds) == 2:
+            return (
+                check_whole("workers (min)", bounds[0], at_least=1),
+                check_whole("workers (max)", bounds[1], at_least=1),
+            )
+        raise ValueError(f"workers must be a number or (min, max), got {workers!r}")
+    return check_whole("workers", workers, at_least=1)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, *, at_least: Literal[0, 1]) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+    return value
+
+
+def check_word(name: str, value: object, words: str, is_known: bool) -> None:
+    if not is_known:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {words}")
+
+
+def not_yet(name: str, value: object, *, default: object) -> None:
+    """Refuse what a later version brings, instead of ignoring it silently."""
+    if value != default:
+        raise ValueError(
+            f"{name}={value!r} is not available yet: leave it out, or give {default!r}"
+        )

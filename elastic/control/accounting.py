@@ -1,0 +1,242 @@
+"""Where the run's time went: goodput, badput and the phases of each recovery, for `result.json`.
+
+A pure fold over the journal's events and decisions; what the numbers mean is CONTRACT.md's.
+
+Every second of the run is in exactly one place. The time up to a new committed step is goodput;
+all other time goes to the bucket of the phase it was spent in. Steps that the run falls back
+behind take their (mean) time from goodput to "rolled_back".
+
+Losses between the first and the next committed step are one recovery: cause and detection are the
+first one's, "fence" lasts until the last Form before that step and so contains waiting for
+capacity and attempts that were given up.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elastic.control.lobby import is_member
+from elastic.control.state import (
+    Active,
+    Committed,
+    Decision,
+    Ending,
+    Event,
+    Finished,
+    Forming,
+    Joined,
+    Loaded,
+    Pausing,
+    Phase,
+    Running,
+    Suspending,
+    Waiting,
+    WorkerLost,
+)
+
+Bucket = Literal["starting", "waiting", "recovering", "retried", "growing", "rolled_back", "ending"]
+BUCKETS: tuple[Bucket, ...] = (
+    "starting",  # until the first committed step's generation has formed
+    "waiting",  # fewer than min workers
+    "recovering",  # from a worker's last sign of life until the survivors have formed
+    "retried",  # work on a step that was given up and done again
+    "growing",  # pausing and forming with newcomers
+    "rolled_back",  # steps that were committed and then lost with all their holders
+    "ending",  # after the last step
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The five phases of one recovery, in seconds; they add up to `total_s`."""
+
+    cause: str
+    detect_s: float
+    fence_s: float
+    form_s: float
+    state_s: float
+    first_step_s: float
+    total_s: float
+    lost_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """A recovery in progress."""
+
+    cause: str
+    last_seen: float
+    lost_at: float
+    form_at: float | None = None
+    formed_at: float | None = None
+    state_s: float = 0.0
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    began: float
+    since: float
+    """All time before this is in `goodput_s` or in `badput`."""
+    goodput_s: float = 0.0
+    badput: tuple[tuple[Bucket, float], ...] = tuple((bucket, 0.0) for bucket in BUCKETS)
+    first_step: int = 0
+    """Committed steps that this run began with."""
+    step: int = 0
+    """The last line of metrics.jsonl."""
+    lost_steps: int = 0
+    recoveries: tuple[Recovery, ...] = ()
+    healing: Healing | None = None
+
+    @property
+    def wall_s(self) -> float:
+        return self.since - self.began
+
+    @property
+    def goodput(self) -> float:
+        """The part of the wall time spent on steps that stayed committed."""
+        return self.goodput_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def badput_s(self) -> dict[str, float]:
+        return {bucket: seconds for bucket, seconds in self.badput if seconds > 0}
+
+
+def open_account(at: float) -> Account:
+    return Account(began=at, since=at)
+
+
+def account(
+    so_far: Account, event: Event, phase: Phase, generation: int, decision: Decision
+) -> Account:
+    """Add what `event` did to a run in `phase` of `generation`. Ticks without news may be left out.
+
+    `generation` is the ledger's before the event.
+    """
+    if isinstance(phase, Finished):
+        return so_far
+    now = max(event.at, so_far.since)
+    entry = hear_loss(so_far, event, phase, now)
+    if isinstance(event, Loaded) and isinstance(phase, Waiting) and not generation:
+        entry = replace(entry, first_step=event.step, step=event.step)
+    if decision.ledger.step < entry.step:
+        entry = roll_back(entry, decision.ledger.step)
+    has_stepped = False
+    if isinstance(event, Committed) and is_new_step(entry, event, phase, generation):
+        has_stepped = True
+        entry = replace(entry, step=event.step)
+        if isinstance(phase, Running | Pausing):
+            entry = replace(entry, goodput_s=entry.goodput_s + now - entry.since, since=now)
+    if type(decision.phase) is not type(phase) or decision.ledger.generation != generation:
+        entry = leave_phase(entry, event, phase, decision.phase, now)
+    return heal(entry, event, decision, has_stepped, now)
+
+
+def spend(entry: Account, bucket: Bucket, seconds: float) -> Account:
+    badput = tuple((b, s + seconds if b == bucket else s) for b, s in entry.badput)
+    return replace(entry, badput=badput)
+
+
+def hear_loss(entry: Account, event: Event, phase: Phase, now: float) -> Account:
+    if not isinstance(event, WorkerLost) or isinstance(phase, Ending) or entry.healing:
+        return entry
+    if not is_member(phase, event.worker):
+        return entry
+    last_seen = min(max(event.last_seen, entry.began), now)
+    return replace(entry, healing=Healing(event.cause, last_seen, now))
+
+
+def is_new_step(entry: Account, event: Committed, phase: Phase, generation: int) -> bool:
+    """A new line of metrics.jsonl, not one repeated after a regroup or said too late."""
+    is_current = isinstance(phase, Active) and event.generation == generation
+    return is_current and event.step > entry.step
+
+
+def roll_back(entry: Account, step: int) -> Account:
+    num_lost, num_done = entry.step - step, entry.step - entry.first_step
+    seconds = entry.goodput_s * num_lost / num_done if num_done > 0 else 0.0
+    entry = spend(entry, "rolled_back", seconds)
+    healing = entry.healing
+    if healing:
+        healing = replace(healing, lost_steps=healing.lost_steps + num_lost)
+    return replace(
+        entry,
+        goodput_s=entry.goodput_s - seconds,
+        first_step=min(entry.first_step, step),
+        step=step,
+        lost_steps=entry.lost_steps + num_lost,
+        healing=healing,
+    )
+
+
+def leave_phase(entry: Account, event: Event, phase: Phase, next_: Phase, now: float) -> Account:
+    """Attribute the time since the last committed step or change of phase."""
+    match phase, next_:
+        case Running(), Pausing():
+            return entry  # the step goes on
+        case Forming(), (Running() | Pausing() | Ending()):
+            bucket = forming_bucket(entry)
+        case Forming(), _:
+            bucket = "recovering" if entry.step > entry.first_step else "starting"
+        case Waiting(), _:
+            bucket = "waiting" if entry.healing or entry.step > entry.first_step else "starting"
+        case ((Running() | Pausing()), (Suspending() | Waiting() | Finished())):
+            return give_up_step(entry, event, now)
+        case Pausing(), Forming():
+            bucket = forming_bucket(entry)
+        case ((Running() | Pausing() | Ending()), _):
+            bucket = "ending"
+        case _:
+            bucket = "recovering"
+    return replace(spend(entry, bucket, now - entry.since), since=now)
+
+
+def forming_bucket(entry: Account) -> Bucket:
+    if entry.healing:
+        return "recovering"
+    return "growing" if entry.step > entry.first_step else "starting"
+
+
+def give_up_step(entry: Account, event: Event, now: float) -> Account:
+    """A step was under way: until the lost worker's last sign of life it was work."""
+    silent_s = now - event.last_seen if isinstance(event, WorkerLost) else 0.0
+    silent_s = min(max(silent_s, 0.0), now - entry.since)
+    entry = spend(entry, "retried", now - entry.since - silent_s)
+    return replace(spend(entry, "recovering", silent_s), since=now)
+
+
+def heal(
+    entry: Account, event: Event, decision: Decision, has_stepped: bool, now: float
+) -> Account:
+    """Follow the recovery in progress; it ends with a step of its generation, or with the run."""
+    healing, phase = entry.healing, decision.phase
+    if healing is None:
+        return entry
+    if isinstance(event, Joined) and event.generation == decision.ledger.generation:
+        healing = replace(healing, state_s=max(healing.state_s, event.state_s))
+    if isinstance(phase, Forming):
+        if healing.form_at is None:
+            healing = replace(healing, form_at=now)
+    elif isinstance(phase, Running | Pausing):
+        if healing.formed_at is None:
+            healing = replace(healing, formed_at=now)
+    elif isinstance(phase, Suspending | Waiting):  # given up again, or never formed
+        healing = replace(healing, form_at=None, formed_at=None, state_s=0.0)
+    is_healed = has_stepped and isinstance(phase, Running | Pausing)
+    if is_healed or isinstance(phase, Ending | Finished):
+        return close(entry, healing, now)
+    return replace(entry, healing=healing)
+
+
+def close(entry: Account, healing: Healing, now: float) -> Account:
+    form_at = now if healing.form_at is None else healing.form_at
+    formed_at = now if healing.formed_at is None else healing.formed_at
+    state_s = min(healing.state_s, formed_at - form_at)
+    parts = (
+        healing.lost_at - healing.last_seen,
+        form_at - healing.lost_at,
+        formed_at - form_at - state_s,
+        state_s,
+        now - formed_at,
+    )
+    recovery = Recovery(healing.cause, *parts, total_s=sum(parts), lost_steps=healing.lost_steps)
+    return replace(entry, recoveries=(*entry.recoveries, recovery), healing=None)

@@ -1,0 +1,172 @@
+"""Loading, copying state, forming generations, growing: what the phases do with live workers.
+
+Losses are in recovery.py, the end of the run is in ending.py.
+"""
+
+from dataclasses import replace
+
+from elastic.control.ending import finish
+from elastic.control.lobby import explain, first, names, top_up
+from elastic.control.state import (
+    NOBODY,
+    Decision,
+    Form,
+    Forming,
+    Ledger,
+    Limits,
+    Load,
+    Pause,
+    Pausing,
+    Phase,
+    Running,
+    Sync,
+    Waiting,
+)
+from elastic.protocol.membership import Membership, NumberSet, worker_name
+
+MAX_SOURCES = 64
+"""Newcomers of a waiting run are spread over at most so many holders."""
+
+
+def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
+    """Make the most of the live workers that this phase allows."""
+    match phase:
+        case Waiting():
+            return top_up(staff_waiting(ledger, phase, at, limits), at, limits)
+        case Running():
+            return top_up(staff_running(ledger, phase, at, limits), at, limits)
+        case _:
+            return Decision(ledger, phase)
+
+
+def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> Decision:
+    if not ledger.holders:
+        return load(ledger, phase)
+    num_holders = len(ledger.holders)
+    is_enough = num_holders + len(ledger.synced) >= limits.min_workers
+    if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
+        survivors = tuple(ledger.holders)
+        return form(ledger, survivors, ledger.behind, at, limits, with_newcomers=True)
+    level = ledger.holders - ledger.behind
+    sources = first(level or ledger.holders, MAX_SOURCES)
+    return sync(ledger, phase, sources, num_holders, at, limits)
+
+
+def load(ledger: Ledger, phase: Waiting) -> Decision:
+    """Nobody holds the state: the run starts, or its last tier of recovery does."""
+    if ledger.loading or not ledger.ready:
+        return Decision(ledger, phase)
+    (worker,) = first(ledger.ready, 1)
+    ledger = replace(ledger, ready=ledger.ready.remove(worker), loading=ledger.loading.add(worker))
+    why = f"nobody alive holds step {ledger.step}" if ledger.generation else "the run starts"
+    return Decision(ledger, phase, (Load(worker),), f"{why}: {worker_name(worker)} loads the state")
+
+
+def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> Decision:
+    membership = phase.membership
+    missing = limits.max_workers - membership.world_size
+    if missing <= 0 or phase.done:
+        return Decision(ledger, phase)
+    if ledger.synced:
+        reason = f"pause to let {names(ledger.synced)} in"
+        return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
+    return sync(ledger, phase, membership.workers, membership.world_size, at, limits)
+
+
+def sync(
+    ledger: Ledger,
+    phase: Phase,
+    sources: tuple[int, ...],
+    num_holders: int,
+    at: float,
+    limits: Limits,
+) -> Decision:
+    """Let so many ready workers copy the state that the next generation can be full.
+
+    The second of the decision turns the sources, so that a retry meets another one.
+    """
+    if not ledger.ready:
+        return Decision(ledger, phase)
+    on_the_way = len(ledger.syncing) + len(ledger.synced)
+    chosen = first(ledger.ready, max(0, limits.max_workers - num_holders - on_the_way))
+    if not chosen:
+        return Decision(ledger, phase)
+    moved = NumberSet.of(chosen)
+    ledger = replace(ledger, ready=ledger.ready - moved, syncing=ledger.syncing | moved)
+    commands = tuple(Sync(w, sources[(w + int(at)) % len(sources)]) for w in chosen)
+    return Decision(ledger, phase, commands, f"{names(chosen)} may copy the state")
+
+
+def regroup(
+    ledger: Ledger,
+    survivors: tuple[int, ...],
+    rollers: NumberSet,
+    is_evaluating: bool,
+    at: float,
+    limits: Limits,
+) -> Decision:
+    """The next generation from those who hold the state (in rank order), or wait for more."""
+    if survivors and (ledger.stop or is_evaluating or ledger.step >= limits.steps):
+        then_pause = bool(ledger.stop) or is_evaluating
+        return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
+    if survivors and len(survivors) + len(ledger.synced) >= limits.min_workers:
+        return form(ledger, survivors, rollers, at, limits, with_newcomers=True)
+    if ledger.stop:
+        return finish(ledger, Waiting(""), "stopped", ledger.stop)
+    ledger = replace(ledger, holders=NumberSet.of(survivors), behind=rollers)
+    if survivors:
+        why = f"{len(survivors)} of at least {limits.min_workers} workers left, step {ledger.step}"
+    else:
+        why = f"nobody is left who holds step {ledger.step}"
+    return explain(why, staff(ledger, Waiting(why), at, limits))
+
+
+def form(
+    ledger: Ledger,
+    survivors: tuple[int, ...],
+    rollers: NumberSet,
+    at: float,
+    limits: Limits,
+    *,
+    with_newcomers: bool = False,
+    then_pause: bool = False,
+) -> Decision:
+    room = limits.max_workers - len(survivors) if with_newcomers else 0
+    newcomers = first(ledger.synced, room)
+    membership = Membership(ledger.generation + 1, (*survivors, *newcomers))
+    ledger = replace(
+        ledger,
+        generation=membership.generation,
+        holders=NOBODY,
+        behind=NOBODY,
+        synced=ledger.synced - NumberSet.of(newcomers),
+    )
+    roll_forward = tuple(rollers)
+    vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
+    reason = f"generation {membership.generation}: {membership.world_size} workers"
+    reason += f" at step {ledger.step}"
+    if newcomers:
+        reason += f", new {names(newcomers)}"
+    if rollers:
+        reason += f", {names(rollers)} roll forward"
+    command = Form(membership, ledger.step, roll_forward, vote_of, then_pause)
+    forming = Forming(membership, at + limits.join_timeout_s, then_pause)
+    return top_up(Decision(ledger, forming, (command,), reason), at, limits)
+
+
+def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
+    """Everybody has joined."""
+    ledger = replace(ledger, stillborn=0)
+    membership = phase.membership
+    reason = f"generation {membership.generation} has formed"
+    if phase.then_pause:
+        return Decision(ledger, Pausing(membership), (), f"{reason}, pauses at the next boundary")
+    if ledger.stop:
+        return stop_running(ledger, Running(membership))
+    return explain(reason, staff(ledger, Running(membership), at, limits))
+
+
+def stop_running(ledger: Ledger, phase: Running) -> Decision:
+    membership = phase.membership
+    pausing = Pausing(membership, done=phase.done)
+    return Decision(ledger, pausing, (Pause(membership),), f"stop: {ledger.stop}")

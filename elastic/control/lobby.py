@@ -1,0 +1,129 @@
+"""The workers outside the generation: who they are, how many are wanted, how they are moved.
+
+What the phases do with them is in capacity.py.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+
+from elastic.control.state import (
+    NOBODY,
+    Active,
+    Decision,
+    Ending,
+    Forming,
+    Ledger,
+    Limits,
+    Phase,
+    Spawn,
+    Suspending,
+)
+from elastic.protocol.membership import NumberSet, worker_name
+
+MAX_NAMES = 8
+
+
+def names(workers: Iterable[int]) -> str:
+    """The first few by name: a reason is one line."""
+    shown = tuple(islice(workers, MAX_NAMES + 1))
+    dots = " ..." if len(shown) > MAX_NAMES else ""
+    return " ".join(worker_name(w) for w in shown[:MAX_NAMES]) + dots
+
+
+def explain(reason: str, decision: Decision) -> Decision:
+    """Put the reason in front of what followed from it."""
+    whole = "; ".join(part for part in (reason, decision.reason) if part)
+    return decision._replace(reason=whole)
+
+
+def common(a: NumberSet, b: NumberSet) -> NumberSet:
+    return NumberSet(a.bits & b.bits)
+
+
+def first(numbers: NumberSet, count: int) -> tuple[int, ...]:
+    """The `count` lowest, without walking over a large empty beginning for a few."""
+    if count > MAX_NAMES:
+        return tuple(islice(numbers, count))
+    found: list[int] = []
+    bits = numbers.bits
+    while bits and len(found) < count:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return tuple(found)
+
+
+def lobby(ledger: Ledger) -> NumberSet:
+    """Every live worker that is not a member."""
+    return NumberSet(
+        ledger.spawned.bits
+        | ledger.ready.bits
+        | ledger.loading.bits
+        | ledger.syncing.bits
+        | ledger.synced.bits
+        | ledger.holders.bits
+    )
+
+
+def leave(ledger: Ledger, worker: int) -> Ledger:
+    return replace(
+        ledger,
+        spawned=ledger.spawned.remove(worker),
+        ready=ledger.ready.remove(worker),
+        loading=ledger.loading.remove(worker),
+        syncing=ledger.syncing.remove(worker),
+        synced=ledger.synced.remove(worker),
+        holders=ledger.holders.remove(worker),
+        behind=ledger.behind.remove(worker),
+    )
+
+
+def lost_members(phase: Active) -> NumberSet:
+    """Workers of the membership that are known to be gone."""
+    match phase:
+        case Suspending(lost=lost):
+            return lost
+        case Ending(membership=membership, lost=lost):
+            return NumberSet.of(membership.workers[rank] for rank in lost)
+        case _:
+            return NOBODY
+
+
+def num_members(phase: Phase) -> int:
+    if not isinstance(phase, Active):
+        return 0
+    gone = len(phase.lost) if isinstance(phase, Suspending | Ending) else 0
+    return phase.membership.world_size - gone
+
+
+def is_member(phase: Phase, worker: int) -> bool:
+    """A live member of the generation in progress."""
+    if not isinstance(phase, Active) or worker not in phase.membership.workers:
+        return False
+    return worker not in lost_members(phase)
+
+
+def is_arriving(phase: Phase, worker: int) -> bool:
+    """A member that has not joined yet."""
+    if not isinstance(phase, Forming) or worker not in phase.membership.workers:
+        return False
+    return phase.membership.rank_of(worker) not in phase.joined
+
+
+def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
+    """Keep `max_workers` + `standby` alive; the pending ones are the demand that Ray sees."""
+    ledger, phase = decision.ledger, decision.phase
+    if ledger.stop or at < ledger.respawn_at:
+        return decision
+    alive = len(lobby(ledger)) + num_members(phase)
+    missing = limits.max_workers + limits.standby - alive
+    if missing <= 0:
+        return decision
+    begin = ledger.next_worker
+    workers = range(begin, begin + missing)
+    ledger = replace(
+        ledger, next_worker=begin + missing, spawned=ledger.spawned | NumberSet.of(workers)
+    )
+    reason = decision.reason or f"spawn {names(workers)}: {alive} of {alive + missing} alive"
+    return Decision(ledger, phase, (*decision.commands, Spawn(tuple(workers))), reason)

@@ -1,0 +1,250 @@
+"""Losing workers: give the generation up, hear where the survivors stand, regroup them.
+
+Any survivor at `Ledger.step` proves the step; who holds its reduced gradient rolls forward to it;
+who holds neither goes back to the lobby. Only if nobody alive can reach the step does it fall.
+"""
+
+from dataclasses import replace
+
+from elastic.control.capacity import regroup, staff
+from elastic.control.ending import finish
+from elastic.control.lobby import common, explain, leave, names, num_members
+from elastic.control.state import (
+    NOBODY,
+    Abort,
+    CollectiveFailed,
+    Decision,
+    Forming,
+    Ledger,
+    Limits,
+    Pausing,
+    Phase,
+    Retire,
+    Running,
+    Suspended,
+    Suspending,
+    Waiting,
+    WorkerLost,
+)
+from elastic.protocol.membership import NumberSet, worker_name
+
+MAX_BACKOFF_S = 60
+
+
+# --- losses -------------------------------------------------------------------
+def lose_member(
+    ledger: Ledger,
+    phase: Forming | Running | Pausing | Suspending,
+    event: WorkerLost,
+    limits: Limits,
+) -> Decision:
+    ledger = replace(ledger, failures=ledger.failures + 1)
+    lost = NumberSet.of((event.worker,))
+    if isinstance(phase, Suspending):
+        phase = without_answer(phase, phase.membership.rank_of(event.worker))
+        suspending = replace(phase, lost=phase.lost | lost, deadline=None)
+        commands = ()
+    else:
+        suspending = Suspending(
+            phase.membership, lost, None, was_forming=isinstance(phase, Forming)
+        )
+        commands = (Abort(phase.membership),)
+    if ledger.failures > limits.max_failures:
+        return spend_budget(ledger, suspending, event.cause, limits)
+    reason = (
+        f"{worker_name(event.worker)} lost ({event.cause}), {num_members(suspending)} of "
+        f"{phase.membership.world_size} left, min {limits.min_workers}, "
+        f"budget {ledger.failures}/{limits.max_failures}"
+    )
+    return settle(Decision(ledger, suspending, commands, reason), event.at, limits)
+
+
+def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
+    """A worker of the lobby is gone."""
+    was_holder = event.worker in ledger.holders
+    ledger = leave(ledger, event.worker)
+    if was_holder:
+        return lose_holder(ledger, phase, event, limits)
+    stillborn = ledger.stillborn + 1
+    back_off_s = min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
+    ledger = replace(ledger, stillborn=stillborn, respawn_at=event.at + back_off_s)
+    reason = (
+        f"{worker_name(event.worker)} lost ({event.cause}) before it took part, "
+        f"number {stillborn} in a row, next spawn in {back_off_s:g} s"
+    )
+    if isinstance(phase, Waiting) and stillborn > limits.max_failures:
+        reason = (
+            f"{stillborn} workers in a row died before they took part, the last "
+            f"{worker_name(event.worker)} ({event.cause}); max_failures is {limits.max_failures}"
+        )
+        return finish(ledger, phase, "failed", reason)
+    return explain(reason, staff(ledger, phase, event.at, limits))
+
+
+def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
+    """A waiting run lost one of those who hold its state."""
+    ledger = replace(ledger, failures=ledger.failures + 1)
+    if ledger.failures > limits.max_failures:
+        why = budget_reason(ledger, NumberSet.of((event.worker,)), event.cause, limits)
+        return finish(ledger, phase, "failed", why)
+    reason = (
+        f"{worker_name(event.worker)} lost ({event.cause}) while waiting, "
+        f"{len(ledger.holders)} left who hold step {ledger.step}, "
+        f"budget {ledger.failures}/{limits.max_failures}"
+    )
+    return explain(reason, staff(ledger, phase, event.at, limits))
+
+
+def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) -> Decision:
+    reason = budget_reason(ledger, phase.lost, cause, limits)
+    return finish(ledger, phase, "failed", reason)
+
+
+def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
+    who = f"{names(lost)} lost ({cause})" if lost else cause
+    return (
+        f"{who}: {ledger.failures} losses since step {ledger.step} was committed, "
+        f"max_failures is {limits.max_failures}"
+    )
+
+
+# --- a generation that failed without a known loss --------------------------------
+def suspect_loss(
+    ledger: Ledger,
+    phase: Forming | Running | Pausing,
+    event: CollectiveFailed,
+    limits: Limits,
+) -> Decision:
+    who = worker_name(phase.membership.workers[event.rank])
+    suspending = Suspending(
+        phase.membership,
+        NOBODY,
+        event.at + limits.confirm_timeout_s,
+        event.message,
+        was_forming=isinstance(phase, Forming),
+    )
+    reason = f"a collective of {who} failed: {event.message}"
+    return Decision(ledger, suspending, (Abort(phase.membership),), reason)
+
+
+def abort_late(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
+    """The rendezvous is a barrier, so who is missing cannot be told from who has not joined."""
+    membership = phase.membership
+    missing = membership.world_size - len(phase.joined)
+    complaint = (
+        f"generation {membership.generation}: {missing} of {membership.world_size} workers had "
+        f"not joined after {limits.join_timeout_s:g} s"
+    )
+    suspending = Suspending(
+        membership, NOBODY, at + limits.confirm_timeout_s, complaint, was_forming=True
+    )
+    return Decision(ledger, suspending, (Abort(membership),), complaint)
+
+
+def abort_arrival(ledger: Ledger, phase: Forming, worker: int, reason: str) -> Decision:
+    """A newcomer cannot get the last step: nobody failed, the others form without it."""
+    suspending = Suspending(phase.membership, NOBODY, None, was_forming=True)
+    why = f"{worker_name(worker)} cannot join, it needs another source: {reason}"
+    return Decision(ledger, suspending, (Abort(phase.membership),), why)
+
+
+def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
+    """Nothing has explained the failure in time."""
+    if not phase.was_forming:
+        return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
+    silent = NumberSet.of(range(phase.membership.world_size)) - answered(phase)
+    workers = NumberSet.of(phase.membership.workers[rank] for rank in silent)
+    ledger = replace(ledger, failures=ledger.failures + len(workers))
+    suspending = replace(phase, lost=phase.lost | workers, deadline=None)
+    retire = (Retire(tuple(workers)),)
+    if ledger.failures > limits.max_failures:
+        decision = spend_budget(ledger, suspending, phase.complaint, limits)
+        return decision._replace(commands=(*retire, *decision.commands))
+    reason = f"{phase.complaint}; {names(workers)} did not answer and are given up"
+    return settle(Decision(ledger, suspending, retire, reason), at, limits)
+
+
+# --- answers ------------------------------------------------------------------
+def answered(phase: Suspending) -> NumberSet:
+    return phase.level | phase.behind | phase.stale
+
+
+def without_answer(phase: Suspending, rank: int) -> Suspending:
+    return replace(
+        phase,
+        level=phase.level.remove(rank),
+        behind=phase.behind.remove(rank),
+        stale=phase.stale.remove(rank),
+        prepared=phase.prepared.remove(rank),
+        evaluating=phase.evaluating.remove(rank),
+    )
+
+
+def learn_step(ledger: Ledger, phase: Suspending, step: int) -> tuple[Ledger, Suspending]:
+    """Somebody had committed `step`: the answers so far are seen from there."""
+    if step <= ledger.step:
+        return ledger, phase
+    if step == ledger.step + 1:
+        stale = phase.stale | phase.behind
+        phase = replace(phase, level=NOBODY, behind=phase.level, stale=stale)
+    else:
+        phase = replace(phase, level=NOBODY, behind=NOBODY, stale=answered(phase))
+    return replace(ledger, step=step), phase
+
+
+def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
+    if event.rank in answered(phase):
+        return Decision(ledger, phase)
+    ledger, phase = learn_step(ledger, phase, event.step)
+    if event.step == ledger.step:
+        phase = replace(phase, level=phase.level.add(event.rank))
+    elif event.step == ledger.step - 1 and event.step >= 0:
+        phase = replace(phase, behind=phase.behind.add(event.rank))
+    else:
+        phase = replace(phase, stale=phase.stale.add(event.rank))
+    if event.is_prepared:
+        phase = replace(phase, prepared=phase.prepared.add(event.rank))
+    if event.is_evaluating:
+        phase = replace(phase, evaluating=phase.evaluating.add(event.rank))
+    return settle(Decision(ledger, phase), event.at, limits)
+
+
+def settle(decision: Decision, at: float, limits: Limits) -> Decision:
+    """Regroup as soon as everybody alive has answered and something explains the failure."""
+    ledger, phase = decision.ledger, decision.phase
+    assert isinstance(phase, Suspending)
+    num_answers = len(phase.level) + len(phase.behind) + len(phase.stale)
+    if num_answers < num_members(phase):
+        return decision
+    if phase.deadline is not None:
+        if not phase.was_forming:
+            return decision  # the loss may still be reported
+        if not phase.stale and not phase.behind:  # no newcomer without state explains it either
+            ledger = replace(ledger, failures=ledger.failures + 1)
+            if ledger.failures > limits.max_failures:
+                return spend_budget(ledger, phase, phase.complaint, limits)
+    next_ = regroup_answered(ledger, phase, at, limits)
+    commands = (*decision.commands, *next_.commands)
+    return explain(decision.reason, next_)._replace(commands=commands)
+
+
+def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
+    workers = phase.membership.workers
+    rolling = common(phase.behind, phase.prepared)
+    usable = phase.level | rolling
+    fallen = ""
+    if not usable and phase.behind:
+        usable, rolling = phase.behind, NOBODY
+        fallen = f"whoever held step {ledger.step} is lost: back to {ledger.step - 1}; "
+        ledger = replace(ledger, step=ledger.step - 1)
+    stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
+    ledger = replace(ledger, ready=ledger.ready | stateless)
+    decision = regroup(
+        ledger,
+        tuple(workers[rank] for rank in usable),
+        NumberSet.of(workers[rank] for rank in rolling),
+        bool(common(usable, phase.evaluating)),
+        at,
+        limits,
+    )
+    return decision._replace(reason=fallen + decision.reason)

@@ -1,0 +1,89 @@
+"""Re-running a journal: do the same events still lead to the same decisions?
+
+Reading the journal's file is not done here (elastic/store).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from elastic.control import state
+from elastic.control.state import Command, Decision, Event, Ledger, Limits, Phase, Tick
+from elastic.control.transition import start, transition
+from elastic.protocol.encoding import Registry, registry
+from elastic.protocol.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first entry of a journal."""
+
+    limits: Limits
+    at: float
+    commands: tuple[Command, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event and what was decided."""
+
+    event: Event
+    commands: tuple[Command, ...]
+    reason: str
+    ledger: Ledger | None = None
+    """Every so many entries: all that the decisions so far amount to..."""
+    phase: Phase | None = None
+    """...and the phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    index: int
+    """Position in the journal; 0 is `Started`."""
+    event: Event | None
+    recorded: tuple[object, ...]
+    replayed: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"entry {self.index}, {self.event or 'start'}: "
+            f"recorded {self.recorded}, replayed {self.replayed}"
+        )
+
+
+JOURNAL_TYPES: Registry = registry(
+    Membership,
+    Limits,
+    Ledger,
+    Started,
+    Entry,
+    *(c for union in (state.Phase, state.Event, state.Command) for c in get_args(union)),
+)
+"""For `elastic.protocol.encoding.decode`."""
+
+
+def is_news(event: Event, decision: Decision) -> bool:
+    """Whether the journal needs it: replay is exact without ticks that decided nothing."""
+    return not isinstance(event, Tick) or bool(decision.commands or decision.reason)
+
+
+def replay(journal: Iterable[Started | Entry]) -> Iterator[Mismatch]:
+    """Every entry that would be decided otherwise now. Raises ValueError without `Started`."""
+    entries = iter(journal)
+    head = next(entries, None)
+    if not isinstance(head, Started):
+        raise ValueError(f"the journal does not begin with its limits, but with {head!r}")
+    decision = start(head.limits, head.at)
+    recorded = (head.commands, head.reason)
+    if recorded != (decision.commands, decision.reason):
+        yield Mismatch(0, None, recorded, (decision.commands, decision.reason))
+    for index, entry in enumerate(entries, start=1):
+        assert isinstance(entry, Entry)
+        decision = transition(decision.ledger, decision.phase, entry.event, head.limits)
+        recorded, replayed = [entry.commands, entry.reason], [decision.commands, decision.reason]
+        if entry.ledger is not None and entry.phase is not None:
+            recorded += [entry.ledger, entry.phase]
+            replayed += [decision.ledger, decision.phase]
+        if recorded != replayed:
+            yield Mismatch(index, entry.event, tuple(recorded), tuple(replayed))

@@ -1,0 +1,349 @@
+"""Ledger, phases, events and commands of the controller: plain values, no behaviour."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic.protocol.membership import Membership, NumberSet
+
+NOBODY = NumberSet()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the user allows; every duration derives from `detect_s` where the run is configured."""
+
+    min_workers: int
+    max_workers: int
+    standby: int
+    steps: int
+    max_failures: int
+    join_timeout_s: float
+    confirm_timeout_s: float
+    """How long a failed collective waits for the loss that explains it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What outlives a generation. Every live worker is a member or in exactly one of these sets."""
+
+    generation: int = 0
+    step: int = 0
+    """Committed steps."""
+    failures: int = 0
+    """Members lost since the last committed step."""
+    stillborn: int = 0
+    """Workers in a row that died before they joined a generation."""
+    respawn_at: float = 0.0
+    """No spawn before this time (back-off after stillborn workers)."""
+    next_worker: int = 0
+    stop: str = ""
+    """Why the run was asked to stop; empty: it was not."""
+    spawned: NumberSet = NOBODY
+    """Asked for, not yet ready."""
+    ready: NumberSet = NOBODY
+    """Model built, no current state: the warm standbys."""
+    loading: NumberSet = NOBODY
+    """At most one: it reads the state the run starts from."""
+    syncing: NumberSet = NOBODY
+    """Copying state from a holder or member."""
+    synced: NumberSet = NOBODY
+    """Following a holder or member, at most one step behind."""
+    holders: NumberSet = NOBODY
+    """Not members, hold the state of `step`."""
+    behind: NumberSet = NOBODY
+    """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
+
+
+# --- phases: what dies with a generation ----------------------------------------
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No generation: fewer than `min_workers` could take part."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forming:
+    membership: Membership
+    deadline: float
+    then_pause: bool = False
+    joined: NumberSet = NOBODY  # ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    membership: Membership
+    done: NumberSet = NOBODY  # ranks whose loop has returned
+
+
+@dataclass(frozen=True, slots=True)
+class Pausing:
+    """Members stop at the next step boundary, by their vote all at the same one."""
+
+    membership: Membership
+    paused: NumberSet = NOBODY  # ranks
+    done: NumberSet = NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Suspending:
+    """A generation is given up: survivors abandon their collectives and say where they stand.
+
+    Their steps are relative to `Ledger.step`, the highest that anybody is known to have committed.
+    """
+
+    membership: Membership
+    lost: NumberSet  # workers
+    deadline: float | None
+    """Set while nothing explains why the generation failed: nobody is known to be lost."""
+    complaint: str = ""
+    """What the first failed collective said."""
+    was_forming: bool = False
+    """The generation had not formed: whoever does not answer by the deadline is the lost one."""
+    level: NumberSet = NOBODY  # ranks that committed `Ledger.step`
+    behind: NumberSet = NOBODY  # ranks that committed one step less
+    stale: NumberSet = NOBODY  # ranks further behind, or without state
+    prepared: NumberSet = NOBODY  # ranks with the reduced gradient of their next step
+    evaluating: NumberSet = NOBODY  # ranks inside session.evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Members write the final state and say its hash."""
+
+    membership: Membership
+    outcome: str
+    reason: str
+    deadline: float
+    ended: NumberSet = NOBODY  # ranks
+    lost: NumberSet = NOBODY  # ranks
+    weights_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    outcome: str  # succeeded, failed, stopped
+    reason: str
+    weights_sha256: str = ""
+
+
+Active = Forming | Running | Pausing | Suspending | Ending  # a generation is in progress
+Phase = Waiting | Active | Finished
+
+
+# --- events: what happened. `generation` is present iff a member says it ---------
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    worker: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker: int
+    cause: str  # one of elastic.protocol.reports.CAUSES
+    last_seen: float
+    """The worker's last sign of life."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    worker: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    worker: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    """The worker's source is gone or went too far ahead: it needs another Sync."""
+
+    worker: int
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    generation: int
+    rank: int
+    state_s: float
+    """Seconds spent on bringing its state to the step of the generation."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Sent by the lowest rank, repeated after a regroup if unsure. Brings the step's vote."""
+
+    generation: int
+    step: int
+    step_s: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    generation: int
+    rank: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFailed:
+    generation: int
+    rank: int
+    message: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """Every member's answer to Abort, newcomers included. Brings its last vote."""
+
+    generation: int
+    rank: int
+    step: int
+    """Committed steps of its state; -1: it holds none."""
+    is_prepared: bool
+    """Holds the reduced gradient of `step` + 1."""
+    is_evaluating: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The rank's training loop has returned after `step` committed steps."""
+
+    generation: int
+    rank: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    generation: int
+    rank: int
+    weights_sha256: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class UserFailed:
+    """The user's code raised in a worker, member or not: the run ends."""
+
+    worker: int
+    message: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The run ends at once: a second Ctrl-C, the driver's death, storage that must not fail."""
+
+    outcome: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    at: float
+
+
+Report = Joined | Committed | Paused | CollectiveFailed | Suspended | Done | Ended
+Event = (
+    WorkerReady
+    | WorkerLost
+    | Loaded
+    | Synced
+    | SyncFailed
+    | StopRequested
+    | UserFailed
+    | Cancelled
+    | Report
+    | Tick
+)
+
+
+# --- commands: what the shell must do, in order -----------------------------------
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take the state the run starts from: the newest good checkpoint, else the initial one."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Copy the state of `source` and follow it step by step, instead of any earlier source."""
+
+    worker: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    membership: Membership
+    step: int
+    """Every member stands at this many committed steps before it joins."""
+    roll_forward: tuple[int, ...] = ()
+    """Workers that apply their prepared step first..."""
+    vote_of: int | None = None
+    """...with the vote of this worker, which has committed it. None: everybody who had is lost,
+    but the vote of `step` came with its Committed or Suspended."""
+    then_pause: bool = False
+    """Pause at the next boundary (newcomers wait there while survivors finish an evaluation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give the generation up: abandon collectives and sources, answer Suspended."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    membership: Membership
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    workers: tuple[int, ...]
+
+
+Command = Spawn | Load | Sync | Form | Pause | Abort | Finish | Retire
+
+
+class Decision(NamedTuple):
+    ledger: Ledger
+    phase: Phase
+    commands: tuple[Command, ...] = ()
+    reason: str = ""
+    """One line; empty if nothing was decided."""

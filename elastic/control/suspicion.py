@@ -1,0 +1,116 @@
+"""Who has stopped making progress: the rule over heartbeats of DESIGN.md section 2, "Hung".
+
+Pure functions of values; hearing heartbeats and killing suspects happens in elastic/on_ray.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+PATIENCE = 5
+"""A phase may take so many times its own 95th percentile."""
+PATIENCE_UNKNOWN = 100
+"""Without a percentile (first step, compilation, user code): so many times `detect_s`."""
+STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a moment
+DEAD = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    worker: int
+    generation: int
+    step: int
+    phase: str
+    """What the worker is doing, one of elastic.protocol.reports.PHASES."""
+    phase_s: float
+    """Seconds in it."""
+    p95_s: float | None
+    """The worker's own 95th percentile there; None: not known, or code that has no usual time."""
+    waits_for_peers: bool
+    process_state: str
+    """The letter in /proc/<pid>/stat; the heartbeat's sender is another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A worker's last heartbeat, when it was heard, and since when it says "stopped"."""
+
+    heartbeat: Heartbeat
+    heard_at: float
+    stopped_since: float | None = None
+
+
+def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
+    """Hear the next heartbeat of a worker."""
+    if heartbeat.process_state != STOPPED:
+        return Watch(heartbeat, now)
+    since = before.stopped_since if before else None
+    return Watch(heartbeat, now, now if since is None else since)
+
+
+def is_awaited(worker: Heartbeat, peer: Heartbeat) -> bool:
+    """Whether `peer` cannot go on without `worker`: it waits, and the worker is not there yet."""
+    if worker.worker == peer.worker or worker.generation != peer.generation:
+        return False
+    if not peer.waits_for_peers:
+        return False
+    return not worker.waits_for_peers or worker.step < peer.step
+
+
+def suspicion(
+    watched: Watch, awaited_s: float | None, now: float, detect_s: float | None
+) -> str | None:
+    """Why the worker must be taken for hung, or None.
+
+    `awaited_s`: how long a peer has waited for it; None: nobody does. `detect_s` None: off.
+    """
+    if detect_s is None:
+        return None
+    heartbeat, silent_s = watched.heartbeat, now - watched.heard_at
+    if heartbeat.process_state in DEAD:
+        return f"its process is dead (state {heartbeat.process_state})"
+    if watched.stopped_since is not None and now - watched.stopped_since > detect_s:
+        return f"its process has been stopped for {now - watched.stopped_since:.1f} s"
+    if silent_s > detect_s:
+        why = f"no heartbeat for {silent_s:.1f} s"
+    elif awaited_s is not None and awaited_s > detect_s:
+        why = f"a peer has waited for it for {awaited_s:.1f} s"
+    else:
+        return None
+    phase_s = heartbeat.phase_s + silent_s
+    usual = heartbeat.p95_s
+    patience_s = PATIENCE_UNKNOWN * detect_s if usual is None else PATIENCE * usual
+    if phase_s <= patience_s:
+        return None
+    norm = "no usual time known" if usual is None else f"usually under {usual:.2f} s"
+    return f"{why}; {phase_s:.1f} s in {heartbeat.phase} of step {heartbeat.step} ({norm})"
+
+
+def suspects(
+    watches: Iterable[Watch], now: float, detect_s: float | None
+) -> Iterator[tuple[int, str]]:
+    """Every worker that must be taken for hung, and why. Linear but for sorting by step."""
+    everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
+    waits: dict[int, float] = {}  # generation -> longest wait of any member
+    waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
+    for w in everyone:
+        if w.heartbeat.waits_for_peers:
+            lengthen(waits, w, now)
+    pending: list[Watch] = []
+    for w in everyone:
+        if pending and pending[0].heartbeat.step > w.heartbeat.step:
+            for ahead in pending:
+                lengthen(waits_ahead, ahead, now)
+            pending = []
+        heartbeat = w.heartbeat
+        table = waits_ahead if heartbeat.waits_for_peers else waits
+        why = suspicion(w, table.get(heartbeat.generation), now, detect_s)
+        if why is not None:
+            yield heartbeat.worker, why
+        if heartbeat.waits_for_peers:
+            pending.append(w)
+
+
+def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:
+    """A silent peer's wait is not counted on: it may have ended."""
+    generation = peer.heartbeat.generation
+    waits[generation] = max(waits.get(generation, 0.0), peer.heartbeat.phase_s)

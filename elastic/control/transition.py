@@ -1,0 +1,235 @@
+"""The controller as a function: what happened in, what to do out.
+
+This file is the table of (phase, event) pairs and the fence; the decisions themselves are in
+capacity.py, recovery.py and ending.py.
+"""
+
+from dataclasses import replace
+
+from elastic.control.capacity import formed, regroup, staff, stop_running
+from elastic.control.ending import conclude, end, finish, hear_end, lose_at_end
+from elastic.control.lobby import explain, is_arriving, is_member, lobby, lost_members, top_up
+from elastic.control.recovery import (
+    abort_arrival,
+    abort_late,
+    expire,
+    hear_answer,
+    learn_step,
+    lose_member,
+    lose_outsider,
+    suspect_loss,
+)
+from elastic.control.state import (
+    NOBODY,
+    Active,
+    Cancelled,
+    CollectiveFailed,
+    Committed,
+    Decision,
+    Done,
+    Ended,
+    Ending,
+    Event,
+    Finished,
+    Forming,
+    Joined,
+    Ledger,
+    Limits,
+    Loaded,
+    Paused,
+    Pausing,
+    Phase,
+    Report,
+    Retire,
+    Running,
+    Spawn,
+    StopRequested,
+    Suspended,
+    Suspending,
+    Synced,
+    SyncFailed,
+    Tick,
+    UserFailed,
+    Waiting,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.protocol.membership import NumberSet, worker_name
+
+LATE = "said before it saw the Abort; its Suspended tells the same"
+FORMED = "somebody was through the rendezvous, so all were"
+OVER = "the run is over"
+IGNORED: dict[tuple[type, type], str] = {
+    (Running, Joined): FORMED,
+    (Pausing, Joined): FORMED,
+    (Suspending, Joined): LATE,
+    (Suspending, Paused): LATE,
+    (Suspending, Done): LATE,
+    (Ending, CollectiveFailed): "every member has left its last step",
+    (Ending, StopRequested): "it is ending",
+    (Finished, StopRequested): OVER,
+    (Finished, Tick): OVER,
+}
+"""Pairs that carry no news, and why. Everything else must have a case in `transition`."""
+
+
+class UnexpectedEvent(Exception):
+    """A (phase, event) pair nobody thought of: a bug in this module or in a worker."""
+
+
+def start(limits: Limits, at: float) -> Decision:
+    num_workers = limits.max_workers + limits.standby
+    workers = tuple(range(num_workers))
+    ledger = Ledger(next_worker=num_workers, spawned=NumberSet.of(workers))
+    reason = f"the run starts: {limits.min_workers} to {limits.max_workers} workers"
+    return top_up(Decision(ledger, Waiting("starting"), (Spawn(workers),), reason), at, limits)
+
+
+def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> Decision:  # noqa: C901
+    if is_stale(ledger, phase, event) or (type(phase), type(event)) in IGNORED:
+        return Decision(ledger, phase)
+    match phase, event:
+        # --- workers outside the generation
+        case _, WorkerReady(worker=w) if w not in ledger.spawned:
+            why = f"{worker_name(w)} is no part of the run any more"
+            return Decision(ledger, phase, (Retire((w,)),), why)
+        case _, WorkerReady(worker=w, at=at):
+            ledger = replace(ledger, spawned=ledger.spawned.remove(w), ready=ledger.ready.add(w))
+            return staff(ledger, phase, at, limits)
+        case _, Loaded():
+            return hear_loaded(ledger, phase, event, limits)
+        case _, Synced(worker=w, at=at):
+            ledger = replace(ledger, syncing=ledger.syncing.remove(w), synced=ledger.synced.add(w))
+            return staff(ledger, phase, at, limits)
+        case _, SyncFailed(worker=w) if w in ledger.syncing or w in ledger.synced:
+            syncing, synced = ledger.syncing.remove(w), ledger.synced.remove(w)
+            ledger = replace(ledger, syncing=syncing, synced=synced, ready=ledger.ready.add(w))
+            return Decision(ledger, phase)  # the next Tick finds a source: this one may be dead
+        case Forming(), SyncFailed(worker=w, reason=reason):
+            return abort_arrival(ledger, phase, w, reason)
+        # --- losses
+        case _, WorkerLost(worker=w) if w in lobby(ledger):
+            return lose_outsider(ledger, phase, event, limits)
+        case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
+            return lose_member(ledger, phase, event, limits)
+        case Ending(), WorkerLost(worker=w):
+            return lose_at_end(ledger, phase, w)
+        case ((Forming() | Running() | Pausing()), CollectiveFailed()):
+            return suspect_loss(ledger, phase, event, limits)
+        case Suspending(), CollectiveFailed(message=message):
+            return Decision(ledger, replace(phase, complaint=phase.complaint or message))
+        case Suspending(), Suspended():
+            return hear_answer(ledger, phase, event, limits)
+        case Suspending(), Committed(step=step):
+            return Decision(*learn_step(ledger, phase, step))
+        # --- a generation at work
+        case Forming(), Joined(rank=rank, at=at):
+            joined = phase.joined.add(rank)
+            if len(joined) < phase.membership.world_size:
+                return Decision(ledger, replace(phase, joined=joined))
+            return formed(ledger, phase, at, limits)
+        case Forming(), (Committed() | Paused() | Done()):  # one is through, all are
+            before = formed(ledger, phase, event.at, limits)
+            after = transition(before.ledger, before.phase, event, limits)
+            commands = (*before.commands, *after.commands)
+            return explain(before.reason, after)._replace(commands=commands)
+        case ((Running() | Pausing()), Committed(step=step)):
+            if step <= ledger.step:
+                return Decision(ledger, phase)  # repeated after a regroup: no progress
+            return Decision(replace(ledger, step=step, failures=0), phase)
+        case Running(), Paused(rank=rank, step=step, at=at):
+            # only a vote pauses, so all members will
+            pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)
+            return left_step(ledger, pausing, step, at, limits)
+        case Pausing(), Paused(rank=rank, step=step, at=at):
+            paused = replace(phase, paused=phase.paused.add(rank))
+            return left_step(ledger, paused, step, at, limits)
+        case ((Running() | Pausing()), Done(rank=rank, step=step, at=at)):
+            done = replace(phase, done=phase.done.add(rank))
+            return left_step(ledger, done, step, at, limits)
+        case Ending(), Ended():
+            return hear_end(ledger, phase, event)
+        # --- from outside
+        case Waiting(), StopRequested(reason=reason, at=at):
+            survivors, rollers = tuple(ledger.holders), ledger.behind
+            ledger = replace(ledger, stop=reason, holders=NOBODY, behind=NOBODY)
+            return regroup(ledger, survivors, rollers, False, at, limits)
+        case ((Forming() | Suspending() | Pausing()), StopRequested(reason=reason)):
+            stop = ledger.stop or reason
+            return Decision(replace(ledger, stop=stop), phase, (), f"stop asked for: {reason}")
+        case Running() as running, StopRequested(reason=reason):
+            return stop_running(replace(ledger, stop=ledger.stop or reason), running)
+        case _, UserFailed(worker=w, message=message):
+            return finish(ledger, phase, "failed", f"{worker_name(w)}: {message}")
+        case _, Cancelled(outcome=outcome, reason=reason):
+            return finish(ledger, phase, outcome, reason)
+        case Forming(deadline=deadline) as late, Tick(at=at) if at >= deadline:
+            return abort_late(ledger, late, at, limits)
+        case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
+            return expire(ledger, failed, at, limits)
+        case Ending(deadline=deadline) as ending, Tick(at=at) if at >= deadline:
+            return conclude(ledger, ending, is_over=True)
+        case Ending(), Tick():
+            return Decision(ledger, phase)
+        case ((Waiting() | Running()), Tick(at=at)):
+            return staff(ledger, phase, at, limits)
+        case _, Tick(at=at):
+            return top_up(Decision(ledger, phase), at, limits)
+        case _:
+            raise UnexpectedEvent(phase, event)
+
+
+def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
+    """The one fence: news from a generation or a worker that is no part of the run is no news."""
+    if isinstance(event, Report):
+        if not isinstance(phase, Active) or event.generation != phase.membership.generation:
+            return True
+        if isinstance(event, Committed) or not isinstance(phase, Suspending | Ending):
+            return False  # a step that a lost member has committed is committed
+        return phase.membership.workers[event.rank] in lost_members(phase)
+    match event:
+        case WorkerLost(worker=w) | UserFailed(worker=w):
+            return w not in lobby(ledger) and not is_member(phase, w)
+        case Loaded(worker=w):
+            return w not in ledger.loading
+        case Synced(worker=w):
+            return w not in ledger.syncing
+        case SyncFailed(worker=w):
+            return w not in ledger.syncing and w not in ledger.synced and not is_arriving(phase, w)
+        case _:
+            return False
+
+
+def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> Decision:
+    """The first holder. Whoever copied from a former one copies again from it."""
+    holders = NumberSet.of((event.worker,))
+    others = ledger.ready | ledger.syncing | ledger.synced
+    ledger = replace(
+        ledger,
+        step=event.step,
+        loading=NOBODY,
+        ready=others,
+        syncing=NOBODY,
+        synced=NOBODY,
+        holders=holders,
+    )
+    reason = f"{worker_name(event.worker)} holds the state of step {event.step}"
+    return explain(reason, staff(ledger, phase, event.at, limits))
+
+
+def left_step(
+    ledger: Ledger, phase: Running | Pausing, step: int, at: float, limits: Limits
+) -> Decision:
+    """A rank has paused or is done; when all are, there is a next generation or an end."""
+    if step > ledger.step:
+        ledger = replace(ledger, step=step, failures=0)
+    membership = phase.membership
+    if len(phase.done) == membership.world_size:
+        why = f"the training loop has returned after step {ledger.step}"
+        return end(ledger, phase, "succeeded", why, at, limits)
+    if isinstance(phase, Running) or len(phase.paused | phase.done) < membership.world_size:
+        return Decision(ledger, phase)
+    if ledger.stop:
+        outcome = "succeeded" if ledger.step >= limits.steps else "stopped"
+        return end(ledger, phase, outcome, ledger.stop, at, limits)
+    return regroup(ledger, membership.workers, NOBODY, False, at, limits)

@@ -1,0 +1,121 @@
+"""The Ray actors: thin shells around plain classes. Who decides and who trains is elsewhere.
+
+All are detached and named after the run, so that none dies with another; the controller ends
+them, and each ends itself when it is left alone (leases).
+"""
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from elastic.protocol.seams import WorkerSpec
+
+NAMESPACE = "elastic"
+KEEP_ALIVE_S = 1.0
+DRIVER_LEASE_S = 6.0
+"""Without a word from the driver for this long the run ends (unless it is detached)."""
+
+Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class ControllerActor:
+    """Hosts `supervise` (elastic/supervisor.py) and passes the driver's wishes on to it."""
+
+    def __init__(self, supervise: Supervise, order: dict[str, Any]) -> None:
+        self._supervise, self._order = supervise, order
+        self.on_stop: Callable[[str], None] | None = None
+        self.on_end: Callable[[str], None] | None = None
+        self._heard = time.monotonic()
+        self._stop_reason = ""
+        self.place = ""
+        """The run directory as a person would name it, once it exists."""
+
+    async def run(self) -> dict[str, Any]:
+        """Supervise the run from start to end."""
+        watch = None if self._order["detach"] else asyncio.create_task(self._watch_driver())
+        try:
+            return await self._supervise(self, self._order)
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    async def keep_alive(self) -> str:
+        """The driver lives. Returns the run directory's place, empty while there is none."""
+        self._heard = time.monotonic()
+        return self.place
+
+    async def stop(self, reason: str) -> None:
+        """Finish the step, then end the run as stopped."""
+        self._heard = time.monotonic()
+        if self.on_stop is not None:
+            self.on_stop(reason)
+
+    async def end_now(self, reason: str) -> None:
+        """End the run at once."""
+        if self.on_end is not None:
+            self.on_end(reason)
+
+    async def _watch_driver(self) -> None:
+        while time.monotonic() - self._heard < DRIVER_LEASE_S:
+            await asyncio.sleep(0.5)
+        await self.end_now("the driver is gone")
+
+
+class WorkerActor:
+    """One slot: a CPU slot or a GPU."""
+
+    def __init__(self, workload: bytes) -> None:
+        self._workload = workload
+
+    def run(self, spec: WorkerSpec) -> None:
+        """Train until the controller ends this process; raises what the user's code raises."""
+        from workers.worker import Worker
+
+        spec = replace(spec, host=ray.util.get_node_ip_address())
+        node_id = ray.get_runtime_context().get_node_id()
+        Worker(spec, self._workload, node_id=node_id).run()
+
+
+class RendezvousActor:
+    """Hosts one store per generation, apart from trainers and controller."""
+
+    def __init__(self) -> None:
+        from workers.rendezvous import Rendezvous
+
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+
+    def open(self, generation: int) -> tuple[str, int]:
+        return self._rendezvous.open(generation)
+
+
+def spawn_worker(
+    *, run_id: str, name: str, workload: Any, cpus: int, gpus: int
+) -> ActorHandle[Any]:
+    """A pending actor: it runs as soon as Ray has a slot for it, and is demand until then."""
+    options = {
+        "name": f"{run_id}-{name}", "namespace": NAMESPACE, "lifetime": "detached",
+        "num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 1,
+    }
+    return ray.remote(WorkerActor).options(**options).remote(workload)
+
+
+def start_rendezvous(run_id: str) -> ActorHandle[Any]:
+    options = {
+        "name": f"{run_id}-rendezvous", "namespace": NAMESPACE, "lifetime": "detached",
+        "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1,
+    }
+    return ray.remote(RendezvousActor).options(**options).remote()
+
+
+def start_controller(
+    run_id: str, supervise: Supervise, order: dict[str, Any]
+) -> ActorHandle[Any]:
+    options = {
+        "name": f"{run_id}-controller", "namespace": NAMESPACE, "lifetime": "detached",
+        "num_cpus": 0, "max_restarts": 0, "max_concurrency": 16,
+    }
+    return ray.remote(ControllerActor).options(**options).remote(supervise, order)

@@ -1,0 +1,384 @@
+"""The controller's hands: carries out commands on Ray actors and links, and says what happened.
+
+Runs inside the controller actor (elastic/on_ray/actors.py). It decides nothing: the decisions are
+elastic/control's.
+"""
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from elastic.control import state as s
+from elastic.control.suspicion import Heartbeat, Watch, suspects, watch
+from elastic.on_ray.links import LinkServer
+from elastic.protocol.membership import Membership, worker_name
+
+log = logging.getLogger(__name__)
+TICK_S = 0.25
+START_STORE_S = 60.0
+"""How long the rendezvous may take to open a store; it starts with the run."""
+FAILURE_GRACE_S = 1.0
+"""How long a worker that reported the user's exception may take to hand over the exception."""
+
+
+@dataclass
+class Worker:
+    """What the controller's process knows of one worker; the ledger knows the rest."""
+
+    actor: ActorHandle[Any]
+    task: "asyncio.Task[None] | None" = None
+    node_id: str = ""
+    node_ip: str = ""
+    pid: int = 0
+    device: str = ""
+    peer_address: tuple[str, int] | None = None
+    state: str = "pending"
+    step: int = 0
+    last_seen: float = 0.0
+    watch: Watch | None = None
+    failure: str = ""
+    """What its user's code raised, in its own words."""
+    has_failed: bool = False
+    evaluation: tuple[int, int, Any] | None = None
+    """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the composition root supplies."""
+
+    spawn: Callable[[int], ActorHandle[Any]]
+    """Make the pending actor of worker number n."""
+    spec_of: Callable[[int], Any]
+    on_loaded: Callable[[int], Awaitable[str | None]]
+    """The first worker's checks passed, or a later one starts again from an earlier step: make
+    the run directory stand at that step. Returns the folder of the logs, None if remote."""
+    on_step: Callable[[dict[str, Any]], None]
+    """A committed step's record, exactly once per step, in order."""
+    on_evaluation: Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class RayCluster:
+    """The `Cluster` of elastic/controller.py over real actors."""
+
+    token: str
+    detect_s: float | None
+    rendezvous: ActorHandle[Any]
+    hooks: Hooks
+    workers: dict[int, Worker] = field(default_factory=dict[int, Worker])
+    wrong_input: str | None = None
+    user_error: BaseException | None = None
+    recorded_step: int = 0
+    log_folder: str | None = None
+    vote: tuple[int, dict[str, Any], bytes] | None = None
+    """The newest completed vote: step, layout, content. Survivors who missed it roll forward."""
+
+    def __post_init__(self) -> None:
+        self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
+        self.events: asyncio.Queue[s.Event] = asyncio.Queue()
+        self._stores: dict[int, Any] = {}
+        self._started = time.time() - time.monotonic()
+        self._background: set[asyncio.Task[None]] = set()
+        self._handlers = {
+            "heartbeat": self._on_heartbeat, "ready": self._on_ready, "loaded": self._on_loaded,
+            "wrong_input": self._on_wrong_input, "user_failed": self._on_user_failed,
+            "synced": self._on_synced, "sync_failed": self._on_sync_failed,
+            "joined": self._on_joined, "committed": self._on_committed,
+            "paused": self._on_paused, "collective_failed": self._on_collective_failed,
+            "suspended": self._on_suspended, "evaluated": self._on_evaluated,
+            "done": self._on_done, "ended": self._on_ended,
+        }
+
+    def now(self) -> float:
+        """Unix time that never jumps."""
+        return self._started + time.monotonic()
+
+    # --- commands -----------------------------------------------------------------
+    async def execute(self, command: s.Command) -> None:
+        match command:
+            case s.Spawn(workers=workers):
+                for worker in workers:
+                    self._spawn(worker)
+            case s.Load(worker=worker):
+                self.links.send(worker, {"type": "load"})
+            case s.Sync(worker=worker, source=source):
+                address = self.workers[source].peer_address if source in self.workers else None
+                self.workers[worker].state = "syncing"
+                self.links.send(worker, {"type": "sync", "address": address, "source": source})
+            case s.Pause(membership=membership):
+                self._tell(membership, {"type": "pause", "generation": membership.generation})
+            case s.Abort(membership=membership):
+                self._tell(membership, {"type": "abort", "generation": membership.generation})
+                self._open_store(membership.generation + 1)
+            case s.Form():
+                await self._form(command)
+            case s.Finish(membership=membership, outcome=outcome):
+                self._tell(membership, {
+                    "type": "finish", "generation": membership.generation, "outcome": outcome,
+                    "log_folder": self.log_folder,
+                })
+            case s.Retire(workers=workers):
+                for worker in workers:
+                    self.retire(worker)
+
+    def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
+        for worker in membership.workers:
+            self.links.send(worker, header)
+
+    def _spawn(self, worker: int) -> None:
+        record = Worker(self.hooks.spawn(worker), last_seen=self.now())
+        self.workers[worker] = record
+        record.task = asyncio.create_task(self._watch(worker, record))
+        record.task.add_done_callback(self._on_background_done)
+
+    async def _watch(self, worker: int, record: Worker) -> None:
+        """One never-returning call per worker: Ray's news of its death is the call's end."""
+        cause = "process_died"
+        try:
+            await record.actor.run.remote(self.hooks.spec_of(worker))
+        except ray.exceptions.RayTaskError as error:
+            if self.user_error is None:
+                self.user_error = error.cause if isinstance(error.cause, Exception) else error
+            self._user_failed(worker, f"{worker_name(worker)} failed: {error.cause}\n{error}")
+            return
+        except ray.exceptions.RayActorError:
+            if record.state == "pending":
+                cause = "start_failed"
+        self._lost(worker, cause)
+
+    def _user_failed(self, worker: int, fallback: str) -> None:
+        """The user's code raised in `worker`: said once, in the worker's own words if it has any."""
+        record = self.workers.get(worker)
+        if record is not None and not record.has_failed:
+            record.has_failed = True
+            self._emit(s.UserFailed(worker, record.failure or fallback, self.now()))
+
+    def _open_store(self, generation: int) -> None:
+        if generation not in self._stores:
+            self._stores = {generation: self.rendezvous.open.remote(generation)}
+
+    async def _form(self, form: s.Form) -> None:
+        membership = form.membership
+        if membership.world_size > 1:
+            self._open_store(membership.generation)
+            store = list(await asyncio.wait_for(self._stores[membership.generation], START_STORE_S))
+        else:
+            store = None
+        heard = [self.workers[w].evaluation for w in membership.workers if w in self.workers]
+        evaluations = [e for e in heard if e is not None]
+        common = {
+            "type": "form", "generation": membership.generation, "store": store,
+            "world_size": membership.world_size, "step": form.step,
+            "then_pause": form.then_pause, "recorded_step": self.recorded_step,
+            "evaluation": max(evaluations, key=lambda e: e[:2]) if evaluations else None,
+        }
+        for rank, worker in enumerate(membership.workers):
+            vote, payload = None, b""
+            if worker in form.roll_forward:
+                assert self.vote is not None and self.vote[0] == form.step, (self.vote, form)
+                _, vote, payload = self.vote
+            self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
+
+    def _keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
+        if layout is not None and (self.vote is None or step >= self.vote[0]):
+            self.vote = (step, layout, content)
+
+    def retire(self, worker: int) -> None:
+        """End a worker's process, whatever state it is in; no loss is reported."""
+        record = self.workers.pop(worker, None)
+        if record is None:
+            return
+        self.links.drop(worker)
+        if record.task is not None:
+            record.task.cancel()
+        self._kill(record)
+
+    def _kill(self, record: Worker) -> None:
+        if record.pid and record.node_id == ray.get_runtime_context().get_node_id():
+            try:
+                os.kill(record.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                record.pid = 0
+        ray.kill(record.actor, no_restart=True)
+
+    # --- events -------------------------------------------------------------------
+    async def next_event(self) -> s.Event:
+        if self.events.empty():
+            try:
+                return await asyncio.wait_for(self.events.get(), TICK_S)
+            except TimeoutError:
+                self._suspect()
+                return s.Tick(self.now())
+        return self.events.get_nowait()
+
+    def _emit(self, event: s.Event) -> None:
+        self.events.put_nowait(event)
+
+    def request_stop(self, reason: str) -> None:
+        self._emit(s.StopRequested(reason, self.now()))
+
+    def cancel(self, outcome: str, reason: str) -> None:
+        self._emit(s.Cancelled(outcome, reason, self.now()))
+
+    def _lost(self, worker: int, cause: str) -> None:
+        record = self.workers.pop(worker, None)
+        if record is None:
+            return
+        self.links.drop(worker)
+        self._kill(record)  # fence: a worker that counts as lost never speaks again
+        last_seen = max(record.last_seen, 0.0)
+        self._emit(s.WorkerLost(worker, cause, last_seen, self.now()))
+
+    def _on_link_closed(self, worker: int) -> None:
+        record = self.workers.get(worker)
+        if record is None:
+            return
+        is_here = record.node_id == ray.get_runtime_context().get_node_id()
+        is_gone = is_here and not _is_running(record.pid)
+        self._lost(worker, "process_died" if is_gone else "connection_lost")
+
+    def _suspect(self) -> None:
+        """Heartbeats become events only when they make a worker suspect."""
+        watches = [r.watch for r in self.workers.values() if r.watch is not None]
+        for worker, why in tuple(suspects(watches, self.now(), self.detect_s)):
+            log.warning('worker=%s suspect reason="%s"', worker_name(worker), why)
+            self._lost(worker, "heartbeat_silent" if "no heartbeat" in why else "hung")
+
+    def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
+        record = self.workers.get(worker)
+        if record is not None:
+            record.last_seen = self.now()
+            self._handlers[header["type"]](worker, record, header, payload)
+
+    def _on_heartbeat(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        beat = Heartbeat(
+            worker=worker, generation=header["generation"], step=header["step"],
+            phase=header["phase"], phase_s=header["phase_s"], p95_s=header["p95_s"],
+            waits_for_peers=header["waits_for_peers"], process_state=header["process_state"],
+        )
+        record.watch = watch(record.watch, beat, self.now())
+        record.step = max(record.step, header["step"])
+        self.links.send(worker, {"type": "word", "recorded_step": self.recorded_step})
+
+    def _on_ready(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.node_id, record.node_ip = header["node_id"], header["node_ip"]
+        record.pid, record.device = header["pid"], header["device"]
+        record.peer_address = (header["peer_address"][0], header["peer_address"][1])
+        record.state = "standby"
+        if self.log_folder is not None:
+            self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
+        self._emit(s.WorkerReady(worker, self.now()))
+
+    def _on_loaded(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        async def open_then_say() -> None:
+            self.log_folder = await self.hooks.on_loaded(header["step"])
+            self.recorded_step = header["step"]
+            self.vote = None
+            for other in self.workers:
+                self.links.send(other, {"type": "log_to", "folder": self.log_folder})
+            self._emit(s.Loaded(worker, header["step"], self.now()))
+
+        record.state = "ready"
+        task = asyncio.ensure_future(open_then_say())
+        self._background.add(task)
+        task.add_done_callback(self._on_background_done)
+
+    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("controller error", exc_info=task.exception())
+            self.cancel("failed", f"internal error: {task.exception()!r}")
+
+    def _on_wrong_input(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        self.wrong_input = record.failure = header["message"]
+        self._user_failed(worker, header["message"])
+
+    def _on_user_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.failure = header["message"]  # the exception itself arrives as the end of run()
+        loop = asyncio.get_running_loop()
+        loop.call_later(FAILURE_GRACE_S, self._user_failed, worker, header["message"])
+
+    def _on_synced(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.state = "ready"
+        self._emit(s.Synced(worker, self.now()))
+
+    def _on_sync_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.state = "standby"
+        self._emit(s.SyncFailed(worker, header["reason"], self.now()))
+
+    def _on_joined(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.state = "training"
+        generation, rank = header["generation"], header["rank"]
+        self._emit(s.Joined(generation, rank, header["state_s"], self.now()))
+
+    def _on_committed(
+        self, worker: int, record: Worker, header: Any, payload: bytes
+    ) -> None:
+        """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
+        self._keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], payload)
+        for line in header["steps"]:
+            step = line["metrics"]["step"]
+            if step == self.recorded_step + 1:
+                self.recorded_step = step
+                self.hooks.on_step(line)
+                step_s = line["metrics"]["step_s"]
+                self._emit(s.Committed(header["generation"], step, step_s, self.now()))
+        record.step = max(record.step, self.recorded_step)
+
+    def _on_paused(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.state = "paused"
+        generation, rank, step = header["generation"], header["rank"], header["step"]
+        self._emit(s.Paused(generation, rank, step, self.now()))
+
+    def _on_collective_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        generation, rank = header["generation"], header["rank"]
+        self._emit(s.CollectiveFailed(generation, rank, header["message"], self.now()))
+
+    def _on_suspended(self, worker: int, record: Worker, header: Any, payload: bytes) -> None:
+        record.state = "suspended"
+        self._keep_vote(header["step"], header["vote"], payload)
+        record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
+        self._emit(s.Suspended(
+            header["generation"], header["rank"], header["step"], header["is_prepared"],
+            header["is_evaluating"], self.now(),
+        ))
+
+    def _on_evaluated(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        self.hooks.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
+
+    def _on_done(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        record.state = "done"
+        generation, rank, step = header["generation"], header["rank"], header["step"]
+        self._emit(s.Done(generation, rank, step, self.now()))
+
+    def _on_ended(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+        generation, rank = header["generation"], header["rank"]
+        self._emit(s.Ended(generation, rank, header["weights_sha256"], self.now()))
+
+    async def close(self) -> None:
+        """End every process of the run and wait until those on this node are gone."""
+        here = ray.get_runtime_context().get_node_id()
+        pids = [r.pid for r in self.workers.values() if r.pid and r.node_id == here]
+        for worker in tuple(self.workers):
+            self.retire(worker)
+        self.links.close()
+        deadline = time.monotonic() + 5
+        while any(_is_running(p) for p in pids) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    """False for a process that is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,177 @@
+"""The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ray
+
+from elastic.config import RunConfig
+from elastic.on_ray import actors
+from elastic.protocol.errors import WrongInput
+
+MAX_FOLDER_BYTES = 100 * 2**20
+START_TIMEOUT_S = 60.0
+EMBEDDED_SPARE_CPUS = 2
+
+
+class RayDriver:
+    """This process's connection to Ray, for one run."""
+
+    def __init__(self, config: RunConfig, *, folder: Path | None, detach: bool) -> None:
+        self._config = config
+        self.is_embedded = False
+        self._was_connected = ray.is_initialized()
+        self._shipped = False
+        if not self._was_connected:
+            self._connect(folder, detach)
+        self.device = self._choose_device()
+        self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
+        self._controller: Any = None
+        self._run: Any = None
+        self._run_id = ""
+        self.place = ""
+        """The run directory, once it exists."""
+
+    def _connect(self, folder: Path | None, detach: bool) -> None:
+        config = self._config
+        quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": actors.NAMESPACE}
+        address = config.address or find_cluster()
+        if address is not None:
+            runtime_env = self._runtime_env(folder)
+            try:
+                ray.init(address=address, runtime_env=runtime_env, **quiet)
+                self._shipped = bool(runtime_env)
+                return
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                if config.address is not None:
+                    line = str(error).strip().splitlines()[0]
+                    raise WrongInput(
+                        f"no Ray cluster answers at address {config.address!r}: {line}; check it "
+                        "with `ray status --address ...`, or leave --address out"
+                    ) from error
+        if detach:
+            raise WrongInput(
+                "--detach needs a Ray cluster that outlives this process; give --address, or "
+                "leave --detach out"
+            )
+        slots = config.max_workers + config.standby
+        self.is_embedded = True
+        ray.init(
+            address="local",
+            num_cpus=slots * config.cpus_per_worker + EMBEDDED_SPARE_CPUS,
+            include_dashboard=False, **quiet,
+        )
+
+    def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
+        """Ray ships the folder, unless the job has chosen a working_dir already."""
+        job = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
+        if folder is None or "working_dir" in job:
+            return None
+        size = folder_bytes(folder, MAX_FOLDER_BYTES)
+        if size > MAX_FOLDER_BYTES:
+            print(
+                f"{folder} is larger than 100 MB and is not shipped: every node must see it at "
+                "that path, or move the workload to a folder of its own",
+                file=sys.stderr,
+            )
+            return None
+        return {"working_dir": str(folder)}
+
+    def _choose_device(self) -> str:
+        config = self._config
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if config.device == "cpu" or (config.device == "auto" and gpus == 0):
+            return "cpu"
+        if self.is_embedded and gpus < config.min_workers:
+            ray.shutdown()
+            raise WrongInput(
+                f"{config.min_workers} workers need as many GPUs, this machine has {gpus}; lower "
+                "--workers, or use --device cpu"
+            )
+        return "cuda"
+
+    def pickle(self, workload: Any, loop: Any) -> bytes:
+        """By name where a module holds them, by value for `__main__` and notebooks."""
+        try:
+            return cloudpickle.dumps((workload, loop))
+        except Exception as error:
+            raise WrongInput(
+                f"the workload cannot be sent to workers: {type(error).__name__}: {error}; keep "
+                "open files, locks and generators out of its constructor"
+            ) from error
+
+    def submit(self, supervise: actors.Supervise, order: dict[str, Any]) -> None:
+        """Start the controller. It reports through `poll`."""
+        self._run_id = order["run_id"]
+        self._controller = actors.start_controller(self._run_id, supervise, order)
+        self._run = self._controller.run.remote()
+
+    def poll(self, timeout_s: float) -> dict[str, Any] | None:
+        """Tell the controller that the driver lives; its answer once the run has ended."""
+        self._keep_alive()
+        done, _ = ray.wait([self._run], timeout=timeout_s)
+        if not done:
+            return None
+        try:
+            return ray.get(self._run, timeout=10)
+        except ray.exceptions.RayActorError as error:
+            self._end_leftovers()
+            raise RuntimeError(
+                f"the run's controller died ({error}); its workers were ended"
+            ) from error
+
+    def _keep_alive(self) -> None:
+        try:
+            self.place = ray.get(self._controller.keep_alive.remote(), timeout=30)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return  # the end of run() tells
+
+    def stop(self, reason: str) -> None:
+        self._controller.stop.remote(reason)
+
+    def end_now(self, reason: str) -> None:
+        self._controller.end_now.remote(reason)
+
+    def _end_leftovers(self) -> None:
+        """After the controller's death: end the run's other actors by their names."""
+        for entry in ray.util.list_named_actors(all_namespaces=True):
+            if entry["name"].startswith(f"{self._run_id}-"):
+                actor = ray.get_actor(entry["name"], namespace=entry["namespace"])
+                ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        if self._was_connected:
+            return
+        if self.is_embedded and self._controller is not None:
+            self._end_controller()
+        ray.shutdown()
+
+    def _end_controller(self) -> None:
+        ray.kill(self._controller, no_restart=True)
+
+
+def find_cluster() -> str | None:
+    """The cluster that `ray.init()` without an address would join, None if it would start one.
+
+    Private API of Ray, this place only; tests/cluster/test_submission.py sees it change.
+    """
+    from ray._private.services import get_ray_address_from_environment
+
+    return get_ray_address_from_environment(None, None)
+
+
+def folder_bytes(folder: Path, enough: int) -> int:
+    """The size of the files below `folder`; stops counting beyond `enough`."""
+    total = 0
+    for root, directories, files in os.walk(folder):
+        directories[:] = [d for d in directories if d not in (".git", "__pycache__", ".venv")]
+        for file in files:
+            try:
+                total += os.lstat(os.path.join(root, file)).st_size
+            except OSError:
+                continue
+        if total > enough:
+            break
+    return total

@@ -1,0 +1,177 @@
+"""What a person sees of a run that goes on: read from its run directory, shown as it changes.
+
+`elastic run` and `elastic watch` call `Progress` again and again; it decides
+when there is something to show.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic.store.files import Folder, open_folder, read_json
+from elastic.store.journal import LineTail
+
+LOOK_EVERY_S = 0.25
+LOOK_REMOTE_EVERY_S = 5.0
+LINE_EVERY_S = 2.0
+NUM_DECISIONS = 4
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at a run directory."""
+
+    status: dict[str, Any]
+    metrics: dict[str, Any]
+    """The last committed step's line; empty before the first."""
+
+    @property
+    def step(self) -> int:
+        return max(int(self.status["step"]), int(self.metrics.get("step", 0)))
+
+
+class Progress:
+    """Shows one run: a live view in a terminal, plain lines elsewhere. Close it at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._folder: Folder | None = None
+        self._tails: dict[str, LineTail] = {}
+        self._metrics: dict[str, Any] = {}
+        self._shown: View | None = None
+        self._decisions: deque[str] = deque(maxlen=NUM_DECISIONS)
+        self._looked_at = self._line_at = -LINE_EVERY_S
+        self._line_step: int = 0
+
+    def __call__(self, run_directory: str) -> View | None:
+        """Look at the run directory, if it is time, and show what is new. Cheap to call often."""
+        now = time.monotonic()
+        if self._folder is None:
+            self._folder = open_folder(run_directory)
+        every_s = LOOK_EVERY_S if self._folder.local else LOOK_REMOTE_EVERY_S
+        if now - self._looked_at >= every_s:
+            self._looked_at = now
+            self._show(self._folder, now)
+        return self._shown
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._shown is not None:
+            self._print_step(self._shown, time.monotonic())
+
+    def _print_step(self, view: View, now: float) -> None:
+        if view.step != self._line_step:
+            self._line_at, self._line_step = now, view.step
+            self._print(step_line(view))
+
+    def _show(self, folder: Folder, now: float) -> None:
+        decisions = [
+            decision_line(line) for line in self._new(folder, "journal.jsonl") if is_told(line)
+        ]
+        self._decisions.extend(decisions)
+        if not self._console.is_terminal:
+            for line in decisions:
+                self._print(line)
+        self._metrics = (self._new(folder, "metrics.jsonl") or [self._metrics])[-1]
+        status = read_json(folder, "status.json")
+        if status is None:
+            return
+        self._shown = View(status, self._metrics)
+        if self._console.is_terminal:
+            self._draw(self._shown)
+        elif now - self._line_at >= LINE_EVERY_S:
+            self._print_step(self._shown, now)
+
+    def _new(self, folder: Folder, name: str) -> list[dict[str, Any]]:
+        if name not in self._tails:
+            self._tails[name] = LineTail(folder, name)
+        return self._tails[name].poll()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def _draw(self, view: View) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(drawing(view, tuple(self._decisions)), refresh=True)
+
+
+def is_told(line: dict[str, Any]) -> bool:
+    """Whether a line of the journal is a decision with a reason."""
+    return bool(line.get("entry", {}).get("reason"))
+
+
+def decision_line(line: dict[str, Any]) -> str:
+    """A decision of the journal for a person; `size` where a generation is formed by it."""
+    sizes = [
+        f"size={len(command['membership']['workers'])} "
+        for command in line["entry"]["commands"]
+        if command["type"] == "Form"
+    ]
+    return (
+        f"generation={line['generation']} step={line['step']} {''.join(sizes)}"
+        f'phase={line["phase"]} reason="{line["entry"]["reason"]}"'
+    )
+
+
+def step_line(view: View) -> str:
+    return (
+        f"step={view.step}/{view.status['steps']} loss={loss_text(view)} "
+        f"step_s={view.metrics.get('step_s') or 0.0:.3f} "
+        f"world_size={view.status['world_size']} generation={view.status['generation']}"
+    )
+
+
+def loss_text(view: View) -> str:
+    loss = view.metrics.get("loss")
+    if loss is None:
+        return "not finite" if view.metrics else "-"
+    return f"{loss:.4f}"
+
+
+def worker_table(status: dict[str, Any]) -> Table:
+    """Every worker of status.json, standbys last."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "rank", "state", "step", "pid", "node", "device"):
+        table.add_column(column)
+    for worker in [*status["workers"], *status["standby"]]:
+        rank = worker.get("rank")
+        table.add_row(
+            name_of(worker.get("id")),
+            "-" if rank is None else str(rank),
+            *(text_of(worker.get(key)) for key in ("state", "step", "pid", "node_ip", "device")),
+        )
+    return table
+
+
+def name_of(worker: object) -> str:
+    return f"w{worker}" if isinstance(worker, int) else str(worker)
+
+
+def text_of(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def drawing(view: View, decisions: tuple[str, ...]) -> Group:
+    """The live view: bar and numbers, workers, the last decisions."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        ProgressBar(total=max(int(view.status["steps"]), 1), completed=view.step, width=32),
+        f"step {view.step}/{view.status['steps']}",
+        f"loss {loss_text(view)}",
+        f"{view.metrics.get('step_s') or 0.0:.3f} s/step",
+        f"{view.status['phase']}, {view.status['world_size']} workers",
+    )
+    lines = [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in decisions]
+    return Group(head, worker_table(view.status), *lines)

@@ -1,0 +1,1 @@
+"""The project's vocabulary: frozen values and their encoding. Standard library only."""

@@ -1,0 +1,86 @@
+"""Frozen dataclasses as JSON and back, exactly: journal, replay, frames between processes.
+
+Which classes may appear is the reader's choice (`registry`); no class is looked up by name alone.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from elastic.protocol.membership import NumberSet
+
+Registry = Mapping[str, Callable[..., Any]]
+
+
+class UndecodableValue(ValueError):
+    """A value that was not written by `encode`, or of a class the reader does not know."""
+
+
+def registry(*classes: type) -> Registry:
+    """The classes that `decode` may make, by name."""
+    return {c.__name__: c for c in classes}
+
+
+def encode(value: object) -> Any:
+    """`value` as JSON types: a dataclass becomes its fields and "type", a tuple a list.
+
+    Only None, bool, int, float, str, tuples and frozen dataclasses of these come back equal.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, NumberSet):
+        return {"type": "NumberSet", "ranges": [list(r) for r in ranges(value)]}
+    if isinstance(value, tuple):
+        return [encode(item) for item in cast(tuple[object, ...], value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        encoded = {"type": type(value).__name__}
+        for field in fields(value):
+            encoded[field.name] = encode(getattr(value, field.name))
+        return encoded
+    raise TypeError(f"{type(value).__name__} has no JSON encoding: {value!r}")
+
+
+def decode(encoded: Any, types: Registry) -> Any:
+    """The inverse of `encode`; raises UndecodableValue."""
+    if isinstance(encoded, list):
+        return tuple(decode(item, types) for item in cast(list[Any], encoded))
+    if not isinstance(encoded, dict):
+        return encoded
+    values = dict(cast(dict[str, Any], encoded))
+    name = values.pop("type", None)
+    try:
+        if name == "NumberSet":
+            return from_ranges(values["ranges"])
+        if name not in types:
+            raise UndecodableValue(f"type {name!r} is none of {', '.join(sorted(types))}")
+        return types[name](**{key: decode(item, types) for key, item in values.items()})
+    except (KeyError, TypeError) as error:
+        raise UndecodableValue(f"not a {name}: {encoded!r:.200} ({error})") from error
+
+
+def dumps(value: object) -> str:
+    """One line of JSON."""
+    return json.dumps(encode(value), separators=(",", ":"))
+
+
+def loads(text: str | bytes, types: Registry) -> Any:
+    return decode(json.loads(text), types)
+
+
+def ranges(numbers: NumberSet) -> Iterator[tuple[int, int]]:
+    """The runs of consecutive numbers, both ends included: 3 4 5 9 is (3, 5), (9, 9)."""
+    first = last = None
+    for n in numbers:
+        if first is None or last is None:
+            first = n
+        elif n != last + 1:
+            yield first, last
+            first = n
+        last = n
+    if first is not None and last is not None:
+        yield first, last
+
+
+def from_ranges(pairs: list[tuple[int, int]]) -> NumberSet:
+    return NumberSet.of(n for first, last in pairs for n in range(first, last + 1))

@@ -1,0 +1,28 @@
+"""Errors that cross rooms or processes. They carry fields and survive pickling."""
+
+
+class StepCancelled(BaseException):
+    """The step was given up because a peer was lost; the `with` block of the step swallows it.
+
+    A BaseException, so that a user's `except Exception` cannot eat it.
+    """
+
+
+class WrongInput(Exception):
+    """The user's settings, workload or data cannot work: one line, exit status 2."""
+
+
+class UserError(Exception):
+    """The user's code raised in another process; `traceback_text` is its own traceback."""
+
+    def __init__(self, message: str, traceback_text: str) -> None:
+        super().__init__(message, traceback_text)
+        self.message = message
+        self.traceback_text = traceback_text
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.traceback_text}"
+
+
+class PeerLost(RuntimeError):
+    """A collective of ours failed or was given up; the controller decides whether it is a loss."""

@@ -1,0 +1,167 @@
+"""What happens when a run's storage and name exist already: the resume rules of the contract.
+
+`compare` is pure; `read_past_run` reads the run directory; who is asked to go on is in run.py.
+"""
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, encode, read_json
+
+MAY_DIFFER = frozenset(
+    [
+        "workers",
+        "standby",
+        "detect_s",
+        "max_failures",
+        "address",
+        "device",
+        "cpus_per_worker",
+        "checkpoint_every",
+        "keep",
+        "snapshot_every",
+    ]
+)
+WHERE_IT_IS = frozenset(("storage", "name", "versions"))
+SILENT_AFTER_S = 10.0
+"""A local status.json is written at least once a second."""
+REMOTE_SILENT_AFTER_S = 45.0
+"""Elsewhere it is written at most every 10 s."""
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """What an earlier run left in the run directory."""
+
+    config: dict[str, Any]
+    status: dict[str, Any] | None
+    result: dict[str, Any] | None
+    silent_s: float
+    """Seconds since status.json was written; infinite if it never was."""
+    is_controller_gone: bool
+    """Known for certain: it ran on this machine and its process is no more."""
+    silent_after_s: float = SILENT_AFTER_S
+
+    @property
+    def is_alive(self) -> bool:
+        is_silent = self.silent_s > self.silent_after_s
+        return self.result is None and not is_silent and not self.is_controller_gone
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """No run of this name: start at step 0."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Go on with a run that was stopped, failed or lost, or extend one that succeeded."""
+
+
+@dataclass(frozen=True)
+class AlreadyFinished:
+    """Nothing to do: the run succeeded with these steps."""
+
+    result: dict[str, Any]
+
+    def __str__(self) -> str:
+        steps = self.result["steps"]
+        return (
+            f"this run finished all {steps} steps before; give a larger --steps to extend it, "
+            "or another --name"
+        )
+
+
+def config_json(
+    config: dict[str, Any], target: str, arguments: dict[str, Any], versions: dict[str, str]
+) -> dict[str, Any]:
+    """The content of config.json: the fields of RunConfig, and what was run with them.
+
+    Exactly what reading it back gives; an argument that JSON cannot hold is its repr.
+    """
+    values = {**config, "target": target, "arguments": arguments, "versions": versions}
+    return json.loads(encode(json.loads(json.dumps(values, default=repr))))
+
+
+def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Settings that may not change between two parts of one run, each with both values."""
+    found: list[str] = []
+    for name in sorted(past.keys() & new.keys() - MAY_DIFFER - WHERE_IT_IS):
+        is_extended = name == "steps" and new[name] > past[name]
+        if past[name] != new[name] and not is_extended:
+            found.append(f"{name} was {past[name]!r} and now is {new[name]!r}")
+    return found
+
+
+def compare(
+    place: str, past: PastRun | None, new: dict[str, Any]
+) -> Fresh | Resumed | AlreadyFinished:
+    """Whether the run in `place` may go on with the settings `new`; WrongInput if it may not."""
+    if past is None:
+        return Fresh()
+    if found := differences(past.config, new):
+        raise WrongInput(
+            f"{place} holds a run with another configuration: {'; '.join(found)}. "
+            "Use the old values to resume it, or another --name"
+        )
+    if past.is_alive:
+        raise WrongInput(
+            f"{place} is being written by a live run ({where(past)}, {past.silent_s:.0f} s ago). "
+            f"Wait for it, or use another --name; if it was killed, try again in "
+            f"{past.silent_after_s:.0f} s"
+        )
+    result = past.result or {}
+    if result.get("outcome") == "succeeded" and new["steps"] <= result["steps"]:
+        return AlreadyFinished(result)
+    return Resumed()
+
+
+def where(past: PastRun) -> str:
+    controller = controller_of(past.status)
+    return f"controller pid {controller.get('pid')} on {controller.get('node_ip')}"
+
+
+def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
+    """The run in this folder, None if there is none. `now` is Unix time."""
+    config = read_json(folder, "config.json")
+    if config is None:
+        return None
+    status = read_json(folder, "status.json")
+    written = folder.modified("status.json")
+    return PastRun(
+        config=config,
+        status=status,
+        result=read_json(folder, "result.json"),
+        silent_s=float("inf") if written is None else (now or time.time()) - written,
+        is_controller_gone=is_gone(controller_of(status)),
+        silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
+    )
+
+
+def controller_of(status: dict[str, Any] | None) -> dict[str, Any]:
+    return (status or {}).get("controller") or {}
+
+
+def is_gone(controller: dict[str, Any]) -> bool:
+    """The process ran on this machine and is no more; False where we cannot know."""
+    pid, node_ip = controller.get("pid"), controller.get("node_ip")
+    if not isinstance(pid, int) or node_ip not in own_addresses():
+        return False
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def own_addresses() -> frozenset[str]:
+    """The addresses under which this machine is known to itself and to others."""
+    found = {"127.0.0.1"}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the route tells our own address
+            found.add(probe.getsockname()[0])
+        except OSError:
+            pass  # no network: only the loopback is left
+    return frozenset(found)

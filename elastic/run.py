@@ -1,0 +1,190 @@
+"""`run()`: from a workload and a RunConfig to a result. The driver's side of a run.
+
+What happens in the controller's process is elastic/supervisor.py's; this module submits it, waits,
+passes Ctrl-C on, and cleans up whatever a dead controller left.
+"""
+import importlib.metadata
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from elastic import resume
+from elastic.config import RunConfig
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import leave_probe, open_folder, remove_probe
+from elastic.target import target_of
+from elastic.workload import Workload
+
+Progress = Callable[[str], object]
+POLL_S = 0.2
+REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The content of result.json, and where the run directory is."""
+
+    outcome: str
+    """succeeded, failed, stopped; or detached, while it goes on."""
+    steps: int = 0
+    loss: float | None = None
+    weights_sha256: str = ""
+    generations: int = 0
+    lost_steps: int = 0
+    goodput: float = 0.0
+    badput: dict[str, float]
+    recoveries: list[dict[str, Any]]
+    run_directory: str = ""
+
+
+class RunFailed(RuntimeError):
+    """The run failed. `.result` says how far it came; `__cause__` is the user's exception."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RunFailed, (self.args[0], self.result)
+
+
+def run(workload: Workload, *, loop: Callable[[Any], None] | None = None, **settings: Any) -> Result:
+    """Train `workload`; `settings` are RunConfig's fields. Blocks until the run ends.
+
+    loop: your own training loop `loop(session)`; default: workers.loop.fit.
+    Raises ValueError for wrong settings or a workload that cannot work, RunFailed for failure.
+    """
+    config = RunConfig(**settings)
+    target = target_of(workload)
+    arguments = {k: v for k, v in vars(workload).items() if not k.startswith("_")}
+    try:
+        return run_config(
+            workload, config, target=target.spelled, arguments=arguments, folder=target.folder,
+            module=target.module, loop=loop,
+        )
+    except WrongInput as error:
+        raise ValueError(str(error)) from error
+
+
+def run_config(
+    workload: Workload,
+    config: RunConfig,
+    *,
+    target: str,
+    arguments: dict[str, Any],
+    folder: Path | None,
+    module: str | None = None,
+    loop: Callable[[Any], None] | None = None,
+    on_progress: Progress | None = None,
+    detach: bool = False,
+) -> Result:
+    """As `run`, for a workload that is already constructed; raises WrongInput for wrong input.
+
+    folder: what every node needs on its path to import the workload by name.
+    on_progress: called often with the run directory while the run goes on.
+    detach: return as soon as the run has started; it goes on without this process.
+    """
+    if sys.platform != "linux":
+        raise WrongInput(f"elastic runs on Linux only, this is {sys.platform}")
+    storage = config.storage or tempfile.mkdtemp(prefix="elastic-runs-")
+    name = config.name or f"{type(workload).__name__.lower()}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    named = {**config.to_json(), "storage": storage, "name": name}
+    content = resume.config_json(named, target, arguments, versions())
+    place = str(open_folder(storage).at(name))
+    past = resume.read_past_run(open_folder(storage).at(name))
+    match resume.compare(place, past, content):
+        case resume.AlreadyFinished() as finished:
+            print(finished, file=sys.stderr)
+            return Result(**finished.result, run_directory=place)
+        case _:
+            pass
+    if config.storage is None:
+        print(f"run directory: {place}", file=sys.stderr)
+
+    from elastic.on_ray.submission import RayDriver  # ray loads here
+    from elastic.supervisor import supervise
+
+    driver = RayDriver(config, folder=folder, detach=detach)
+    try:
+        order = {
+            "run_id": f"elastic-{secrets.token_hex(4)}", "token": secrets.token_hex(16),
+            "config": config, "storage": storage, "name": name, "content": content,
+            "device": driver.device, "folder": driver.folder_on_nodes, "detach": detach,
+            "workload": driver.pickle(workload, loop), "probe": leave_local_probe(storage, driver),
+        }
+        driver.submit(supervise, order)
+        answer = wait(driver, on_progress, detach)
+        if order["probe"] is not None:
+            remove_probe(order["probe"])
+    finally:
+        driver.close()
+    if answer is None:
+        return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
+    return conclude(answer, place)
+
+
+def leave_local_probe(storage: str, driver: Any) -> Any:
+    """A file that every node must see, where storage is a local path and there are other nodes."""
+    folder = open_folder(storage)
+    if folder.local is None or driver.is_embedded:
+        return None
+    folder.create()
+    return leave_probe(storage)
+
+
+def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, Any] | None:
+    """Until the run has ended; None if it was left alone after its start."""
+    interrupts: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        interrupts.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {number: signal.signal(number, on_signal) for number in numbers}
+    told = 0
+    try:
+        while (answer := driver.poll(POLL_S)) is None:
+            place = driver.place
+            if detach and place:
+                return None
+            if len(interrupts) > told:
+                told = len(interrupts)
+                reason = signal.Signals(interrupts[0]).name
+                (driver.stop if told == 1 else driver.end_now)(f"{reason} at the driver")
+            if on_progress is not None and place:
+                on_progress(place)
+        if on_progress is not None and driver.place:
+            on_progress(driver.place)
+        return answer
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def conclude(answer: dict[str, Any], place: str) -> Result:
+    """The controller's answer as a result or an exception."""
+    if answer["wrong_input"] is not None:
+        raise WrongInput(answer["wrong_input"])
+    result = Result(**answer["result"], run_directory=place if answer["is_open"] else "")
+    if result.outcome == "failed":
+        raise RunFailed(answer["reason"], result) from answer["user_error"]
+    return result
+
+
+def versions() -> dict[str, str]:
+    found = {"elastic": importlib.metadata.version("elastic-ray-trainer")}
+    return found | {name: importlib.metadata.version(name) for name in REPORTED_VERSIONS}
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """What result.json holds."""
+    return {k: v for k, v in asdict(result).items() if k != "run_directory"}

@@ -1,0 +1,1 @@
+"""Durable things over `pyarrow.fs`: atomic writes, the journal, the run directory."""

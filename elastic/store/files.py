@@ -1,0 +1,202 @@
+"""Folders in durable storage: a local directory or any `pyarrow.fs` URI, written atomically.
+
+What the files mean is elsewhere (journal.py, run_directory.py).
+"""
+
+import json
+import math
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow.fs
+
+from elastic.protocol.errors import WrongInput
+
+arrow_fs: Any = pyarrow.fs  # has no type stubs
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One folder. Writes publish whole files: a reader sees the old or the new content.
+
+    `filesystem` is a pyarrow FileSystem (its stubs are partial, hence Any).
+    """
+
+    filesystem: Any
+    path: str
+
+    @property
+    def local(self) -> Path | None:
+        """The directory where files can be appended to, else None (object stores)."""
+        return Path(self.path) if isinstance(self.filesystem, arrow_fs.LocalFileSystem) else None
+
+    def at(self, name: str) -> "Folder":
+        return Folder(self.filesystem, self._path(name))
+
+    def create(self) -> None:
+        self.filesystem.create_dir(self.path, recursive=True)
+
+    def names(self) -> list[str]:
+        """Names of the files directly in this folder, sorted; empty if there is no folder."""
+        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        return sorted(info.base_name for info in found if info.type == arrow_fs.FileType.File)
+
+    def exists(self, name: str) -> bool:
+        return self._stat(name).type != arrow_fs.FileType.NotFound
+
+    def modified(self, name: str) -> float | None:
+        """Unix seconds of the file's last change, None if there is no such file."""
+        found = self._stat(name)
+        if found.type == arrow_fs.FileType.NotFound or found.mtime_ns is None:
+            return None
+        return found.mtime_ns / 1e9
+
+    def read(self, name: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
+        if self.local:
+            return (self.local / name).read_bytes()
+        with self.filesystem.open_input_stream(self._path(name)) as stream:
+            return stream.read()
+
+    def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
+        """Publish `content` under `name`; `is_durable` also survives the machine's crash."""
+        if self.local:
+            write_local(self.local / name, content, is_durable=is_durable)
+            return
+        with self.filesystem.open_output_stream(self._path(name)) as stream:
+            stream.write(content)
+
+    def delete(self, name: str) -> None:
+        if self.exists(name):
+            self.filesystem.delete_file(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
+    def _stat(self, name: str) -> Any:
+        return self.filesystem.get_file_info(self._path(name))
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def open_folder(place: str) -> Folder:
+    """The folder at a local path or URI; it need not exist yet. WrongInput if it cannot be used."""
+    if "://" not in place:
+        return Folder(arrow_fs.LocalFileSystem(), str(Path(place).expanduser().absolute()))
+    try:
+        filesystem, path = arrow_fs.FileSystem.from_uri(place)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
+    return Folder(filesystem, path.rstrip("/"))
+
+
+def write_local(path: Path, content: bytes, *, is_durable: bool) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in `path` survive the machine's crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- JSON without NaN and infinities ---------------------------------------------
+def encode(value: object) -> bytes:
+    """One line of JSON, without the newline; numbers that are not finite become null."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def finite(value: object) -> object:
+    """`value` with None in place of NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in cast("dict[str, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in cast("list[object]", value)]
+    return value
+
+
+def read_json(folder: Folder, name: str) -> dict[str, Any] | None:
+    """The JSON object in a file, None if there is no such file; WrongInput if it is damaged."""
+    try:
+        content = folder.read(name)
+    except FileNotFoundError:
+        return None
+    try:
+        value = json.loads(content)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise WrongInput(f"{folder}/{name} is damaged: it is no JSON object; move it away")
+    return cast("dict[str, Any]", value)
+
+
+def write_json(folder: Folder, name: str, value: object, *, is_durable: bool = True) -> None:
+    folder.write(name, encode(value) + b"\n", is_durable=is_durable)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --- is a folder the same folder on another node? ----------------------------------
+@dataclass(frozen=True)
+class Probe:
+    """A small file left in storage; a node that finds the token there sees the same storage."""
+
+    place: str
+    name: str
+    token: str
+
+
+def leave_probe(place: str) -> Probe:
+    """Create the storage folder if need be and leave a probe in it. WrongInput if that fails."""
+    folder = open_folder(place)
+    token = secrets.token_hex(16)
+    probe = Probe(folder.path if folder.local else place, f".probe-{token[:8]}", token)
+    try:
+        folder.create()
+        folder.write(probe.name, token.encode(), is_durable=False)
+    except OSError as error:
+        raise WrongInput(
+            f"storage {place!r} cannot be written: {first_line(error)}; "
+            "choose another folder or change its permissions"
+        ) from error
+    return probe
+
+
+def sees_probe(probe: Probe) -> bool:
+    """Asked on another node."""
+    try:
+        return open_folder(probe.place).read(probe.name) == probe.token.encode()
+    except (OSError, WrongInput):
+        return False
+
+
+def remove_probe(probe: Probe) -> None:
+    open_folder(probe.place).delete(probe.name)

@@ -1,0 +1,243 @@
+"""`RunDirectory`: the files of one run, `<storage>/<name>/`, written by its controller.
+
+Readers (status, watch, replay, resume) use files.py and journal.py; decisions are elsewhere.
+"""
+
+import json
+import logging
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, first_line, open_folder, write_json
+from elastic.store.journal import LineFile, lines_backwards
+
+UPLOAD_EVERY_S = 5.0
+REMOTE_STATUS_EVERY_S = 10.0
+ROLLED_BACK = "metrics.rolledback.jsonl"
+
+STATUS_FIELDS = frozenset(
+    [
+        "phase",
+        "generation",
+        "world_size",
+        "step",
+        "steps",
+        "committed_checkpoint",
+        "workers",
+        "standby",
+        "controller",
+        "reason",
+    ]
+)
+METRICS_FIELDS = frozenset(
+    ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
+)
+SAMPLES_FIELDS = frozenset(["step", "first", "count", "sha256"])
+RESULT_FIELDS = frozenset(
+    [
+        "outcome",
+        "steps",
+        "loss",
+        "weights_sha256",
+        "generations",
+        "lost_steps",
+        "goodput",
+        "badput",
+        "recoveries",
+    ]
+)
+
+log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """Owns a run's files. One writer at a time; opening it repairs what a crash left torn.
+
+    Where storage cannot append, the files grow in a local spool and a thread brings them over.
+    """
+
+    def __init__(self, storage: str | Folder, name: str, *, spool: Path | None = None) -> None:
+        base = storage if isinstance(storage, Folder) else open_folder(storage)
+        self.folder = base.at(name)
+        self.place = str(self.folder) if self.folder.local else f"{str(storage).rstrip('/')}/{name}"
+        try:
+            self.folder.create()
+        except OSError as error:
+            raise WrongInput(
+                f"run directory {self.place!r} cannot be created: {first_line(error)}; "
+                "choose another storage or change its permissions"
+            ) from error
+        self._remote = None if self.folder.local else self.folder
+        self.directory = self.folder.local or spool or Path(tempfile.mkdtemp(prefix="elastic-"))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+        self._status: dict[str, Any] | None = None  # what the uploader brings over next
+        self._status_at = -REMOTE_STATUS_EVERY_S
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._journal = self._open("journal.jsonl")
+        self._metrics = self._open("metrics.jsonl")
+        self._samples = self._open("samples.jsonl")
+        self.last_step = self._repair()
+        """Committed steps on record."""
+        self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
+        if self._remote is not None:
+            self._uploader.start()
+
+    @property
+    def logs(self) -> Path:
+        """Where worker logs go on this node; brought to remote storage at the end."""
+        return self.directory / "logs"
+
+    @property
+    def tensorboard(self) -> Path | None:
+        """Where curves go; None where storage cannot append."""
+        return self.directory / "tensorboard" if self.folder.local else None
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Write config.json; a run that is extended or resumed has no result any more."""
+        self.folder.delete("result.json")
+        write_json(self.folder, "config.json", config)
+
+    def write_status(self, status: dict[str, Any]) -> None:
+        check_fields("status", status, STATUS_FIELDS)
+        if self._remote is None:
+            write_json(self.folder, "status.json", status, is_durable=False)
+        else:
+            self._status = status
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        check_fields("result", result, RESULT_FIELDS)
+        write_json(self.folder, "result.json", result)
+
+    def append_journal(self, line: dict[str, Any]) -> None:
+        self._journal.append(line)
+
+    def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
+        """Put one committed step on record. False: it is there already, said twice."""
+        check_fields("metrics", metrics, METRICS_FIELDS)
+        check_fields("samples", samples, SAMPLES_FIELDS)
+        step: int = metrics["step"]
+        assert samples["step"] == step, f"metrics of step {step}, samples of {samples['step']}"
+        if step <= self.last_step:
+            return False
+        if step != self.last_step + 1:
+            raise ValueError(
+                f"step {step} cannot follow step {self.last_step} in {self._metrics.path}: "
+                "a committed step was not reported"
+            )
+        self._samples.append(samples)
+        self._metrics.append(metrics)
+        self.last_step = step
+        return True
+
+    def roll_back(self, step: int) -> int:
+        """Return to `step` committed steps: later metrics move aside. How many steps are lost.
+
+        A crash in between leaves lines in both files; opening the run directory again ends it.
+        """
+        lost = self.last_step - step
+        if lost <= 0:
+            return 0
+        with self._lock:
+            cut = end_of_step(self._metrics.path, step)
+            with self._metrics.path.open("rb") as file:
+                file.seek(cut)
+                later = file.read()
+            rolled_back = self._open(ROLLED_BACK)
+            rolled_back.append_raw(later)
+            rolled_back.close()
+            self._metrics.truncate(cut)
+            self._samples.truncate(end_of_step(self._samples.path, step))
+            self.last_step = step
+        return lost
+
+    def flush(self, *, with_status: bool = True) -> None:
+        """Bring over what is new; the uploader does it every few seconds."""
+        with self._lock:
+            for lines in (self._journal, self._samples, self._metrics):
+                lines.upload()
+        if with_status and self._status is not None:
+            status, self._status = self._status, None
+            write_json(self.folder, "status.json", status)
+            self._status_at = time.monotonic()
+
+    def close(self) -> None:
+        """Write everything out. The run directory cannot be used afterwards."""
+        self._closed.set()
+        if self._uploader.is_alive():
+            self._uploader.join(timeout=60)
+        self.flush()
+        for lines in (self._journal, self._samples, self._metrics):
+            lines.close()
+        if self._remote is not None:
+            self._bring_logs(self._remote.at("logs"))
+
+    def _open(self, name: str) -> LineFile:
+        return LineFile(self.directory / name, self._remote)
+
+    def _repair(self) -> int:
+        """Finish an interrupted roll back, level metrics and samples; the last recorded step."""
+        if self.folder.exists(ROLLED_BACK):
+            rolled_back = self._open(ROLLED_BACK)
+            cut = end_without_moved(self._metrics.path, rolled_back.path)
+            if cut < self._metrics.path.stat().st_size:
+                self._metrics.truncate(cut)
+            rolled_back.close()
+        step = min(last_step(self._metrics.path), last_step(self._samples.path))
+        for lines in (self._metrics, self._samples):
+            if last_step(lines.path) > step:
+                lines.truncate(end_of_step(lines.path, step))
+        return step
+
+    def _keep_uploading(self) -> None:
+        while not self._closed.wait(UPLOAD_EVERY_S):
+            is_due = time.monotonic() - self._status_at >= REMOTE_STATUS_EVERY_S
+            try:
+                self.flush(with_status=is_due)
+            except OSError as error:  # on_storage_error="warn": the next round tries again
+                log.warning('storage=%s upload failed, reason="%s"', self.place, first_line(error))
+
+    def _bring_logs(self, remote: Folder) -> None:
+        remote.create()
+        for path in sorted(self.logs.iterdir()):
+            remote.write(path.name, path.read_bytes())
+
+
+def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> None:
+    assert values.keys() == fields, f"{name}: fields differ by {sorted(values.keys() ^ fields)}"
+
+
+# --- offsets in files of one line per step --------------------------------------
+def last_step(path: Path) -> int:
+    return next((step_of(line) for _, line in lines_backwards(path)), 0)
+
+
+def end_of_step(path: Path, step: int) -> int:
+    """The offset where the lines after `step` begin."""
+    end = path.stat().st_size
+    for start, line in lines_backwards(path):
+        if step_of(line) <= step:
+            return end
+        end = start
+    return 0
+
+
+def end_without_moved(metrics: Path, moved: Path) -> int:
+    """The offset in `metrics` where the lines begin that `moved` ends with, too."""
+    end = metrics.stat().st_size
+    for (start, line), (_, other) in zip(
+        lines_backwards(metrics), lines_backwards(moved), strict=False
+    ):
+        if line != other:
+            return end
+        end = start
+    return end
+
+
+def step_of(line: bytes) -> int:
+    return int(json.loads(line)["step"])

@@ -1,0 +1,54 @@
+"""`Workload`: what a user writes to describe a training job.
+
+Only the interface lives here; whoever calls it is in workers/.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+REQUIRED_METHODS = ("build_model", "build_optimizer", "dataset", "loss")
+
+
+class Workload:
+    """A training job: a model, its optimizer, its samples and its loss.
+
+    A plain class: constructor arguments come from `--set key=value` or from you. It is pickled or
+    imported by every worker, so keep heavy things out of the constructor. Required: `build_model`,
+    `build_optimizer`, `dataset`, `loss`. Optional, used where you define them:
+
+    - `build_scheduler(self, optimizer)`: a torch scheduler; it counts committed steps.
+    - `collate(self, samples)`: a list of samples to a batch; default: torch's `default_collate`.
+    - `evaluate(self, session)`: called every `eval_every` steps, see `session.evaluate`.
+    - `init_weights(self, module, name)`: then the model is built without memory and initialised
+      module by module, with randomness that depends on the seed and the module's name only.
+    """
+
+    loader_processes: int = 1
+    """Processes that load samples ahead, in each worker; 0 loads in the worker itself."""
+
+    def build_model(self) -> "nn.Module":
+        """The model, on the CPU; runs under the run's seed, once per run."""
+        raise missing(self, "build_model(self)")
+
+    def build_optimizer(self, params: "list[nn.Parameter]") -> "Optimizer":
+        """The optimizer of `params`: the trainable parameters, in `named_parameters()` order.
+
+        Write `(self, params, model)` to get the model too. May be called again later; its state
+        is restored by name, so it must have no side effects.
+        """
+        raise missing(self, "build_optimizer(self, params)")
+
+    def dataset(self) -> Any:
+        """A map-style dataset: `len(dataset)` samples, `dataset[i]` gives one."""
+        raise missing(self, "dataset(self)")
+
+    def loss(self, model: "nn.Module", batch: Any) -> "Tensor | tuple[Tensor, Tensor | float]":
+        """The scalar mean over the micro-batch, or (sum, weight); one kind for all calls."""
+        raise missing(self, "loss(self, model, batch)")
+
+
+def missing(workload: Workload, signature: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(workload).__name__} must define {signature}")

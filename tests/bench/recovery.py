@@ -1,0 +1,132 @@
+"""SIGKILL of one of 4 workers at random instants: time to the next committed step, and the bits.
+
+Recovery = time of the first commit of a later generation - time of the kill - one median step. All
+runs must lose no step and end with the weights of the uninterrupted run. With `--peer` one kill
+under tuned Ray Train, in the same run of the benchmark, gives the ratio.
+    python -m tests.bench.recovery --kills 50
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.bench.harness import (
+    REPOSITORY,
+    Run,
+    console,
+    elastic_run,
+    environment,
+    machine,
+    percentile,
+    record,
+    report,
+    storage_directory,
+)
+
+WORKERS = 4
+WARM_STEPS = 5
+OPTIONS = {"global_batch": 64, "micro_batch": 8, "seed": 0, "reduction": "bitwise"}
+
+
+def baseline(storage: Path, steps: int) -> tuple[str, float]:
+    """The uninterrupted run: its hash and its median step."""
+    with elastic_run(storage, "calm", workers=WORKERS, steps=steps, **OPTIONS) as run:
+        result = run.finish(600)
+        seconds = [line["step_s"] for line in run.metrics()[WARM_STEPS:]]
+    return result["weights_sha256"], statistics.median(seconds)
+
+
+def kill_at_random(run: Run, last_step: int, dice: random.Random) -> tuple[float, int]:
+    """SIGKILL a random rank at a random instant; gives the time and the generation killed."""
+    wanted = dice.randint(WARM_STEPS, last_step)
+    status = run.wait_until(
+        lambda s: s["step"] >= wanted and s["world_size"] == WORKERS and s["phase"] == "running",
+        timeout_s=300,
+    )
+    time.sleep(dice.uniform(0, 0.6))  # anywhere in a step: forward, backward, collective, vote
+    status = run.status() or status
+    victim = dice.choice([w for w in status["workers"] if w["rank"] is not None])
+    at = time.time()
+    os.kill(victim["pid"], signal.SIGKILL)
+    return at, status["generation"]
+
+
+def one_kill(storage: Path, number: int, steps: int, dice: random.Random) -> dict[str, Any]:
+    options = {"workers": f"2..{WORKERS}", "steps": steps, **OPTIONS}
+    with elastic_run(storage, f"kill-{number}", **options) as run:
+        killed_at, generation = kill_at_random(run, steps - 15, dice)
+        result = run.finish(600)
+        lines = run.metrics()
+    recovered = next(
+        (line for line in lines if line["generation"] > generation and line["time"] > killed_at),
+        None,
+    )
+    if recovered is None:
+        raise RuntimeError(f"kill {number}: nothing was committed after the kill")
+    own = [line["step_s"] for line in lines[WARM_STEPS:] if line["time"] < killed_at]
+    found = {
+        "recovery_s": recovered["time"] - killed_at - statistics.median(own),
+        "lost_steps": result["lost_steps"],
+        "sha": result["weights_sha256"],
+        "phases": result["recoveries"][0] if result["recoveries"] else {},
+        "is_complete": [line["step"] for line in lines] == list(range(1, steps + 1)),
+    }
+    console.print(f"kill {number}: {found['recovery_s']:.3f} s, {found['lost_steps']} steps lost")
+    return found
+
+
+def peer_kill() -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.bench.ray_train", "--workers", str(WORKERS)]
+    command += ["--kill-at", "25"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=600
+    )
+    if done.returncode:
+        raise RuntimeError(f"the peer failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-peer", action="store_true", help="do not measure Ray Train")
+    arguments = parser.parse_args()
+    dice = random.Random(arguments.seed)
+    console.print(machine(WORKERS))
+    with storage_directory() as storage:
+        sha, median_step_s = baseline(storage, arguments.steps)
+        kills = [one_kill(storage, i, arguments.steps, dice) for i in range(arguments.kills)]
+    seconds = [kill["recovery_s"] for kill in kills]
+    equal = sum(kill["sha"] == sha for kill in kills)
+    lost = sum(kill["lost_steps"] for kill in kills)
+    complete = sum(kill["is_complete"] for kill in kills)
+    results = {
+        "p50": f"{percentile(seconds, 50):.3f} s",
+        "worst": f"{max(seconds):.3f} s",
+        "lost steps": str(lost),
+        "equal hashes": f"{equal}/{len(kills)}",
+        "gapless metrics": f"{complete}/{len(kills)}",
+        "median step": f"{median_step_s:.3f} s",
+    }
+    if not arguments.no_peer:
+        peer = peer_kill()
+        peer_s = peer["recovery_s"] - peer["median_step_s"]
+        results["Ray Train tuned"] = f"{peer_s:.1f} s, {peer['redone_steps']} steps redone"
+        results["ratio"] = f"{peer_s / max(percentile(seconds, 50), 1e-3):.0f}x"
+    report("SIGKILL of one of 4 workers", list(results), [list(results.values())])
+    record("recovery", ranks=WORKERS, setting=f"{len(kills)} kills, bitwise", results=results)
+    return 0 if equal == complete == len(kills) and not lost else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

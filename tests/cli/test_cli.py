@@ -1,0 +1,254 @@
+"""The command line: exit statuses, one line for wrong input, what the commands print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cli import main, only_result_on_stdout, print_outcome, result_line
+from elastic.config import RunConfig
+from elastic.control.replay import Entry, Started
+from elastic.control.state import Limits, Tick
+from elastic.control.transition import start, transition
+from elastic.protocol.encoding import encode
+from elastic.resume import config_json
+from elastic.run import Result
+from elastic.store.files import open_folder, read_json, write_json
+from elastic.store.run_directory import RunDirectory
+
+SIZES = ["--steps", "10", "--global-batch", "32", "--micro-batch", "8"]
+DIGITS = "workers.workloads.digits:Digits"
+STATUS: dict[str, Any] = {
+    "phase": "running", "generation": 3, "world_size": 1, "step": 7, "steps": 10,
+    "committed_checkpoint": None, "standby": [], "reason": "w1 lost, 1 of 2 left",
+    "controller": {"pid": 1, "node_ip": "127.0.0.1"},
+    "workers": [
+        {"id": "w0", "rank": 0, "node_id": "n", "node_ip": "10.0.0.9", "pid": 4242,
+         "device": "cpu", "state": "training", "step": 7}
+    ],
+}  # fmt: skip
+RESULT: dict[str, Any] = {
+    "outcome": "succeeded", "steps": 10, "loss": 0.5, "weights_sha256": "ab12", "generations": 3,
+    "lost_steps": 0, "goodput": 0.975, "badput": {"recovery": 0.1},
+    "recoveries": [
+        {"cause": "process_died", "detect_s": 0.01, "fence_s": 0.02, "form_s": 0.03,
+         "state_s": 0.0, "first_step_s": 0.1, "total_s": 0.16, "lost_steps": 0}
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = RunDirectory(str(tmp_path), "r")
+    run.begin({"steps": 10})
+    run.write_status(STATUS)
+    return tmp_path / "r"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", DIGITS], "Missing option '--steps'"),
+        (["run", *SIZES], "Missing argument 'TARGET'"),
+        (["run", DIGITS, *SIZES, "--steps", "many"], "Invalid value for '--steps'"),
+        (["run", DIGITS, *SIZES, "--colour"], "No such option: --colour"),
+        (["fly"], "No such command 'fly'"),
+        (["run", DIGITS, *SIZES, "--workers", "two"], "--workers 'two': give a number or MIN..MAX"),
+        (["run", DIGITS, *SIZES, "--workers", "3..2"], "min 3 is above max 2"),
+        (["run", DIGITS, *SIZES, "--workers", "9"], "min 9 is above V"),
+        (["run", DIGITS, *SIZES, "--micro-batch", "5"], "is not a multiple of micro_batch=5"),
+        (["run", DIGITS, *SIZES, "--parallel", "fsdp"], "parallel='fsdp' is not available yet"),
+        (["run", DIGITS, *SIZES, "--checkpoint-every", "5"], "checkpoint_every=5 is not available"),
+        (["run", DIGITS, *SIZES, "--detect-s", "soon"], "--detect-s 'soon': give seconds, or none"),
+        (["run", DIGITS, *SIZES, "--set", "x"], "--set 'x' is no key=value"),
+        (["run", DIGITS, *SIZES, "--set", "bogus=1"], "--set does not fit Digits"),
+        (["run", "nowhere.py:Job", *SIZES], "there is no file"),
+        (["run", "workers.workloads.digits:Nope", *SIZES], "has no class Nope; it has Digits"),
+        (["run", DIGITS, *SIZES, "--storage", "nosuch://x"], "'nosuch://x' cannot be used"),
+        (["status", "nowhere"], "nowhere is no run directory: it has no config.json"),
+        (["watch", "nowhere"], "nowhere is no run directory"),
+        (["replay", "nowhere"], "nowhere is no run directory"),
+    ],
+)
+def test_wrong_input_is_one_line_on_stderr_and_status_2(capsys, monkeypatch, arguments, says):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status = main(arguments)
+    printed = capsys.readouterr()
+    assert (status, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert says in printed.err
+
+
+def finish(storage: Path) -> list[str]:
+    """The arguments of a run that finished in `storage`, without training it."""
+    arguments = ["run", DIGITS, *SIZES, "--storage", str(storage), "--name", "r"]
+    config = RunConfig(steps=10, global_batch=32, micro_batch=8, storage=str(storage), name="r")
+    run = RunDirectory(str(storage), "r")
+    run.begin(config_json(config.to_json(), DIGITS, {}, {}))
+    run.write_result(RESULT)
+    return arguments
+
+
+def test_a_finished_run_says_so_and_exits_with_0(tmp_path, capsys):
+    assert main(finish(tmp_path)) == 0
+    printed = capsys.readouterr()
+    assert "finished all 10 steps before" in printed.err
+    assert printed.out.splitlines()[0] == "succeeded: 10 of 10 steps, loss 0.5000"
+
+
+def test_with_json_stdout_is_result_json_alone(tmp_path, capsys):
+    assert main([*finish(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == RESULT
+
+
+def test_a_run_of_that_name_with_other_settings_is_refused_and_left_alone(tmp_path, capsys):
+    assert main([*finish(tmp_path), "--seed", "7"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "seed was 0 and now is 7" in printed.err
+    assert read_json(open_folder(str(tmp_path / "r")), "result.json") == RESULT
+
+
+def test_a_max_above_v_is_a_warning(tmp_path, capsys):
+    assert main([*finish(tmp_path), "--workers", "1..9"]) == 0
+    assert "elastic: warning: workers: max 9 is above V" in capsys.readouterr().err
+
+
+def test_help_status_and_replay_load_neither_ray_nor_torch(run_dir):
+    program = (
+        "import sys, elastic.cli as c\n"
+        f"codes = [c.main(a) for a in (['run', '--help'], ['status', {str(run_dir)!r}],"
+        f" ['replay', {str(run_dir)!r}])]\n"
+        "assert codes == [0, 0, 2], codes\n"
+        "assert not {'ray', 'torch', 'tensorboardX'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_every_option_of_the_contract(capsys):
+    assert main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in (
+        "workers", "steps", "global-batch", "micro-batch", "parallel", "reduction", "storage",
+        "name", "seed", "checkpoint-every", "standby", "address", "set", "detach", "json",
+    ):  # fmt: skip
+        assert f"--{option}" in shown
+
+
+def test_only_the_result_reaches_stdout_whatever_else_prints():
+    program = (
+        "import os, elastic.cli as c\n"
+        "with c.only_result_on_stdout():\n"
+        "    print('python')\n"
+        "    os.system('echo child')\n"
+        "print('result')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, sorted(done.stderr.split())) == ("result\n", ["child", "python"])
+
+
+def test_the_result_line_holds_the_fields_of_result_json_only():
+    result = Result(**RESULT, run_directory="/s/r")
+    assert json.loads(result_line(result)) == RESULT
+    detached = Result(outcome="detached", badput={}, recoveries=[], run_directory="/s/r")
+    assert json.loads(result_line(detached)) == {"outcome": "detached", "run_directory": "/s/r"}
+
+
+def test_the_outcome_is_a_few_lines_for_a_person(capsys):
+    print_outcome(RESULT, "/s/r", 10)
+    assert capsys.readouterr().out.splitlines() == [
+        "succeeded: 10 of 10 steps, loss 0.5000",
+        "  weights_sha256  ab12",
+        "  3 generations, 1 recoveries, 0 lost steps, goodput 97.5 %",
+        "  recovery from process_died: detect 10 ms fence 20 ms form 30 ms state 0 ms "
+        "first_step 100 ms total 160 ms",
+        "  run directory   /s/r",
+    ]
+
+
+def test_status_says_phase_workers_reason_and_age(run_dir, capsys):
+    assert main(["status", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "running, generation 3, 1 workers",
+        "step 7 of 10",
+        "reason: w1 lost, 1 of 2 left",
+    ]
+    assert lines[3].startswith("status is 0 s old")
+    assert lines[5].split() == ["w0", "0", "training", "7", "4242", "10.0.0.9", "cpu"]
+
+
+def test_status_as_json_is_the_content_of_the_file(run_dir, capsys):
+    assert main(["status", str(run_dir), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+def test_status_that_is_old_while_the_run_goes_on_is_called_so(run_dir, capsys):
+    os.utime(run_dir / "status.json", (1.0, 1.0))
+    assert main(["status", str(run_dir)]) == 0
+    assert "no word since, its controller may be gone" in capsys.readouterr().out
+
+
+def test_watching_a_finished_run_ends_with_its_outcome(run_dir, capsys):
+    write_json(open_folder(str(run_dir)), "result.json", {**RESULT, "outcome": "stopped"})
+    assert main(["watch", str(run_dir)]) == 1
+    assert "stopped: 10 of 10 steps, loss 0.5000" in capsys.readouterr().out
+
+
+def journal(run_dir: Path, *, reason: str | None = None) -> None:
+    """Two starts of a run; `reason` puts a false one on record."""
+    limits = Limits(
+        min_workers=1, max_workers=2, standby=0, steps=3, max_failures=1, join_timeout_s=5.0,
+        confirm_timeout_s=1.0,
+    )  # fmt: skip
+    lines: list[dict[str, Any]] = []
+    for at in (10.0, 20.0):
+        begun = start(limits, at)
+        after = transition(begun.ledger, begun.phase, Tick(at + 1), limits)
+        head = Started(limits, at, begun.commands, begun.reason)
+        entry = Entry(Tick(at + 1), after.commands, reason or after.reason)
+        lines += [
+            {"at": v.at if v is head else at + 1, "phase": "waiting", "generation": 0, "step": 0,
+             "entry": encode(v)}
+            for v in (head, entry)
+        ]  # fmt: skip
+    lines.insert(1, {"at": 10.5, "evaluation": {"accuracy": 0.5}})
+    (run_dir / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_replay_tells_the_decisions_and_finds_them_the_same(run_dir, capsys):
+    journal(run_dir)
+    assert main(["replay", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split(maxsplit=2)[:2] == ["0.000", "s"]
+    assert 'phase=waiting reason="the run starts: 1 to 2 workers' in lines[0]
+    assert lines[-1] == "4 journal entries replayed: every decision is the same again"
+
+
+def test_replay_of_a_decision_that_differs_is_status_1(run_dir, capsys):
+    journal(run_dir, reason="the moon was full")
+    assert main(["replay", str(run_dir)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "4 journal entries replayed: 2 differ"
+    assert "the moon was full" in printed.err
+
+
+def test_a_journal_of_another_version_is_one_line(run_dir, capsys):
+    (run_dir / "journal.jsonl").write_text('{"at":1.0,"entry":{"type":"Begun"}}\n')
+    assert main(["replay", str(run_dir)]) == 2
+    assert "the journal cannot be replayed: type 'Begun'" in capsys.readouterr().err
+
+
+def test_stdout_comes_back_after_an_error(capsys):
+    with pytest.raises(KeyError), only_result_on_stdout():
+        raise KeyError
+    print("here")
+    assert capsys.readouterr().out == "here\n"

@@ -1,0 +1,89 @@
+"""RunConfig: what it derives, what it refuses, and what it says then."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from elastic.config import FaultPolicy, RunConfig
+
+SIZES = {"steps": 10, "global_batch": 32, "micro_batch": 8}
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig(**{**SIZES, **changes})
+
+
+def test_a_fixed_number_of_workers_is_both_min_and_max():
+    c = config(workers=2)
+    assert (c.min_workers, c.max_workers, c.num_microbatches) == (2, 2, 4)
+
+
+def test_max_above_v_is_capped_with_a_warning():
+    with pytest.warns(UserWarning, match="max 9 is above V = global_batch / micro_batch = 4"):
+        c = config(workers=(2, 9))
+    assert (c.min_workers, c.max_workers) == (2, 4)
+
+
+def test_json_gives_an_equal_config_again_without_a_second_warning(recwarn):
+    c = config(workers=[1, 3], detect_s=None, faults=FaultPolicy(max_nonfinite=2), storage="/runs")
+    stored = {**json.loads(json.dumps(c.to_json())), "target": "m:C", "versions": {}}
+    assert RunConfig.from_json(stored) == c
+    assert not recwarn.list
+
+
+def test_relative_storage_is_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config(storage="runs").storage == str(tmp_path / "runs")
+    assert config(storage="s3://bucket/runs").storage == "s3://bucket/runs"
+
+
+def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
+    assert len(fields(RunConfig)) <= 25
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"micro_batch": 5}, "global_batch=32 is not a multiple of micro_batch=5"),
+        ({"workers": (3, 2)}, "workers=3..2: min 3 is above max 2"),
+        ({"workers": 5}, "min 5 is above V = global_batch / micro_batch = 4"),
+        ({"workers": (0, 2)}, "workers (min) must be a whole number of at least 1, got 0"),
+        ({"workers": (1, 2, 3)}, "workers must be a number or (min, max), got (1, 2, 3)"),
+        ({"workers": "2"}, "workers must be a whole number of at least 1, got '2'"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": True}, "steps must be a whole number of at least 1, got True"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"seed": 2**63}, "seed must be below 2**63"),
+        ({"standby": -1}, "standby must be a whole number of at least 0, got -1"),
+        ({"eval_every": 0}, "eval_every must be a whole number of at least 1, got 0"),
+        ({"clip_norm": 0}, "clip_norm must be a number above 0, or None, got 0"),
+        ({"detect_s": float("inf")}, "detect_s must be a number above 0, or None, got inf"),
+        ({"name": "a/b"}, "name='a/b' is no folder name"),
+        ({"name": ".."}, "name='..' is no folder name"),
+        ({"storage": ""}, "storage is empty"),
+        ({"parallel": "dpp"}, "parallel='dpp' is unknown: choose one of ddp, fsdp"),
+        ({"reduction": "exact"}, "reduction='exact' is unknown: choose one of fast, bitwise"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
+        ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
+        ({"parallel": "hsdp:2"}, "parallel='hsdp:2' is not available yet"),
+        ({"precision": "bf16"}, "precision='bf16' is not available yet"),
+        ({"activation_checkpointing": True}, "activation_checkpointing=True is not available yet"),
+        ({"offload": True}, "offload=True is not available yet"),
+        ({"checkpoint_every": 50}, "checkpoint_every=50 is not available yet"),
+        ({"keep": (1, None)}, "keep=(1, None) is not available yet"),
+        ({"snapshot_every": 2}, "snapshot_every=2 is not available yet"),
+        ({"on_storage_error": "fail"}, "on_storage_error='fail' is not available yet"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line_that_names_them(changes, says):
+    with pytest.raises(ValueError, match=r".") as caught:
+        config(**changes)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_fault_policies_of_a_later_version_are_refused():
+    with pytest.raises(ValueError, match=r"faults\.verify_every=10 is not available yet"):
+        FaultPolicy(verify_every=10)

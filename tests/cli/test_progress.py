@@ -1,0 +1,93 @@
+"""What a person sees: plain lines, the live view, curves."""
+
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+
+from elastic.curves import Curves
+from elastic.progress import Progress
+from elastic.store.files import open_folder, write_json
+
+STATUS: dict[str, Any] = {
+    "phase": "running", "generation": 1, "world_size": 2, "step": 0, "steps": 9,
+    "committed_checkpoint": None, "standby": [], "reason": "2 of 2 joined",
+    "controller": {"pid": 1, "node_ip": "127.0.0.1"},
+    "workers": [
+        {"id": i, "rank": i, "node_id": "n", "node_ip": "127.0.0.1", "pid": 100 + i,
+         "device": "cpu", "state": "training", "step": 0}
+        for i in range(2)
+    ],
+}  # fmt: skip
+METRICS: dict[str, Any] = {
+    "step": 1, "time": 5.0, "loss": 0.25, "generation": 1, "world_size": 2, "samples": 8,
+    "step_s": 0.1, "applied": True, "user": {"accuracy": 0.5, "broken": None},
+}  # fmt: skip
+
+
+def look(progress: Progress, place: Any) -> None:
+    progress._looked_at = -10.0  # as if some time had gone by
+    progress(str(place))
+
+
+def decision(step: int, reason: str, *workers: int) -> str:
+    form = {"type": "Form", "membership": {"workers": workers}, "step": step}
+    entry = {"type": "Entry", "commands": [form] if workers else [], "reason": reason}
+    line = {"at": 1.0, "phase": "forming", "generation": 2, "step": step, "entry": entry}
+    return json.dumps(line) + "\n"
+
+
+def test_plain_lines_tell_each_decision_and_the_last_step(tmp_path):
+    folder, text = open_folder(str(tmp_path)), io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=False, width=40))
+    look(progress, tmp_path)  # nothing there yet
+    (tmp_path / "journal.jsonl").write_text(
+        decision(0, "", 0, 1) + decision(2, "w1 [SIGKILL] lost, 1 of 2 left", 0) + '{"at":1.5}\n'
+    )
+    look(progress, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step":1,"loss":0.25,"step_s":0.1}\n{"step":2,"loss":null,"step_s":0.2}\n'
+    )
+    write_json(folder, "status.json", {**STATUS, "world_size": 1, "generation": 2, "step": 2})
+    look(progress, tmp_path)
+    with (tmp_path / "journal.jsonl").open("a") as journal:
+        journal.write(decision(2, "all paused"))
+    look(progress, tmp_path)
+    progress.close()
+    assert text.getvalue().splitlines() == [
+        'generation=2 step=2 size=1 phase=forming reason="w1 [SIGKILL] lost, 1 of 2 left"',
+        "step=2/9 loss=not finite step_s=0.200 world_size=1 generation=2",
+        'generation=2 step=2 phase=forming reason="all paused"',
+    ]
+
+
+def test_the_live_view_shows_numbers_workers_and_decisions(tmp_path):
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    (tmp_path / "metrics.jsonl").write_text('{"step":3,"loss":0.25,"step_s":0.1}\n')
+    (tmp_path / "journal.jsonl").write_text(decision(0, "2 of 2 joined", 0, 1))
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=True, width=120))
+    look(progress, tmp_path)
+    progress.close()
+    shown = text.getvalue()
+    for part in ("step 3/9", "loss 0.2500", "0.100 s/step", "w1", "training", "2 of 2 joined"):
+        assert part in shown
+
+
+def test_looking_again_at_once_reads_nothing(tmp_path):
+    progress = Progress(Console(file=io.StringIO(), force_terminal=False))
+    assert progress(str(tmp_path)) is None
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    assert progress(str(tmp_path)) is None
+
+
+def test_curves_are_written_for_loss_speed_and_what_the_user_logged(tmp_path):
+    curves = Curves(tmp_path / "tensorboard")
+    curves.record(METRICS)
+    curves.record({**METRICS, "step": 2, "loss": None})
+    curves.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    counts = {tag: content.count(tag) for tag in (b"loss", b"step_s", b"user/accuracy", b"broken")}
+    assert counts == {b"loss": 1, b"step_s": 2, b"user/accuracy": 2, b"broken": 0}

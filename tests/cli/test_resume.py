@@ -1,0 +1,127 @@
+"""The resume rules: what may differ, what may not, and who is still alive."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic.config import RunConfig
+from elastic.protocol.errors import WrongInput
+from elastic.resume import (
+    AlreadyFinished,
+    Fresh,
+    PastRun,
+    Resumed,
+    compare,
+    config_json,
+    read_past_run,
+)
+from elastic.store.files import open_folder, write_json
+
+
+def content(target: str = "/j.py:Job", arguments: Any = None, **changes: Any) -> dict[str, Any]:
+    settings = {"steps": 10, "global_batch": 32, "micro_batch": 8, "storage": "/s", "name": "r"}
+    config = RunConfig(**{**settings, **changes})
+    return config_json(config.to_json(), target, arguments or {}, {"torch": "2.13"})
+
+
+STOPPED = {"outcome": "stopped", "steps": 4}
+PAST = PastRun(content(), None, STOPPED, silent_s=1.0, is_controller_gone=False)
+CONTROLLER = {"pid": 77, "node_ip": "10.0.0.1"}
+
+
+def refusal(past: PastRun, new: dict[str, Any]) -> str:
+    with pytest.raises(WrongInput) as caught:
+        compare("/s/r", past, new)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_name_that_nobody_used_is_a_fresh_run():
+    assert compare("/s/r", None, content()) == Fresh()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"workers": (2, 4)},
+        {"standby": 1},
+        {"detect_s": None},
+        {"max_failures": 1},
+        {"address": "ray://x"},
+        {"device": "cpu"},
+        {"cpus_per_worker": 2},
+        {"steps": 11},
+        {"name": "r", "storage": "/elsewhere/../s"},
+    ],
+)
+def test_a_stopped_run_goes_on_with_settings_that_may_differ(changes):
+    assert compare("/s/r", PAST, content(**changes)) == Resumed()
+
+
+@pytest.mark.parametrize(
+    ("new", "says"),
+    [
+        (content(seed=1), "seed was 0 and now is 1"),
+        (content(steps=9), "steps was 10 and now is 9"),
+        (content(global_batch=64), "global_batch was 32 and now is 64"),
+        (content(reduction="bitwise"), "reduction was 'fast' and now is 'bitwise'"),
+        (content(clip_norm=1.0), "clip_norm was None and now is 1.0"),
+        (content(target="/k.py:Job"), "target was '/j.py:Job' and now is '/k.py:Job'"),
+        (content(arguments={"w": 2}), "arguments was {} and now is {'w': 2}"),
+    ],
+)
+def test_anything_else_that_differs_is_refused_with_both_values(new, says):
+    assert says in refusal(PAST, new)
+
+
+def test_every_difference_is_named():
+    message = refusal(PAST, content(seed=1, eval_every=5))
+    assert "eval_every was None and now is 5; seed was 0 and now is 1" in message
+
+
+def test_arguments_that_json_cannot_hold_compare_equal_to_themselves():
+    arguments = {"sizes": (1, 2), "names": {3}, "rate": float("inf")}
+    assert content(arguments=arguments)["arguments"] == {
+        "sizes": [1, 2],
+        "names": "{3}",
+        "rate": None,
+    }
+    past = replace(PAST, config=content(arguments=arguments))
+    assert compare("/s/r", past, content(arguments=arguments)) == Resumed()
+
+
+def test_a_finished_run_says_so_and_a_larger_number_of_steps_extends_it():
+    result = {"outcome": "succeeded", "steps": 10}
+    past = replace(PAST, result=result)
+    assert compare("/s/r", past, content()) == AlreadyFinished(result)
+    assert "finished all 10 steps" in str(AlreadyFinished(result))
+    assert compare("/s/r", past, content(steps=20)) == Resumed()
+
+
+def test_a_run_that_wrote_its_status_a_moment_ago_is_alive():
+    alive = replace(PAST, result=None, status={"controller": CONTROLLER}, silent_s=2.0)
+    assert "live run (controller pid 77 on 10.0.0.1, 2 s ago)" in refusal(alive, content())
+
+
+@pytest.mark.parametrize("past", [{"silent_s": 60.0}, {"is_controller_gone": True}])
+def test_a_run_without_a_result_that_is_silent_or_gone_is_resumed(past):
+    assert compare("/s/r", replace(PAST, result=None, **past), content()) == Resumed()
+
+
+def test_a_past_run_is_read_from_its_directory(tmp_path):
+    folder = open_folder(str(tmp_path))
+    assert read_past_run(folder) is None
+    write_json(folder, "config.json", content())
+    assert read_past_run(folder) == PastRun(content(), None, None, float("inf"), False)
+    for pid, is_gone in ((os.getpid(), False), (2**22 + 1, True)):
+        status = {"controller": {"pid": pid, "node_ip": "127.0.0.1"}}
+        write_json(folder, "status.json", status)
+        os.utime(tmp_path / "status.json", (1000.0, 1000.0))
+        past = read_past_run(folder, now=1003.0)
+        assert past == PastRun(content(), status, None, 3.0, is_gone)
+        assert past.is_alive != is_gone
+    write_json(folder, "result.json", STOPPED)
+    assert not read_past_run(folder, now=1003.0).is_alive

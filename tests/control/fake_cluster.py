@@ -1,0 +1,428 @@
+"""An in-memory cluster of honest workers: obeys commands, delivers events in a seeded order.
+
+Commands and events are first in, first out per worker and in any order across workers. Workers
+compute, reduce, vote and commit one by one, so that a kill leaves them where a real one would.
+The cluster asserts on the way what no decision may ever violate.
+"""
+
+import random
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from elastic.control.state import (
+    Abort,
+    CollectiveFailed,
+    Command,
+    Committed,
+    Done,
+    Ended,
+    Event,
+    Finish,
+    Form,
+    Joined,
+    Load,
+    Loaded,
+    Pause,
+    Paused,
+    Retire,
+    Spawn,
+    StopRequested,
+    Suspended,
+    Sync,
+    Synced,
+    SyncFailed,
+    Tick,
+    UserFailed,
+    WorkerLost,
+    WorkerReady,
+)
+
+AT_REST = ("idle", "suspended", "paused", "done")
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """What shall go wrong; every number is a budget, the seed decides when."""
+
+    kills: int = 0
+    kill_chance: float = 0.01
+    kill_modes: tuple[str, ...] = ()  # empty: whatever the worker does
+    stillborn: int = 0
+    stuck: int = 0  # freeze when told to form; noticed after 100 s
+    sync_failures: int = 0
+    user_failure: float = 0.0
+    stop_at: float | None = None
+    slots: tuple[tuple[float, int], ...] = ((0.0, 1000),)  # from when on, how many
+    eval_every: int = 0
+    slow_detection: float = 0.0  # chance
+
+
+@dataclass(eq=False)
+class Worker:
+    number: int
+    is_alive: bool = True
+    is_up: bool = False
+    is_stuck: bool = False
+    step: int = -1
+    state: int = 0
+    prepared: int | None = None  # the state that the reduced gradient leads to
+    source: "Worker | None" = None
+    is_copying: bool = False
+    has_complained: bool = False  # sent SyncFailed, has no new source yet
+    mode: str = "idle"
+    form: Form | None = None
+    rank: int = -1
+    wants_pause: bool = False
+    evaluated: int = 0
+    inbox: deque[Command] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Group:
+    """A generation's process group."""
+
+    members: list[Worker]
+    arrived: set[int] = field(default_factory=set)
+    contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    pause_at: set[int] = field(default_factory=set)
+    is_broken: bool = False
+
+    def has_gap(self) -> bool:
+        return self.is_broken or any(not w.is_alive for w in self.members)
+
+    def is_complete(self, step: int, what: str) -> bool:
+        return len(self.contributed[step, what]) == len(self.members)
+
+
+class FakeCluster:
+    def __init__(self, seed: int, steps: int, faults: Faults) -> None:
+        self.rng, self.steps, self.faults = random.Random(seed), steps, faults
+        self.now = 0.0
+        self.workers: dict[int, Worker] = {}
+        self.outbox: dict[int, deque[tuple[Event, int]]] = {}  # with the sender's state
+        self.news: list[tuple[float, Event]] = []  # from outside the workers: (not before, event)
+        self.pending: deque[int] = deque()  # spawned, no slot yet
+        self.groups: dict[int, Group] = {}
+        self.generation = 0
+        self.votes: dict[int, int] = {}  # step -> state, as the controller has heard
+        self.heard_step = 0
+        self.falls = 0
+        self.trace: list[Command] = []
+        if faults.stop_at is not None:
+            self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
+
+    # --- commands -----------------------------------------------------------------
+    def execute(self, command: Command) -> None:
+        self.trace.append(command)
+        match command:
+            case Spawn(workers):
+                self.pending.extend(workers)
+            case Retire(workers):
+                for number in workers:
+                    if number in self.workers:
+                        self.workers[number].is_alive = False
+                    elif number in self.pending:
+                        self.pending.remove(number)
+            case Load(worker) | Sync(worker=worker):
+                self.workers[worker].inbox.append(command)
+            case Form(membership):
+                assert membership.generation == self.generation + 1
+                self.generation = membership.generation
+                members = [self.workers[w] for w in membership.workers]
+                self.groups[self.generation] = Group(members)
+                self.check_form(command, members)
+                self.heard_step = command.step
+                for w in members:
+                    w.inbox.append(command)
+            case Pause(membership) | Abort(membership) | Finish(membership=membership):
+                assert membership.generation == self.generation
+                for number in membership.workers:
+                    self.workers[number].inbox.append(command)
+
+    def check_form(self, command: Form, members: list[Worker]) -> None:
+        """Everybody can get to the step; no committed step is given up while somebody holds it."""
+        assert len(set(command.membership.workers)) == len(members)
+        states: set[int] = set()
+        for w in members:
+            is_rolling = w.number in command.roll_forward
+            if is_rolling:
+                assert w.step == command.step - 1, (w, command)
+                assert w.prepared == self.votes[command.step], "no vote to roll forward with"
+                states.add(self.votes[command.step])
+            elif w.source is None and not w.has_complained and w.is_alive:
+                assert w.step == command.step, (w, command)
+                states.add(w.state)
+            if w.is_alive and w.source is None and w.form is not None:
+                assert w.mode in AT_REST, (w, command)
+        assert len(states) <= 1, "members differ"
+        assert command.vote_of is None or command.vote_of in command.membership.workers
+        for w in self.workers.values():
+            if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
+                assert w.step <= command.step, (w, command)
+                reach = w.step + (w.prepared is not None)
+                if command.step < self.heard_step:
+                    assert reach < self.heard_step, (w, command, "a step fell although it lives on")
+        self.falls += command.step < self.heard_step
+
+    # --- events -------------------------------------------------------------------
+    def send(self, worker: Worker, event: Event) -> None:
+        self.outbox.setdefault(worker.number, deque()).append((event, worker.state))
+
+    def next_event(self) -> Event:
+        for _ in range(40):
+            self.now += 0.002
+            self.start_pending()
+            if self.faults.kills and self.rng.random() < self.faults.kill_chance:
+                self.kill_one()
+            draw = self.rng.random()
+            if draw < 0.3:
+                event = self.deliver()
+                if event is not None:
+                    return event
+            elif draw < 0.985:
+                self.advance_one()
+            else:
+                return Tick(self.now)
+        self.now += self.rng.choice((0.05, 1.0))
+        return Tick(self.now)
+
+    def deliver(self) -> Event | None:
+        due = [i for i, (not_before, _) in enumerate(self.news) if not_before <= self.now]
+        if due and self.rng.random() < 0.5:
+            event = self.news.pop(self.rng.choice(due))[1]
+            if isinstance(event, WorkerLost):
+                self.workers[event.worker].is_alive = False  # a suspect is killed first
+            return event
+        senders = [n for n, box in self.outbox.items() if box]
+        if not senders:
+            return None
+        return self.hear(*self.outbox[self.rng.choice(senders)].popleft())
+
+    def hear(self, event: Event, state: int) -> Event:
+        """The votes that reports bring along stay with the controller."""
+        if isinstance(event, Committed | Suspended) and event.generation == self.generation:
+            self.heard_step = max(self.heard_step, event.step)
+            self.votes[event.step] = state
+        return event
+
+    def start_pending(self) -> None:
+        slots = max((n for at, n in self.faults.slots if at <= self.now), default=0)
+        alive = sum(w.is_alive for w in self.workers.values()) if self.pending else 0
+        while self.pending and alive < slots:
+            number = self.pending.popleft()
+            self.workers[number] = Worker(number)
+            alive += 1
+
+    def kill_one(self) -> None:
+        candidates = [w for w in self.workers.values() if w.is_alive]
+        if self.faults.kill_modes:
+            candidates = [w for w in candidates if w.mode in self.faults.kill_modes]
+        if candidates:
+            self.faults.kills -= 1
+            self.kill(self.rng.choice(candidates))
+
+    def kill(self, worker: Worker, delay_s: float | None = None) -> None:
+        worker.is_alive = False
+        box = self.outbox.get(worker.number)
+        while box and self.rng.random() < 0.3:
+            box.pop()  # never left its process
+        if delay_s is None:
+            is_slow = self.rng.random() < self.faults.slow_detection
+            delay_s = self.rng.choice((1.0, 5.0, 70.0)) if is_slow else 0.02 * self.rng.random()
+        at = self.now + delay_s
+        self.news.append((at, WorkerLost(worker.number, "process_died", self.now, at)))
+
+    # --- workers ------------------------------------------------------------------
+    def advance_one(self) -> None:
+        alive = [w for w in self.workers.values() if w.is_alive and not w.is_stuck]
+        if not alive:
+            return
+        worker = self.rng.choice(alive)
+        if not worker.is_up:
+            self.boot(worker)
+        elif worker.inbox and self.rng.random() < 0.6:
+            self.obey(worker, worker.inbox.popleft())
+        else:
+            self.follow(worker)
+            work = getattr(self, f"in_{worker.mode}", None)
+            if work is not None:
+                work(worker)
+
+    def boot(self, worker: Worker) -> None:
+        if self.faults.stillborn and self.rng.random() < 0.5:
+            self.faults.stillborn -= 1
+            self.kill(worker)
+        elif self.rng.random() < 0.5:
+            worker.is_up = True
+            self.send(worker, WorkerReady(worker.number, self.now))
+
+    def obey(self, w: Worker, command: Command) -> None:
+        match command:
+            case Load():
+                w.step, w.state, w.prepared = 0, 1, None
+                self.send(w, Loaded(w.number, 0, self.now))
+            case Sync(source=source):
+                w.source, w.is_copying, w.has_complained = self.workers[source], True, False
+                w.step, w.prepared = -1, None
+            case Form(membership=membership, roll_forward=rolling):
+                if self.faults.stuck and self.rng.random() < 0.2:
+                    self.faults.stuck -= 1
+                    w.is_stuck = True
+                    at = self.now + 100
+                    self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
+                    return
+                w.form, w.rank, w.mode = command, membership.rank_of(w.number), "lobby"
+                w.wants_pause = False
+                if w.number in rolling:
+                    assert w.prepared is not None
+                    self.step_to(w, w.prepared)
+                w.prepared = None
+            case Abort(membership):
+                assert w.form is not None
+                assert w.form.membership == membership, (w, command)
+                is_evaluating = w.mode == "evaluate"
+                has_gradient = w.prepared is not None
+                generation = membership.generation
+                if w.source is not None:
+                    w.source = None
+                    w.step = -1 if w.is_copying else w.step
+                self.groups[generation].is_broken = True
+                w.mode = "suspended"
+                self.send(
+                    w,
+                    Suspended(generation, w.rank, w.step, has_gradient, is_evaluating, self.now),
+                )
+            case Pause(membership):
+                w.wants_pause = True
+            case Finish(membership=membership):
+                assert w.mode in ("paused", "done"), w
+                sha = f"{w.state:x}"
+                self.send(w, Ended(membership.generation, w.rank, sha, self.now))
+            case _:
+                raise AssertionError(command)
+
+    def step_to(self, w: Worker, state: int) -> None:
+        """Commit one step; followers were never allowed to stay two steps behind."""
+        for follower in self.workers.values():
+            if follower.source is w and not follower.is_copying and follower.is_alive:
+                follower.step, follower.state = w.step, w.state
+        w.step, w.state, w.prepared = w.step + 1, state, None
+
+    def follow(self, w: Worker) -> None:
+        source = w.source
+        if source is None:
+            return
+        is_gone = not source.is_alive or source.step < 0
+        if is_gone and not w.is_copying and source.step > w.step and self.rng.random() < 0.3:
+            w.step, w.state = source.step, source.state  # was on the wire already
+        if is_gone and w.form and w.mode == "lobby" and w.step == w.form.step:
+            return  # needs nobody any more
+        if not is_gone and w.is_copying and self.faults.sync_failures and self.rng.random() < 0.2:
+            self.faults.sync_failures -= 1
+            is_gone = True
+        if is_gone:
+            w.source, w.has_complained = None, True
+            w.step = -1 if w.is_copying else w.step
+            w.is_copying = False
+            self.send(w, SyncFailed(w.number, "source is gone", self.now))
+        elif w.is_copying:
+            if self.rng.random() < 0.4:
+                w.is_copying, w.step, w.state = False, source.step, source.state
+                self.send(w, Synced(w.number, self.now))
+        elif w.mode == "idle" or (w.form and w.step < w.form.step):
+            w.step, w.state = source.step, source.state
+
+    def group(self, w: Worker) -> Group:
+        assert w.form is not None
+        return self.groups[w.form.membership.generation]
+
+    def fail(self, w: Worker) -> None:
+        assert w.form is not None
+        self.group(w).is_broken = True
+        w.mode = "failed"
+        generation = w.form.membership.generation
+        self.send(w, CollectiveFailed(generation, w.rank, "connection reset", self.now))
+
+    def in_lobby(self, w: Worker) -> None:
+        assert w.form is not None
+        if w.step == w.form.step and not w.is_copying:
+            w.source, w.mode = None, "rendezvous"
+            self.group(w).arrived.add(w.rank)
+        elif w.step > w.form.step and not w.has_complained:
+            w.source, w.has_complained = None, True
+            self.send(w, SyncFailed(w.number, "ahead of the generation", self.now))
+
+    def in_rendezvous(self, w: Worker) -> None:
+        group = self.group(w)
+        assert w.form is not None
+        if len(group.arrived) == len(group.members) and self.rng.random() < 0.7:
+            generation = w.form.membership.generation
+            self.send(w, Joined(generation, w.rank, 0.001, self.now))
+            w.mode = "boundary"
+            if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
+                self.send(w, Committed(generation, w.step, 0.1, self.now))
+        elif group.has_gap() and self.rng.random() < 0.2:
+            self.fail(w)
+
+    def in_boundary(self, w: Worker) -> None:
+        assert w.form is not None
+        generation = w.form.membership.generation
+        every = self.faults.eval_every
+        if every and w.step % every == 0 and w.evaluated < w.step:
+            w.mode = "evaluate"
+        elif w.form.then_pause:
+            w.mode = "paused"
+            self.send(w, Paused(generation, w.rank, w.step, self.now))
+        elif w.step >= self.steps:
+            w.mode = "done"
+            self.send(w, Done(generation, w.rank, w.step, self.now))
+        else:
+            w.mode = "compute"
+
+    def in_evaluate(self, w: Worker) -> None:
+        if self.rng.random() < 0.2:
+            w.evaluated, w.mode = w.step, "boundary"
+
+    def in_compute(self, w: Worker) -> None:
+        if self.rng.random() < self.faults.user_failure:
+            w.mode = "failed"
+            self.send(w, UserFailed(w.number, "ValueError: no", self.now))
+            return
+        self.group(w).contributed[w.step, "reduce"].add(w.rank)
+        w.mode = "reduce"
+
+    def in_reduce(self, w: Worker) -> None:
+        group = self.group(w)
+        assert w.form is not None
+        if not self.passes(w, group, "reduce"):
+            return
+        w.prepared = hash((w.state, w.form.membership.generation, w.step + 1))
+        group.contributed[w.step, "vote"].add(w.rank)
+        if w.wants_pause:
+            group.pause_at.add(w.step)
+        w.mode = "vote"
+
+    def in_vote(self, w: Worker) -> None:
+        group = self.group(w)
+        assert w.form is not None
+        if not self.passes(w, group, "vote"):
+            return
+        generation = w.form.membership.generation
+        assert generation == self.generation, "a generation that was replaced commits"
+        assert w.prepared is not None
+        must_pause = w.step in group.pause_at
+        self.step_to(w, w.prepared)
+        if w.rank == 0:
+            self.send(w, Committed(generation, w.step, 0.1, self.now))
+        if must_pause and w.step < self.steps:
+            w.mode = "paused"
+            self.send(w, Paused(generation, w.rank, w.step, self.now))
+        else:
+            w.mode = "boundary"
+
+    def passes(self, w: Worker, group: Group, what: str) -> bool:
+        """Whether the collective completes for `w` now; it may also fail if a peer is gone."""
+        if group.has_gap() and self.rng.random() < 0.4:
+            self.fail(w)
+            return False
+        return group.is_complete(w.step, what)

@@ -1,0 +1,219 @@
+"""Thousands of seeded runs against FakeCluster: safety, liveness, conservation, runs that fail."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from elastic.control.accounting import Account, account, open_account
+from elastic.control.lobby import lobby
+from elastic.control.replay import Entry, Started, is_news, replay
+from elastic.control.state import (
+    Active,
+    Ending,
+    Finished,
+    Form,
+    Ledger,
+    Limits,
+    Phase,
+    Suspending,
+)
+from elastic.control.transition import start, transition
+from tests.control.fake_cluster import FakeCluster, Faults
+
+LIMITS = Limits(
+    min_workers=2,
+    max_workers=4,
+    standby=0,
+    steps=20,
+    max_failures=50,
+    join_timeout_s=60,
+    confirm_timeout_s=3,
+)
+NUM_EVENTS = 30_000
+STEP = ("compute", "reduce", "vote")
+MODES = ((), STEP, ("vote",), ("lobby", "rendezvous"), (*STEP, "evaluate", "paused", "suspended"))
+
+
+@dataclass
+class Run:
+    cluster: FakeCluster
+    ledger: Ledger
+    phase: Phase
+    journal: list[Started | Entry]
+    account: Account
+    seen: Counter[str]
+
+
+def simulate(seed: int, limits: Limits, faults: Faults) -> Run:
+    cluster = FakeCluster(seed, limits.steps, faults)
+    ledger, phase, commands, reason = start(limits, 0.0)
+    journal: list[Started | Entry] = [Started(limits, 0.0, commands, reason)]
+    entry, seen = open_account(0.0), Counter()
+    for i in range(NUM_EVENTS):
+        for command in commands:
+            cluster.execute(command)
+        if isinstance(phase, Finished):
+            return Run(cluster, ledger, phase, journal, entry, seen)
+        if i % 8 == 0:
+            check_conservation(cluster, ledger, phase)
+        event = cluster.next_event()
+        seen[f"{type(phase).__name__} {type(event).__name__}"] += 1
+        decision = transition(ledger, phase, event, limits)
+        if (decision.commands or type(decision.phase) is not type(phase)) and not decision.reason:
+            raise AssertionError(f"no reason for {decision}")
+        if is_news(event, decision):
+            entry = account(entry, event, phase, ledger.generation, decision)
+            journal.append(Entry(event, decision.commands, decision.reason))
+        ledger, phase, commands, reason = decision
+    last = [str(e)[:300] for e in journal[-12:]]
+    raise AssertionError(f"seed {seed} never ends: {ledger} {phase}\n" + "\n".join(last))
+
+
+def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> None:
+    """Every live worker is known in exactly one place; holders exist only without a generation."""
+    sets = (
+        ledger.spawned,
+        ledger.ready,
+        ledger.loading,
+        ledger.syncing,
+        ledger.synced,
+        ledger.holders,
+    )
+    outside = set(lobby(ledger))
+    assert len(outside) == sum(len(s) for s in sets), ledger
+    members = set(phase.membership.workers) if isinstance(phase, Active) else set()
+    if isinstance(phase, Suspending):
+        members -= set(phase.lost)
+    if isinstance(phase, Ending):
+        members -= {phase.membership.workers[r] for r in phase.lost}
+    assert not members & outside
+    assert not isinstance(phase, Active) or not ledger.holders
+    alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
+    assert alive <= members | outside, f"forgot {alive - members - outside}"
+
+
+def check_end(run: Run) -> None:
+    assert isinstance(run.phase, Finished)
+    assert not [w for w in run.cluster.workers.values() if w.is_alive], "a worker is left"
+    assert not run.cluster.pending
+    assert not lobby(run.ledger)
+    generations = [c.membership.generation for c in run.cluster.trace if isinstance(c, Form)]
+    assert generations == list(range(1, len(generations) + 1))
+    total = run.account.goodput_s + sum(s for _, s in run.account.badput)
+    assert total == pytest.approx(run.account.wall_s)
+    assert min(s for _, s in run.account.badput) > -1e-9
+    for recovery in run.account.recoveries:
+        parts = (recovery.detect_s, recovery.fence_s, recovery.form_s, recovery.state_s)
+        assert min(*parts, recovery.first_step_s) >= 0, recovery
+        assert sum(parts) + recovery.first_step_s == pytest.approx(recovery.total_s)
+
+
+def scenario(seed: int) -> tuple[Limits, Faults]:
+    rng = Random(seed)
+    low = rng.choice((1, 1, 2, 3))
+    limits = replace(
+        LIMITS,
+        min_workers=low,
+        max_workers=rng.randint(low, 4),
+        standby=rng.choice((0, 0, 1)),
+        steps=rng.choice((3, 8, 20)),
+    )
+    faults = Faults(
+        kills=rng.choice((0, 1, 2, 4, 7)),
+        kill_chance=rng.choice((0.002, 0.01, 0.05)),
+        kill_modes=rng.choice(MODES),
+        stillborn=rng.choice((0, 0, 2)),
+        stuck=rng.choice((0, 0, 0, 1)),
+        sync_failures=rng.choice((0, 0, 3)),
+        eval_every=rng.choice((0, 0, 2, 3)),
+        slow_detection=rng.choice((0.0, 0.0, 0.3)),
+        slots=rng.choice((((0.0, 99),), ((0.0, low), (3.0, 99)), ((0.0, 1), (2.0, 2), (6.0, 99)))),
+    )
+    return limits, faults
+
+
+NUM_SEEDS = 2400
+SLICES = 12
+
+
+@pytest.mark.parametrize("part", range(SLICES))
+def test_runs_with_faults_end_with_all_steps(part: int) -> None:
+    for seed in range(part, NUM_SEEDS, SLICES):
+        limits, faults = scenario(seed)
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        assert run.ledger.step == limits.steps
+        if run.phase.outcome != "succeeded":  # killed between the last step and the end
+            assert run.phase.reason.startswith("no member lived to say the hash"), (seed, run.phase)
+        if seed % 10 == 0:
+            assert not list(replay(run.journal))
+
+
+def test_stopped_runs_end_stopped_or_complete() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(400):
+        limits, faults = scenario(seed)
+        faults.stop_at = Random(seed).random() * 4
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        outcomes[run.phase.outcome] += 1
+        assert run.phase.outcome in ("stopped", "succeeded") or "no member lived" in (
+            run.phase.reason
+        ), (seed, run.phase)
+    assert outcomes["stopped"] > 100, outcomes
+
+
+def test_runs_whose_user_code_raises_fail_with_its_message() -> None:
+    failed = 0
+    for seed in range(200):
+        limits, faults = scenario(seed)
+        faults.user_failure = 0.05
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        if run.phase.outcome == "failed":
+            failed += 1
+            assert run.phase.reason.endswith("ValueError: no")
+    assert failed > 100
+
+
+def test_runs_that_lose_too_many_fail_with_the_budget_and_forget_nobody() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(400):
+        limits, faults = scenario(seed)
+        faults.kills, faults.kill_chance = 40, 0.08
+        run = simulate(seed, replace(limits, max_failures=2), faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        outcomes[run.phase.outcome] += 1
+        if run.phase.outcome == "failed":
+            reason = run.phase.reason
+            assert "max_failures is 2" in reason or "no member lived" in reason, reason
+    assert outcomes["failed"] > 100, outcomes
+
+
+def test_simulations_reach_the_interesting_places() -> None:
+    seen: Counter[str] = Counter()
+    commands: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS, NUM_SEEDS + 300):
+        run = simulate(seed, *scenario(seed))
+        seen.update(run.seen)
+        for c in run.cluster.trace:
+            commands[type(c).__name__] += 1
+            if isinstance(c, Form):
+                commands["roll_forward"] += bool(c.roll_forward)
+                commands["vote of the dead"] += bool(c.roll_forward) and c.vote_of is None
+                commands["then_pause"] += c.then_pause
+        commands["fall"] += run.cluster.falls
+    places = ("Waiting", "Forming", "Running", "Pausing", "Suspending", "Ending")
+    for phase in places:
+        assert seen[f"{phase} WorkerLost"] > 5, (phase, seen)
+    for event in ("SyncFailed", "CollectiveFailed", "Suspended", "Committed", "Paused", "Done"):
+        assert sum(n for pair, n in seen.items() if pair.endswith(f" {event}")) > 20, (event, seen)
+    wanted = ("Spawn", "Load", "Sync", "Form", "Pause", "Abort", "Finish", "Retire", "roll_forward")
+    assert min(commands[k] for k in wanted) > 50, commands
+    assert min(commands[k] for k in ("then_pause", "vote of the dead", "fall")) > 0, commands

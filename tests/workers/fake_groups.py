@@ -1,0 +1,125 @@
+"""Groups for tests: ranks as threads that exchange through queues, and ranks as gloo processes."""
+import multiprocessing
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DEADLINE_S = 30.0
+
+
+class Done:
+    def wait(self) -> None:
+        return
+
+
+class ThreadGroup:
+    """One rank of a group of threads. Messages are copies, delivered in order per pair."""
+
+    def __init__(self, rank: int, mailboxes: list[list["queue.Queue[Tensor]"]]) -> None:
+        self.rank, self.world_size = rank, len(mailboxes)
+        self._mailboxes = mailboxes  # [receiver][sender]
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Done:
+        for receiver, tensor in enumerate(inputs):
+            self._mailboxes[receiver][self.rank].put(tensor.clone())
+        for sender, output in enumerate(outputs):
+            received = self._mailboxes[self.rank][sender].get(timeout=DEADLINE_S)
+            assert received.shape == output.shape
+            output.copy_(received)
+        return Done()
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Done:
+        return self.all_to_all(outputs, [tensor] * self.world_size)
+
+    def all_reduce(self, tensor: Tensor) -> Done:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.all_gather(parts, tensor)
+        tensor.copy_(sum(parts[1:], parts[0]))
+        return Done()
+
+
+def run_threads(world_size: int, body: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """body(group) on every rank at once; its results in rank order."""
+    mailboxes: list[list[queue.Queue[Tensor]]] = [
+        [queue.Queue() for _ in range(world_size)] for _ in range(world_size)
+    ]
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(ThreadGroup(rank, mailboxes))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+class GlooGroup:
+    """One rank of a default gloo group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        outputs[self.rank].copy_(inputs[self.rank])
+        others = [r for r in range(self.world_size) if r != self.rank]
+        works = [dist.isend(inputs[r], r) for r in others]
+        works += [dist.irecv(outputs[r], r) for r in others]
+        return _All(works)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Any:
+        return dist.all_gather(list(outputs), tensor, async_op=True)
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, async_op=True)
+
+
+class _All:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def run_gloo(world_size: int, folder: Path, body: Callable[[GlooGroup], Any]) -> list[Any]:
+    """body(group) in one forked process per rank; its (picklable) results in rank order."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    processes = [
+        context.Process(target=_gloo_rank, args=(r, world_size, folder, body, pipes[r][1]))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    results = [receiver.recv() for receiver, _ in pipes]
+    for process in processes:
+        process.join(DEADLINE_S)
+    return results
+
+
+def _gloo_rank(rank: int, world_size: int, folder: Path, body: Any, sender: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    sender.send(body(GlooGroup()))
+    dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""The canonical tree: equal bits for every world size and every number of micro-batches."""
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.workers.fake_groups import run_gloo, run_threads
+from torch import Tensor
+
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import microbatch_ids
+from workers.reduction import (
+    Block,
+    FlatLayout,
+    TreeFold,
+    blocks_of,
+    fold_scalars,
+    reduce_tree,
+)
+
+SHAPES = [(7, 3), (5,), (), (2, 3, 2)]
+
+
+def _leaves(microbatch_id: int) -> list[Tensor | None]:
+    """Gradients of four parameters (some missing, one strided, one bf16) and two buffers."""
+    generator = torch.Generator().manual_seed(microbatch_id)
+    gradients: list[Tensor | None] = [
+        torch.randn(shape, generator=generator) * 10.0 ** (microbatch_id % 5) for shape in SHAPES
+    ]
+    first = gradients[0]
+    assert first is not None
+    gradients[0] = first.t().contiguous().t()
+    if microbatch_id % 3 == 1:
+        gradients[1] = None
+    gradients.append(torch.randn(9, generator=generator).bfloat16())
+    return [*gradients, torch.randn(6, generator=generator).double(), torch.tensor(0.1).double()]
+
+
+def _layout(world_size: int) -> FlatLayout:
+    gradients = {f"p{i}": torch.empty(s) for i, s in enumerate(SHAPES)}
+    gradients["half"] = torch.empty(9, dtype=torch.bfloat16)
+    return FlatLayout(gradients, {"b0": torch.empty(6), "b1": torch.empty(())}, world_size)
+
+
+def _reference(num_microbatches: int, leaf: int) -> Tensor:
+    """The tree by its definition, without any of the code under test."""
+
+    def node(level: int, index: int) -> Tensor | None:
+        if level == 0:
+            if index >= num_microbatches:
+                return None
+            value = _leaves(index)[leaf]
+            if value is None:
+                return torch.zeros(SHAPES[leaf])
+            return value.float() if value.dtype == torch.bfloat16 else value
+        left, right = node(level - 1, 2 * index), node(level - 1, 2 * index + 1)
+        return left if right is None or left is None else left + right
+
+    root = node((num_microbatches - 1).bit_length(), 0)
+    assert root is not None
+    return root
+
+
+def _reduced(group: Any, num_microbatches: int, steps: int = 1) -> list[bytes]:
+    layout = _layout(group.world_size)
+    ids = microbatch_ids(num_microbatches, group.world_size, group.rank)
+    fold = TreeFold(layout, ids, num_microbatches)
+    flats: list[Tensor] = []
+    for _ in range(steps):
+        fold.begin()
+        for i in ids:
+            fold.add(i, _leaves(i))
+        flats = reduce_tree(group, fold, num_microbatches)
+    return [v.contiguous().numpy().tobytes() for v in layout.views(flats)]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 16, 17, 23])
+def test_sums_are_the_tree_bit_for_bit_at_every_world_size(num_microbatches: int) -> None:
+    expected = [
+        _reference(num_microbatches, leaf).contiguous().numpy().tobytes() for leaf in range(7)
+    ]
+    for world_size in range(1, min(num_microbatches, 8) + 1):
+        for result in run_threads(world_size, lambda g: _reduced(g, num_microbatches)):
+            assert result == expected, world_size
+
+
+def test_buffers_are_used_again_in_the_next_step_without_a_trace() -> None:
+    for world_size in (1, 3):
+        assert (
+            run_threads(world_size, lambda g: _reduced(g, 7, steps=3))
+            == run_threads(world_size, lambda g: _reduced(g, 7))
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_over_gloo_processes_are_the_same_bits(world_size: int, tmp_path: Path) -> None:
+    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
+    assert run_gloo(world_size, tmp_path, lambda g: _reduced(g, 7)) == [expected] * world_size
+
+
+def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
+    monkeypatch.setattr("workers.reduction.PIECE_ELEMENTS", 4)
+    for world_size in (2, 3, 5):
+        assert run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
+
+
+def test_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:
+    layout = _layout(1)
+    fold = TreeFold(layout, range(7), 7)
+    fold.begin()
+    for i in range(5):
+        fold.add(i, _leaves(i))
+    fold.begin()
+    for i in range(7):
+        fold.add(i, _leaves(i))
+    views = layout.views(fold.release_root())
+    assert torch.equal(views[0], _reference(7, 0))
+
+
+def test_a_missing_gradient_counts_as_positive_zero_wherever_its_micro_batch_ran() -> None:
+    layout = FlatLayout({"p": torch.empty(1)}, world_size=2)
+
+    def reduced(group: Any) -> list[float]:
+        fold = TreeFold(layout, microbatch_ids(2, group.world_size, group.rank), 2)
+        fold.begin()
+        for i in fold.ids:
+            fold.add(i, [torch.tensor([-0.0])] if i == 0 else [None])
+        return [str(v) for v in reduce_tree(group, fold, 2)[0][:1].tolist()]
+
+    assert run_threads(1, reduced) == [["0.0"]]
+    assert run_threads(2, reduced) == [["0.0"], ["0.0"]]
+
+
+def test_blocks_are_the_largest_nodes_and_absent_leaves_belong_to_the_last() -> None:
+    assert blocks_of(range(0, 8), 8) == (Block(3, 0),)
+    assert blocks_of(range(0, 3), 8) == (Block(1, 0), Block(0, 2))
+    assert blocks_of(range(3, 6), 8) == (Block(0, 3), Block(1, 2))
+    assert blocks_of(range(4, 5), 5) == (Block(2, 1),)
+    assert blocks_of(range(0, 1), 1) == (Block(0, 0),)
+
+
+def test_few_flat_buffers_are_enough() -> None:
+    layout = _layout(1)
+    fold = TreeFold(layout, range(64), 64)
+    made: list[int] = []
+    original, layout.empty = layout.empty, lambda: made.append(1) or original()  # type: ignore
+    for _ in range(3):
+        fold.begin()
+        for i in range(64):
+            fold.add(i, _leaves(i))
+    assert len(made) <= 7
+
+
+def test_a_mean_of_equal_floats_is_that_float() -> None:
+    layout = FlatLayout({}, {"b": torch.empty(1)})
+    for num_microbatches in (3, 7, 11, 13):
+        fold = TreeFold(layout, range(num_microbatches), num_microbatches)
+        fold.begin()
+        for i in range(num_microbatches):
+            fold.add(i, [torch.tensor([0.1]).double()])
+        mean = layout.views(fold.release_root())[0] / num_microbatches
+        assert mean.float().item() == torch.tensor(0.1).item()
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    fold = TreeFold(FlatLayout({"table.weight": torch.empty(4, 2)}), range(1), 1)
+    with pytest.raises(WrongInput, match=r"table\.weight.*sparse=False"):
+        fold.add(0, [torch.zeros(4, 2).to_sparse()])
+
+
+def test_scalars_go_through_the_same_tree() -> None:
+    for count in (1, 2, 3, 5, 8, 13):
+        values = np.random.default_rng(count).standard_normal(count).tolist()
+        layout = FlatLayout({"x": torch.empty((), dtype=torch.float64)})
+        fold = TreeFold(layout, range(count), count)
+        fold.begin()
+        for i, value in enumerate(values):
+            fold.add(i, [torch.tensor(value, dtype=torch.float64)])
+        assert fold_scalars(values) == float(fold.release_root()[0][0])
+        assert fold_scalars(np.array(values)) == fold_scalars(torch.from_numpy(np.array(values)))

@@ -1,0 +1,158 @@
+"""Full state as JSON and named tensors: exact, and clear about what it cannot carry."""
+import json
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
+
+from elastic.protocol.errors import WrongInput
+from workers.digest import weights_sha256
+from workers.state import capture, decode, encode, restore
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.short = nn.Parameter(torch.randn(4).bfloat16())
+        self.calls = {"by": Counter(a=1)}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(ids))) + self.short.float().sum()
+
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "plain_sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.9, 0.95), amsgrad=True),
+    "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3)),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 3e-4}]
+    ),
+}
+SCHEDULERS = {
+    "none": lambda _: None,
+    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (step + 1)),
+    "multistep": lambda o: MultiStepLR(o, [2, 2, 4], gamma=0.3),
+    "sequential": lambda o: SequentialLR(
+        o, [LinearLR(o, 0.1, total_iters=3), MultiStepLR(o, [1])], milestones=[3]
+    ),
+    "onecycle": lambda o: OneCycleLR(o, max_lr=0.1, total_steps=50),
+}
+
+
+def _build(optimizer: str, scheduler: str, seed: int) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(seed)
+    model = Tied()
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    return model, made, SCHEDULERS[scheduler](made)
+
+
+def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> None:
+    torch.manual_seed(99)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randint(0, 11, (8,))).square().mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [(o, "none") for o in OPTIMIZERS] + [("adamw", s) for s in SCHEDULERS]
+    + [("groups", "sequential")],
+)
+def test_a_restored_replica_trains_on_to_the_same_bits(optimizer: str, scheduler: str) -> None:
+    source = _build(optimizer, scheduler, seed=0)
+    _train(*source, steps=3)
+    header, tensors = capture(*source)
+    header = json.loads(json.dumps(header))
+    target = _build(optimizer, scheduler, seed=1)
+    _train(*target, steps=1)
+    restore(*target, header, tensors)
+    again, tensors_again = capture(*target)
+    assert json.loads(json.dumps(again)) == header
+    assert tensors.keys() == tensors_again.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == tensors_again[name].dtype
+        assert torch.equal(tensor, tensors_again[name]), name
+    _train(*source, steps=4)
+    _train(*target, steps=4)
+    assert weights_sha256(source[0]) == weights_sha256(target[0])
+
+
+def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
+    model, optimizer, scheduler = _build("adamw", "none", seed=0)
+    _train(model, optimizer, scheduler, steps=1)
+    _, tensors = capture(model, optimizer, scheduler)
+    before = {n: t.clone() for n, t in tensors.items()}
+    _train(model, optimizer, scheduler, steps=1)
+    assert all(torch.equal(t, before[n]) for n, t in tensors.items())
+    assert [n for n in tensors if n.startswith("model/")] == [
+        "model/short", "model/table.weight", "model/norm.weight", "model/norm.bias",
+        "model/scratch", "model/norm.running_mean", "model/norm.running_var",
+        "model/norm.num_batches_tracked",
+    ]
+    assert "optimizer/table.weight/exp_avg" in tensors
+
+
+def test_values_come_back_with_their_types() -> None:
+    value = {
+        "a": [1, 0.1, True, None, "x", (1, (2.5,)), []], 3: {"k": -0.0}, None: 1e-300,
+        (1, 2): Counter({5: 2}), "o": OrderedDict(b=1, a=2), "n": math.inf, "big": 2**70,
+        "np": np.float32(0.1), "np64": np.float64(0.1), "set": {3}, "float": {"float": 1.5},
+        "t": torch.arange(3, dtype=torch.int16),
+    }
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, "here", tensors), allow_nan=False)
+    back = decode(json.loads(text), tensors)
+    tensor, returned = value.pop("t"), back.pop("t")
+    assert torch.equal(tensor, returned)
+    assert tensor.dtype == returned.dtype
+    assert repr(back) == repr(value)
+    assert math.isnan(decode(encode(math.nan, "", {}), {}))
+    assert type(back["np"]) is np.float32
+    assert type(back["o"]) is OrderedDict
+
+
+def test_what_cannot_be_carried_is_named() -> None:
+    with pytest.raises(WrongInput, match=r"'scheduler/fn' is a builtins\.function"):
+        encode({"fn": lambda: 0}, "scheduler", {})
+    model, optimizer, _ = _build("sgd", "none", seed=0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(WrongInput, match=r"group 1 of SGD holds a tensor of shape \[3\]"):
+        capture(model, optimizer, None)
+
+
+def test_a_state_of_another_model_or_optimizer_is_refused_and_says_how() -> None:
+    source = _build("adamw", "none", seed=0)
+    header, tensors = capture(*source)
+    other = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="another model"):
+        restore(other, torch.optim.SGD(other.parameters(), lr=1.0), None, header, tensors)
+    with pytest.raises(ValueError, match="other parameter groups"):
+        restore(*_build("groups", "none", seed=0), header, tensors)
+    with pytest.raises(ValueError, match="has a scheduler"):
+        restore(*_build("adamw", "lambda", seed=0), header, tensors)
+    with pytest.raises(ValueError, match=r"'model/short' is torch\.float32"):
+        restore(*source, header, {**tensors, "model/short": torch.zeros(4)})

@@ -1,0 +1,1 @@
+"""The only room that imports torch: what runs inside one worker process. Never imports ray."""

@@ -1,0 +1,115 @@
+"""`session.evaluate`: a map-style dataset shared among the ranks, folded in one order.
+
+Batch ids and their values do not see the world size, so the result has the same bits for every
+membership. A lost peer makes the survivors do it again; a survivor that missed the result of an
+evaluation that another completed takes it from there.
+"""
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elastic.protocol.errors import PeerLost
+from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.seams import WorkerSpec
+from workers.exchange import gather_json
+from workers.member import Member
+from workers.placement import to_device
+from workers.randomness import seed_microbatch
+from workers.reduction import fold_scalars
+
+SCALAR = "value"
+EVALUATION_SEED_SALT = 0x6576616C
+"""Keeps the randomness of evaluation apart from that of training."""
+
+
+def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any) -> Any:
+    """See `Session.evaluate`."""
+    last = member.last_evaluation
+    step = member.replica.step
+    ordinal = last[1] + 1 if last is not None and last[0] == step else 0
+    member.is_evaluating = True
+    member.vitals.enter("evaluate")
+    try:
+        while True:
+            peer = member.peer_evaluation
+            if peer is not None and (peer[0], peer[1]) >= (step, ordinal):
+                means = peer[2]
+                break
+            try:
+                means = _evaluate_once(member, workload, spec, dataset, fn)
+                break
+            except PeerLost as error:
+                member.collective_failed(error)
+                member.wait_for_generation()
+                member.vitals.enter("evaluate")
+    finally:
+        member.is_evaluating = False
+        member.vitals.enter("user")
+    member.last_evaluation = (step, ordinal, means)
+    if member.rank == 0:
+        member.link.send("evaluated", step=step, generation=member.generation, values=means)
+    return means[SCALAR] if list(means) == [SCALAR] else means
+
+
+def _evaluate_once(
+    member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any
+) -> dict[str, float]:
+    if member.is_cancelled:
+        raise PeerLost("the generation was given up")
+    assert member.group is not None
+    num_batches = math.ceil(len(dataset) / spec.micro_batch)
+    if num_batches == 0:
+        raise ValueError("evaluate(): the dataset has no samples")
+    ids = microbatch_ids(num_batches, member.world_size, member.rank)
+    rows = _evaluate_ids(member, workload, spec, dataset, fn, ids)
+    gathered = gather_json(member.group, rows, member.device)
+    return fold([row for of_rank in gathered for row in of_rank])
+
+
+def _evaluate_ids(
+    member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any, ids: range
+) -> list[list[Any]]:
+    """[batch id, {name: [sum, weight]}] of this rank's batches."""
+    model, collate = member.replica.model, getattr(workload, "collate", None)
+    if collate is None:
+        from torch.utils.data import default_collate as collate
+    was_training = model.training
+    model.eval()
+    rows: list[list[Any]] = []
+    try:
+        with torch.no_grad():
+            for i in ids:
+                if member.is_cancelled:
+                    raise PeerLost("the generation was given up")
+                at = range(i * spec.micro_batch, min((i + 1) * spec.micro_batch, len(dataset)))
+                seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.replica.step, i)
+                batch = to_device(collate([dataset[k] for k in at]), member.device)
+                rows.append([i, as_sums(fn(model, batch), len(at))])
+    finally:
+        model.train(was_training)
+        member.replica.buffers.restore()
+    return rows
+
+
+def as_sums(value: Any, num_samples: int) -> dict[str, tuple[float, float]]:
+    """What fn returned, as name -> (sum, weight)."""
+    if isinstance(value, Mapping):
+        return {str(n): as_sums(v, num_samples)[SCALAR] for n, v in value.items()}
+    if isinstance(value, tuple):
+        total, weight = value
+        return {SCALAR: (float(total), float(weight))}
+    return {SCALAR: (float(value) * num_samples, float(num_samples))}
+
+
+def fold(rows: list[list[Any]]) -> dict[str, float]:
+    """Weighted means by name, through the canonical tree over batch ids."""
+    table: dict[int, dict[str, list[float]]] = {int(i): values for i, values in rows}
+    names = sorted({n for values in table.values() for n in values})
+    means: dict[str, float] = {}
+    for name in names:
+        pairs = [table[i][name] for i in sorted(table) if name in table[i]]
+        weight = fold_scalars([w for _, w in pairs])
+        means[name] = fold_scalars([s for s, _ in pairs]) / weight if weight else math.nan
+    return means

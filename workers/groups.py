@@ -1,0 +1,251 @@
+"""The process group of one generation: forming it, reducing over it, and walking away from it.
+
+Backends are used directly, without torch's global registry of groups: a generation's group is a
+value that is dropped whole. What is reduced lives in workers/reduction.py and gradient_buckets.py.
+
+A gloo operation whose peer is frozen cannot be aborted (measured, torch 2.13), so a survivor
+abandons it: waiting ends at once, the group is kept until its threads have come back, and nobody
+reuses a buffer that an abandoned operation may still write.
+"""
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.protocol.errors import PeerLost
+
+_left_behind: list["AnyGroup"] = []
+
+
+class Pending:
+    """A collective in flight. `wait()` raises PeerLost if it fails or its group is abandoned."""
+
+    def __init__(self, group: "Group", work: dist.Work, unpack: Callable[[], None] | None) -> None:
+        self._group, self._work, self._unpack = group, work, unpack
+        self._is_done = False
+        if group.backend_name == "gloo":
+            work.get_future().add_done_callback(self._on_done)
+
+    def _on_done(self, _: object) -> None:
+        with self._group.changed:
+            self._is_done = True
+            self._group.changed.notify_all()
+
+    def wait(self) -> None:
+        group = self._group
+        if group.backend_name == "gloo":
+            with group.changed:
+                group.changed.wait_for(lambda: self._is_done or group.is_abandoned)
+        if group.is_abandoned:
+            raise PeerLost("the generation was given up")
+        try:
+            self._work.wait()
+            if group.backend_name == "nccl":
+                # Ordered on the stream only; the host learns of a failure at the next
+                # synchronisation, which is the vote's read-back.
+                group.check_nccl()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        if self._unpack is not None:
+            self._unpack()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._work.is_completed()
+
+
+class Group:
+    """Collectives among the members of one generation.
+
+    Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
+    """
+
+    def __init__(self, backend: dist.Backend, backend_name: str, rank: int, world_size: int) -> None:
+        self.backend, self.backend_name = backend, backend_name
+        self.rank, self.world_size = rank, world_size
+        self.changed = threading.Condition()
+        self.is_abandoned = False
+        self._pending: list[Pending] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum `tensor` in place over the ranks."""
+        return self._launch(lambda: self.backend.allreduce([tensor]))
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
+        """`outputs[r]` becomes rank r's `tensor`; sizes may differ, so it is a broadcast to all."""
+        inputs = [tensor] * self.world_size
+        return self.all_to_all(outputs, inputs)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Pending:
+        """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
+        sent = torch.cat([t.reshape(-1) for t in inputs])
+        received = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device)
+        in_sizes, out_sizes = [t.numel() for t in inputs], [t.numel() for t in outputs]
+
+        def unpack() -> None:
+            for out, part in zip(outputs, received.split(out_sizes), strict=True):
+                out.copy_(part.view_as(out))
+
+        def launch() -> dist.Work:
+            return self.backend.alltoall_base(received, sent, out_sizes, in_sizes)
+
+        return self._launch(launch, unpack)
+
+    def _launch(
+        self, launch: Callable[[], dist.Work], unpack: Callable[[], None] | None = None
+    ) -> Pending:
+        if self.is_abandoned:
+            raise PeerLost("the generation was given up")
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        self._pending = [p for p in self._pending if not p.is_settled]
+        pending = Pending(self, work, unpack)
+        self._pending.append(pending)
+        return pending
+
+    def check_nccl(self) -> None:
+        if self.is_abandoned:
+            raise PeerLost("the generation was given up")
+
+    def abandon(self) -> None:
+        """Wake whoever waits; from now on every operation raises PeerLost. Any thread may call."""
+        with self.changed:
+            self.is_abandoned = True
+            self.changed.notify_all()
+        if self.backend_name == "nccl":
+            self.backend.abort()
+
+    @property
+    def is_settled(self) -> bool:
+        return all(p.is_settled for p in self._pending)
+
+
+class Alone:
+    """The group of a single member: nothing to exchange, so it cannot fail."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self.is_abandoned = False
+
+    def all_reduce(self, tensor: torch.Tensor) -> "Alone":
+        return self
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> "Alone":
+        outputs[0].copy_(tensor)
+        return self
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> "Alone":
+        outputs[0].copy_(inputs[0])
+        return self
+
+    def wait(self) -> None:
+        if self.is_abandoned:
+            raise PeerLost("the generation was given up")
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+
+AnyGroup = Group | Alone
+
+
+class Formation:
+    """A group being formed in a thread, so that forming can be given up as well."""
+
+    def __init__(self, form: Callable[[], Group]) -> None:
+        self.changed = threading.Condition()
+        self._group: Group | None = None
+        self._error: Exception | None = None
+        self._is_abandoned = False
+        thread = threading.Thread(target=self._run, args=(form,), name="form", daemon=True)
+        thread.start()
+
+    def _run(self, form: Callable[[], Group]) -> None:
+        group, error = None, None
+        try:
+            group = form()
+        except Exception as e:
+            error = e
+        with self.changed:
+            self._group, self._error = group, error
+            self.changed.notify_all()
+
+    def abandon(self) -> None:
+        with self.changed:
+            self._is_abandoned = True
+            self.changed.notify_all()
+
+    def wait(self, timeout_s: float) -> Group:
+        """The group; PeerLost if it cannot be formed in `timeout_s` or is given up."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._group or self._error or self._is_abandoned, timeout_s
+            )
+            if self._is_abandoned:
+                raise PeerLost("the generation was given up while it formed")
+            if self._group is not None:
+                return self._group
+            if self._error is not None:
+                raise PeerLost(f"forming failed: {self._error}") from self._error
+        raise PeerLost(f"forming did not finish in {timeout_s:g} s")
+
+
+def form(
+    *,
+    store_address: tuple[str, int],
+    prefix: str,
+    rank: int,
+    world_size: int,
+    host: str,
+    device: torch.device,
+    join_timeout_s: float,
+    operation_timeout_s: float,
+) -> Formation:
+    """Begin to form the group named `prefix` over the rendezvous store at `store_address`.
+
+    host: this worker's address that its peers can reach.
+    operation_timeout_s: the backend's own limit per collective, a last resort only.
+    """
+
+    def build() -> Group:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        store = dist.TCPStore(
+            store_address[0], store_address[1], None, False,
+            timeout=timedelta(seconds=join_timeout_s), wait_for_workers=False,
+        )
+        prefixed = dist.PrefixStore(prefix, store)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=operation_timeout_s)
+            backend = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            backend.eager_connect_single_device(device)
+            return Group(backend, "nccl", rank, world_size)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timedelta(seconds=operation_timeout_s)
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        backend = dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)
+        return Group(backend, "gloo", rank, world_size)
+
+    return Formation(build)
+
+
+def leave(group: AnyGroup) -> None:
+    """Give up `group` and free every left group whose operations have come back by now."""
+    if not group.is_abandoned:
+        group.abandon()
+    _left_behind.append(group)
+    _left_behind[:] = [g for g in _left_behind if not g.is_settled]

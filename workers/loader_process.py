@@ -1,0 +1,166 @@
+"""What runs inside a loader process: it builds the dataset and loads samples, one at a time.
+
+The worker's side is loader.py, the messages are loader_frames.py.
+"""
+import ctypes
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from elastic.protocol.errors import UserError
+from workers import loader_frames as frames
+from workers.order import SampleOrder
+from workers.randomness import seed_dataset, seed_microbatch, seed_sample
+
+_PR_SET_PDEATHSIG = 1
+_AHEAD = 4  # loaded micro-batches that may wait for the worker, per process
+_COMMAND_CHECK_S = 0.001
+
+
+def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int) -> None:
+    """The life of a loader process, until its parent kills it or dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the run through the worker
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    seed_dataset(plan.seed)
+    try:
+        dataset = workload.dataset()
+    except Exception as error:
+        failure = f"dataset() raised {type(error).__name__}: {error}", traceback.format_exc()
+        frames.send(connection, frames.FAILED, failure)
+        return
+    refusal = _refusal(dataset)
+    if refusal:
+        frames.send(connection, frames.REFUSED, refusal)
+        return
+    frames.send(connection, frames.READY, len(dataset))
+    with torch.inference_mode(False):
+        _LoaderProcess(connection, workload, dataset, plan).serve()
+
+
+def _refusal(dataset: Any) -> str | None:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return (
+            f"dataset() returned a {kind}, which has no __len__ or no __getitem__; "
+            "return a map-style dataset"
+        )
+    return None if len(dataset) else f"dataset() returned a {kind} of length 0; there is no sample"
+
+
+class _Superseded(Exception):
+    """Another assignment arrived while a micro-batch was being loaded."""
+
+
+class _LoaderProcess:
+    def __init__(
+        self, connection: socket.socket, workload: Any, dataset: Any, plan: frames.Plan
+    ) -> None:
+        self._connection, self._dataset, self._plan = connection, dataset, plan
+        self._collate = getattr(workload, "collate", None) or default_collate
+        self._order = SampleOrder(len(dataset), plan.seed)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._assignment = frames.Assignment(0, 0, range(0), 1)
+        self._next = 0  # position in the assignment's sequence of micro-batches
+        self._num_waiting = 0
+        self._rows_step = -1
+        self._rows = np.empty(0, np.int64)
+        self._checked_at = time.monotonic()
+
+    def serve(self) -> None:
+        while True:
+            may_load = self._num_waiting < _AHEAD and self._has_more()
+            if self._poll.poll(0 if may_load else None):
+                self._take_command()
+            elif may_load:
+                self._load_next()
+
+    def _take_command(self) -> None:
+        command = self._connection.recv(64)
+        if not command:
+            raise SystemExit  # the worker has closed its end
+        if command == frames.TAKEN:
+            self._num_waiting -= 1
+        else:
+            self._assignment = frames.read_assignment(command)
+            self._next, self._num_waiting, self._rows_step = self._plan.index, 0, -1
+
+    def _check_commands(self) -> None:
+        """Between samples, at most every millisecond: slow samples must not delay a regroup."""
+        now = time.monotonic()
+        if now - self._checked_at > _COMMAND_CHECK_S:
+            self._checked_at = now
+            number = self._assignment.number
+            while self._poll.poll(0):
+                self._take_command()
+            if self._assignment.number != number:
+                raise _Superseded
+
+    def _has_more(self) -> bool:
+        ids, num_steps = self._assignment.ids, self._assignment.num_steps
+        return bool(ids) and (not num_steps or self._next < num_steps * len(ids))
+
+    def _load_next(self) -> None:
+        ids, number = self._assignment.ids, self._assignment.number
+        steps, place = divmod(self._next, len(ids))
+        step, microbatch_id = self._assignment.step + steps, ids.start + place
+        where = {"assignment": number, "step": step, "microbatch_id": microbatch_id}
+        try:
+            value = self._load(step, microbatch_id)
+        except _Superseded:
+            return
+        except UserError as error:
+            frames.send(
+                self._connection, frames.RAISED, (error.message, error.traceback_text), **where
+            )
+        else:
+            frames.send(self._connection, frames.LOADED, value, **where)
+        self._next += self._plan.num_processes
+        self._num_waiting += 1
+
+    def _load(self, step: int, microbatch_id: int) -> tuple[np.ndarray, Any]:
+        plan = self._plan
+        rows = self._rows_of(step, microbatch_id)
+        first = step * plan.global_batch + microbatch_id * plan.micro_batch
+        where = f"step {step}, micro-batch {microbatch_id}"
+        samples: list[Any] = []
+        for position, row in enumerate(rows.tolist(), first):
+            self._check_commands()
+            seed_sample(plan.seed, position)
+            try:
+                samples.append(self._dataset[row])
+            except Exception as error:
+                what = f"loading the sample at stream position {position} (row {row}, {where})"
+                raise _user_error(error, what) from None
+        seed_microbatch(plan.seed, step, microbatch_id)
+        try:
+            return rows, self._collate(samples)
+        except Exception as error:
+            last = first + len(rows) - 1
+            what = f"collating the samples at stream positions {first}..{last} ({where})"
+            raise _user_error(error, what) from None
+
+    def _rows_of(self, step: int, microbatch_id: int) -> np.ndarray:
+        """A step's rows are computed at once: micro-batch by micro-batch it costs more."""
+        ids, size = self._assignment.ids, self._plan.micro_batch
+        if step != self._rows_step:
+            first = step * self._plan.global_batch + ids.start * size
+            self._rows, self._rows_step = self._order.rows(first, len(ids) * size), step
+        at = (microbatch_id - ids.start) * size
+        return self._rows[at : at + size]
+
+
+def _user_error(error: Exception, what: str) -> UserError:
+    return UserError(f"{type(error).__name__}: {error}, {what}", traceback.format_exc())

@@ -1,0 +1,389 @@
+"""A worker between and inside generations: it obeys the controller's commands at step boundaries.
+
+`Member` owns the process group, the followers it feeds and the source it follows. What happens
+inside a step is workers/session.py's; what it means for the state is workers/replica.py's.
+"""
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.protocol.errors import PeerLost
+from elastic.protocol.membership import microbatch_ids, worker_name
+from elastic.protocol.seams import WorkerSpec
+from workers import groups
+from workers.groups import AnyGroup
+from workers.link import ControllerLink
+from workers.peer import Follower, Following, PeerServer
+from workers.reducers import Reduced
+from workers.replica import Replica, Update
+from workers.vitals import Vitals
+from workers.vote import Vote, VoteLayout, decode, dump
+
+
+class RunEnded(BaseException):
+    """The controller ended the run; unwinds the user's loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step whose gradients are reduced here; its vote decides whether it counts."""
+
+    reduced: Reduced
+    layout: VoteLayout
+    step_s: float
+
+
+class Member:
+    """Commands in, reports out, and the state that a generation needs."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        replica: Replica,
+        link: ControllerLink,
+        peers: PeerServer,
+        vitals: Vitals,
+        device: torch.device,
+        *,
+        on_load: Callable[[], None],
+        on_log_to: Callable[[str], None],
+        on_finish: Callable[["Member", str | None], str],
+    ) -> None:
+        self.spec, self.replica, self.link, self.peers = spec, replica, link, peers
+        self.vitals, self.device = vitals, device
+        self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
+        self.group: AnyGroup | None = None
+        self.generation, self.rank, self.world_size = 0, 0, 0
+        self.has_joined = False
+        self.prepared: Prepared | None = None
+        self.should_pause = False
+        """Agreed by vote: the next boundary is a pause."""
+        self.is_evaluating = False
+        self.is_done = False
+        self.last_evaluation: tuple[int, int, Any] | None = None
+        """(step, how many before it at this step, result) of the last completed evaluation."""
+        self.peer_evaluation: tuple[int, int, Any] | None = None
+        self._pause_asked = 0  # generation; written by the link's thread
+        self._aborted = 0  # generation; written by the link's thread
+        self._formation: groups.Formation | None = None
+        self._followers: list[Follower] = []
+        self._following: Following | None = None
+        self._is_synced = False
+        self._last_vote: tuple[dict[str, Any], bytes] | None = None
+        self._unrecorded: deque[dict[str, Any]] = deque()
+
+    # --- called by the link's thread -------------------------------------------------
+    def interrupt(self, header: dict[str, Any]) -> None:
+        """An abort or pause, at once."""
+        generation = header["generation"]
+        if header["type"] == "pause":
+            self._pause_asked = generation
+            return
+        self._aborted = max(self._aborted, generation)
+        if self._formation is not None:
+            self._formation.abandon()
+        if self.group is not None and self.generation <= generation:
+            self.group.abandon()
+
+    # --- what a step asks --------------------------------------------------------------
+    @property
+    def is_cancelled(self) -> bool:
+        return self.group is None or self.group.is_abandoned
+
+    @property
+    def wants_pause(self) -> bool:
+        return self._pause_asked == self.generation
+
+    @property
+    def ids(self) -> range:
+        return microbatch_ids(self.spec.num_microbatches, self.world_size, self.rank)
+
+    def collective_failed(self, error: PeerLost) -> None:
+        """Say so once, unless the controller has given up the generation already."""
+        assert self.group is not None
+        if not self.group.is_abandoned:
+            self.group.abandon()
+            self.link.send(
+                "collective_failed", generation=self.generation, rank=self.rank,
+                message=str(error)[:500],
+            )
+
+    def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
+        """Apply a prepared step with its completed vote, feed followers, report."""
+        replica, layout = self.replica, prepared.layout
+        self.vitals.enter("apply")
+        update = Update(
+            step=replica.step + 1,
+            is_finite=vote.is_finite,
+            divisor=vote.divisor,
+            num_microbatches=layout.num_microbatches,
+            used=vote.used,
+            gradients=prepared.reduced.gradients,
+            buffers=prepared.reduced.buffers,
+            integers=tuple(replica.buffers.integers),
+            tracked=replica.buffers.tracked,
+            log_names=layout.log_names,
+        )
+        self._followers = [f for f in self._followers if not f.is_lost]
+        if self._followers:
+            header, tensors = update.to_frame()
+            for follower in self._followers:
+                follower.offer(header, tensors)
+        replica.apply(update)
+        self.prepared = None
+        self._last_vote = dump(layout, vector)
+        self.should_pause = self.should_pause or vote.should_pause
+        self.vitals.step = replica.step
+        self._record(vote, prepared.step_s)
+
+    def _record(self, vote: Vote, step_s: float) -> None:
+        step, batch = self.replica.step, self.spec.global_batch
+        is_finite = vote.is_finite and np.isfinite(vote.loss)
+        self._unrecorded.append({
+            "metrics": {
+                "step": step, "time": time.time(), "loss": vote.loss if is_finite else None,
+                "generation": self.generation, "world_size": self.world_size,
+                "samples": step * batch, "step_s": step_s, "applied": vote.is_finite,
+                "user": {k: v if np.isfinite(v) else None for k, v in vote.user.items()},
+            },
+            "samples": {
+                "step": step, "first": (step - 1) * batch, "count": batch,
+                "sha256": vote.rows_sha256,
+            },
+        })
+        while self._unrecorded and _step_of(self._unrecorded[0]) <= self.link.recorded_step:
+            self._unrecorded.popleft()
+        if self.rank == 0:
+            self._say_committed([self._unrecorded[-1]])
+
+    def _repeat_records(self, recorded_step: int) -> None:
+        """The lowest rank says again what a lost one may not have said."""
+        unknown = [r for r in self._unrecorded if _step_of(r) > recorded_step]
+        if self.rank == 0 and unknown:
+            self._say_committed(unknown)
+
+    def _say_committed(self, steps: list[dict[str, Any]]) -> None:
+        """With the vote of the last of them: should we all be lost before others have seen it
+        complete, they can still apply the step."""
+        assert self._last_vote is not None
+        layout, content = self._last_vote
+        self.link.send(
+            "committed", content, generation=self.generation, steps=steps, vote=layout
+        )
+
+    # --- the boundary between steps ------------------------------------------------------
+    def boundary(self) -> None:
+        """Before a step: take on newcomers, pause if so agreed, join the next generation."""
+        self._take_on_newcomers()
+        if self.should_pause and not self.is_cancelled:
+            self._say_paused()
+            self.wait_for_generation()
+        while self.is_cancelled:
+            self.wait_for_generation()
+
+    def _say_paused(self) -> None:
+        self.link.send(
+            "paused", generation=self.generation, rank=self.rank, step=self.replica.step
+        )
+
+    def wait_for_generation(self) -> None:
+        """Obey commands until a generation has formed that may step. Raises RunEnded."""
+        self.vitals.enter("lobby")
+        while True:
+            while not self._obey(*self._next_command()):
+                pass
+            if not self.should_pause or self.is_evaluating or self.is_done:
+                break
+            self._say_paused()
+        self.vitals.enter("user")
+
+    def _next_command(self) -> tuple[dict[str, Any], bytes]:
+        """The deadline of this wait is the lease: without a controller the process ends."""
+        while True:
+            self._take_on_newcomers()
+            self._apply_received()
+            header, payload = self.link.commands.get()
+            if header["type"] != "wake":
+                return header, payload
+
+    def wake(self) -> None:
+        """Any thread: there is something to do at the boundary."""
+        self.link.commands.put(({"type": "wake"}, b""))
+
+    def _obey(self, header: dict[str, Any], payload: bytes) -> bool:
+        """One command. True once a new generation has formed."""
+        match header["type"]:
+            case "load":
+                self._on_load()
+                self.link.send("loaded", step=self.replica.step)
+            case "sync":
+                self._follow(header)
+            case "log_to":
+                self._on_log_to(header["folder"])
+            case "abort" if header["generation"] == self.generation:
+                self._say_suspended()
+            case "form":
+                return self._form(header, payload)
+            case "finish":
+                self._end(header)
+            case _:
+                pass  # a pause is kept by `interrupt`; an abort of a dead generation is no news
+        return False
+
+    def _say_suspended(self) -> None:
+        vote, evaluation = self._last_vote, self.last_evaluation
+        self.link.send(
+            "suspended", vote[1] if vote else b"", generation=self.generation, rank=self.rank,
+            step=self.replica.step, is_prepared=self.prepared is not None,
+            is_evaluating=self.is_evaluating, vote=vote[0] if vote else None,
+            evaluation=evaluation,
+        )
+
+    def _end(self, header: dict[str, Any]) -> None:
+        sha256 = self._on_finish(self, header["log_folder"])
+        self.link.send(
+            "ended", generation=self.generation, rank=self.rank, weights_sha256=sha256
+        )
+        raise RunEnded
+
+    # --- forming ---------------------------------------------------------------------------
+    def _form(self, header: dict[str, Any], payload: bytes) -> bool:
+        spec = self.spec
+        self.generation, self.rank = header["generation"], header["rank"]
+        self.world_size = header["world_size"]
+        self.vitals.generation = self.generation
+        self.vitals.enter("form")
+        if self.group is not None:
+            groups.leave(self.group)
+        self.group = None
+        if self._aborted >= self.generation:
+            return False
+        began = time.monotonic()
+        self._formation = None if self.world_size == 1 else self._begin_formation(header)
+        try:
+            self._reach(header, payload)
+        except PeerLost as error:
+            self._unfollow()
+            self.link.send("sync_failed", reason=str(error))
+            return False
+        state_s = time.monotonic() - began
+        try:
+            formation = self._formation
+            group = groups.Alone() if formation is None else formation.wait(spec.join_timeout_s)
+        except PeerLost as error:
+            if self._aborted < self.generation:
+                self.link.send(
+                    "collective_failed", generation=self.generation, rank=self.rank,
+                    message=str(error)[:500],
+                )
+            return False
+        self._formation = None
+        self.group = group
+        if self._aborted >= self.generation:
+            group.abandon()
+            return False
+        self._unfollow()
+        self.should_pause = bool(header["then_pause"])
+        evaluation = header["evaluation"]
+        self.peer_evaluation = tuple(evaluation) if evaluation else None
+        self.has_joined = True
+        self.link.send(
+            "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
+        )
+        self._repeat_records(header["recorded_step"])
+        return True
+
+    def _begin_formation(self, header: dict[str, Any]) -> groups.Formation:
+        spec = self.spec
+        host, port = header["store"]
+        return groups.form(
+            store_address=(host, port),
+            prefix=f"{spec.run_id}/{self.generation}",
+            rank=self.rank,
+            world_size=self.world_size,
+            host=spec.host,
+            device=self.device,
+            join_timeout_s=spec.join_timeout_s,
+            operation_timeout_s=spec.operation_timeout_s,
+        )
+
+    def _reach(self, header: dict[str, Any], payload: bytes) -> None:
+        """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
+        if header["vote"] is not None and self.prepared is not None:
+            names = tuple(header["vote"]["log_names"])
+            layout = replace(self.prepared.layout, log_names=names)
+            vector = np.frombuffer(payload, "<i8").astype(np.int64)
+            prepared = replace(self.prepared, layout=layout)
+            self.commit(prepared, decode(layout, vector), vector)
+        self.prepared = None
+        deadline = time.monotonic() + self.spec.join_timeout_s
+        while self.replica.step != header["step"]:
+            following = self._following
+            has_news = following is not None and not following.received.empty()
+            if has_news:
+                self._apply_received()
+                continue
+            left_s = deadline - time.monotonic()
+            if following is None or following.failure or left_s <= 0 or self.replica.step > header["step"]:
+                raise PeerLost(
+                    f"{worker_name(self.spec.worker)} stands at step {self.replica.step} and "
+                    f"cannot reach step {header['step']}"
+                )
+            if self._aborted >= self.generation:
+                return
+            following.arrived.wait(min(left_s, 0.05))
+
+    # --- following and being followed --------------------------------------------------------
+    def _follow(self, header: dict[str, Any]) -> None:
+        self._unfollow()
+        try:
+            self._following = Following(
+                tuple(header["address"]), token=self.spec.token, worker=self.spec.worker,
+                timeout_s=self.spec.join_timeout_s, wake=self.wake,
+            )
+        except (OSError, TypeError) as error:
+            self.link.send("sync_failed", reason=f"cannot reach the source: {error}")
+
+    def _unfollow(self) -> None:
+        if self._following is not None:
+            self._following.close()
+        self._following, self._is_synced = None, False
+
+    def _apply_received(self) -> None:
+        following = self._following
+        if following is None:
+            return
+        while not following.received.empty():
+            header, tensors = following.received.get()
+            if header["type"] == "snapshot":
+                self.replica.restore(header, tensors)
+                self.prepared, self._last_vote = None, None
+                self._unrecorded.clear()
+            elif header["step"] == self.replica.step + 1:
+                self.replica.apply(Update.from_frame(header, tensors, self.device))
+            self.vitals.step = self.replica.step
+            if header["queued"] == 0 and not self._is_synced:
+                self._is_synced = True
+                self.link.send("synced", step=self.replica.step)
+        if following.failure and self.vitals.phase == "lobby":
+            failure = following.failure
+            self._unfollow()
+            self.link.send("sync_failed", reason=failure)
+
+    def _take_on_newcomers(self) -> None:
+        """A newcomer starts from the state of the last committed step."""
+        newcomers = self.peers.arrived()
+        if newcomers:
+            header, tensors = self.replica.snapshot()
+            for follower in newcomers:
+                follower.offer(header, tensors)
+            self._followers += newcomers
+
+
+def _step_of(record: dict[str, Any]) -> int:
+    return int(record["metrics"]["step"])

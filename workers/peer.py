@@ -1,0 +1,155 @@
+"""State from worker to worker: a snapshot, then every committed step's update.
+
+A newcomer *follows* a source: it receives the source's state as of a step boundary and then the
+reduced gradients of each later step, which it applies with its own optimizer. So it stays at most
+a step behind, at a cost per step that does not depend on the size of the optimizer's state, and
+nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.py).
+"""
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from elastic.protocol import wire
+
+Tensors = Mapping[str, torch.Tensor]
+MAX_QUEUED_BYTES = 2**30
+"""A follower that lags by more than this is dropped; it may follow again from a new snapshot."""
+
+
+def describe(tensors: Tensors) -> list[list[Any]]:
+    return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def send_tensors(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
+    on_host = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
+    wire.send(
+        connection, {**header, "tensors": describe(on_host)},
+        [as_bytes(t) for t in on_host.values() if t.numel()],
+    )
+
+
+def receive_tensors(connection: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    header, _ = wire.receive_header(connection)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, dtype, shape in header["tensors"]:
+        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensors[name].numel():
+            wire.receive_into(connection, as_bytes(tensors[name]))
+    return header, tensors
+
+
+class Follower:
+    """A newcomer that this worker feeds. The main thread offers, a thread sends."""
+
+    def __init__(self, connection: socket.socket, worker: int) -> None:
+        self.worker = worker
+        self.is_lost = False
+        self._connection = connection
+        self._queue: queue.SimpleQueue[tuple[dict[str, Any], Tensors] | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
+
+    def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
+        """Queue tensors that nobody will change any more."""
+        self._queued_bytes += (size := sum(t.nbytes for t in tensors.values()))
+        if header["type"] == "update" and self._queued_bytes - size > MAX_QUEUED_BYTES:
+            self.close()
+        elif not self.is_lost:
+            self._queue.put((header, tensors))
+
+    def close(self) -> None:
+        self.is_lost = True
+        self._queue.put(None)
+
+    def _send(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                header, tensors = item
+                header = {**header, "queued": self._queue.qsize()}
+                send_tensors(self._connection, header, tensors)
+                self._queued_bytes -= sum(t.nbytes for t in tensors.values())
+        except OSError:
+            self.is_lost = True
+        self._connection.close()
+
+
+class PeerServer:
+    """Accepts newcomers; the main thread takes them on at its next step boundary."""
+
+    def __init__(self, host: str, token: str, wake: Callable[[], None]) -> None:
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._token, self._wake = token, wake
+        self._arrived: queue.SimpleQueue[Follower] = queue.SimpleQueue()
+        threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            try:
+                connection.settimeout(10)
+                hello, _ = wire.receive(connection)
+                if hello.get("token") != self._token:
+                    raise ConnectionError("wrong token")
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._arrived.put(Follower(connection, int(hello["worker"])))
+                self._wake()
+            except (OSError, ValueError, KeyError):
+                connection.close()
+
+    def arrived(self) -> list[Follower]:
+        """Newcomers since the last call."""
+        found: list[Follower] = []
+        while not self._arrived.empty():
+            found.append(self._arrived.get())
+        return found
+
+
+class Following:
+    """This worker's connection to its source; a thread receives, the main thread applies."""
+
+    def __init__(
+        self, address: tuple[str, int], *, token: str, worker: int, timeout_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self.received: queue.SimpleQueue[tuple[dict[str, Any], dict[str, torch.Tensor]]] = (
+            queue.SimpleQueue()
+        )
+        self.arrived = threading.Event()
+        """Set whenever there is news; the reader clears it."""
+        self.failure = ""
+        """Why nothing more will come; empty while it may."""
+        self._wake = wake
+        self._connection = socket.create_connection(address, timeout=timeout_s)
+        self._connection.settimeout(None)  # a source between steps is silent; its loss closes
+        wire.send(self._connection, {"type": "hello", "worker": worker, "token": token})
+        threading.Thread(target=self._receive, name="following", daemon=True).start()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self.received.put(receive_tensors(self._connection))
+                self.arrived.set()
+                self._wake()
+        except (OSError, ValueError) as error:
+            self.failure = f"the source closed the connection: {error}"
+            self.arrived.set()
+            self._wake()
+
+    def close(self) -> None:
+        """Stop following; what was received stays."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            self.failure = self.failure or "closed"
+        self._connection.close()

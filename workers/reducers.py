@@ -1,0 +1,137 @@
+"""The two ways to sum a step's gradients over micro-batches and ranks, behind one interface.
+
+A reducer belongs to one generation: an abandoned collective may still write into its buffers.
+"""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from workers.gradient_buckets import GradientBuckets
+from workers.groups import AnyGroup
+from workers.reduction import FlatLayout, TreeFold, reduce_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Sums over all micro-batches of a step, equal on every rank.
+
+    gradients: per parameter, None where this rank knows of none (only with one rank).
+    buffers: the tracked floating buffers in their order, float64.
+    """
+
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+    def is_finite(self) -> bool:
+        norms = [g for g in self.gradients if g is not None]
+        if not norms:
+            return True
+        return bool(torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(norms)])).all())
+
+
+class Reducer(Protocol):
+    def begin(self) -> None:
+        """Before the first micro-batch of every attempt at a step."""
+        ...
+
+    def before_backward(self, is_last: bool) -> None: ...
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None: ...
+
+    def has_gradient(self) -> list[bool]:
+        """Per parameter: did the micro-batch just finished, or one before it, give a gradient?"""
+        ...
+
+    def finish(self) -> Reduced:
+        """A collective. Raises PeerLost."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FastReducer:
+    """Stock all-reduces of buckets, overlapping with the last backward."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor],
+        group: AnyGroup,
+    ) -> None:
+        self._parameters = tuple(parameters.values())
+        self._buffers = tuple(buffers.values())
+        self._buckets = GradientBuckets(parameters, group)
+        self._used = [False] * len(self._parameters)
+
+    def begin(self) -> None:
+        self._buckets.begin()
+        self._used = [False] * len(self._parameters)
+
+    def before_backward(self, is_last: bool) -> None:
+        if is_last:
+            self._buckets.arm()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None:
+        self._buckets.add_buffers(buffers)
+        self._used = [p.grad is not None for p in self._parameters]
+
+    def has_gradient(self) -> list[bool]:
+        return self._used
+
+    def finish(self) -> Reduced:
+        gradients, flat = self._buckets.finish()
+        sizes = [b.numel() for b in self._buffers]
+        sums = () if flat is None else flat.split(sizes)
+        views = tuple(s.view(b.shape) for s, b in zip(sums, self._buffers, strict=True))
+        return Reduced(tuple(gradients), views)
+
+    def close(self) -> None:
+        self._buckets.close()
+
+
+class BitwiseReducer:
+    """The canonical tree over micro-batch ids (workers/reduction.py)."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor],
+        group: AnyGroup, ids: range, num_microbatches: int,
+    ) -> None:
+        self._parameters = tuple(parameters.values())
+        self._group, self._num_microbatches = group, num_microbatches
+        self._layout = FlatLayout(parameters, buffers, group.world_size)
+        self._fold = TreeFold(self._layout, ids, num_microbatches)
+        self._used = [False] * len(self._parameters)
+
+    def begin(self) -> None:
+        self._fold.begin()
+        self._used = [False] * len(self._parameters)
+        self._drop_gradients()
+
+    def before_backward(self, is_last: bool) -> None:
+        self._drop_gradients()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None:
+        gradients = [p.grad for p in self._parameters]
+        self._used = [u or g is not None for u, g in zip(self._used, gradients, strict=True)]
+        self._fold.add(microbatch_id, [*gradients, *buffers])
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def has_gradient(self) -> list[bool]:
+        return self._used
+
+    def finish(self) -> Reduced:
+        flats = reduce_tree(self._group, self._fold, self._num_microbatches)
+        views = self._layout.views(flats)
+        count = len(self._parameters)
+        gradients = (
+            v.to(p.dtype) for v, p in zip(views[:count], self._parameters, strict=True)
+        )
+        return Reduced(tuple(gradients), tuple(views[count:]))
+
+    def close(self) -> None:
+        self._drop_gradients()

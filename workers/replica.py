@@ -1,0 +1,150 @@
+"""The replicated training state and the one way in which it changes: `Replica.apply(update)`.
+
+Members and followers apply the same updates with the same code, so they hold the same bits.
+"""
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers import state
+from workers.buffers import TrackedBuffers
+from workers.norm import clip_coefficient, global_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Everything that a committed step changes.
+
+    gradients: the sum over micro-batches per parameter, in parameter order; None where unused.
+    buffers: the sum over micro-batches of each tracked floating buffer, float64.
+    integers: the new value of each tracked integer buffer.
+    tracked: names of the tracked buffers. log_names: see `Replica.log_names`.
+    """
+
+    step: int
+    """Committed steps once it is applied."""
+    is_finite: bool
+    divisor: float
+    num_microbatches: int
+    used: tuple[bool, ...]
+    gradients: tuple[torch.Tensor | None, ...]
+    buffers: tuple[torch.Tensor, ...]
+    integers: tuple[torch.Tensor, ...]
+    tracked: tuple[str, ...]
+    log_names: tuple[str, ...]
+
+    def to_frame(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Header and copies of the tensors, for a follower."""
+        header = {
+            "type": "update", "step": self.step, "is_finite": self.is_finite,
+            "divisor": self.divisor.hex(), "num_microbatches": self.num_microbatches,
+            "used": [int(u) for u in self.used], "tracked": list(self.tracked),
+            "log_names": list(self.log_names), "num_buffers": len(self.buffers),
+            "num_integers": len(self.integers),
+        }
+        tensors = {
+            f"g{i}": g.clone()
+            for i, (g, is_used) in enumerate(zip(self.gradients, self.used, strict=True))
+            if is_used and g is not None
+        }
+        tensors |= {f"b{i}": b.clone() for i, b in enumerate(self.buffers)}
+        tensors |= {f"i{i}": b.clone() for i, b in enumerate(self.integers)}
+        return header, tensors
+
+    @classmethod
+    def from_frame(
+        cls, header: dict[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
+    ) -> "Update":
+        here = {n: t.to(device) for n, t in tensors.items()}
+        return cls(
+            step=header["step"], is_finite=header["is_finite"],
+            divisor=float.fromhex(header["divisor"]),
+            num_microbatches=header["num_microbatches"],
+            used=tuple(bool(u) for u in header["used"]),
+            gradients=tuple(here.get(f"g{i}") for i in range(len(header["used"]))),
+            buffers=tuple(here[f"b{i}"] for i in range(header["num_buffers"])),
+            integers=tuple(here[f"i{i}"] for i in range(header["num_integers"])),
+            tracked=tuple(header["tracked"]), log_names=tuple(header["log_names"]),
+        )
+
+
+class Replica:
+    """Model, optimizer, scheduler and the number of committed steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: list[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any | None,
+        *,
+        clip_norm: float | None,
+        max_nonfinite: int,
+    ) -> None:
+        self.model, self.parameters = model, parameters
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.clip_norm, self.max_nonfinite = clip_norm, max_nonfinite
+        self.buffers = TrackedBuffers(model)
+        self.step = 0
+        self.skipped_in_a_row = 0
+        self.log_names: tuple[str, ...] = ()
+        """Names given to session.log so far, sorted: the layout of votes."""
+        self.gradient_norm: float | None = None
+
+    def apply(self, update: Update) -> None:
+        """Take one step. Raises FloatingPointError after too many steps that are not finite."""
+        assert update.step == self.step + 1, (update.step, self.step)
+        if update.is_finite:
+            self._change_weights(update)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.log_names = update.log_names
+        self.step = update.step
+        self.skipped_in_a_row = 0 if update.is_finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > self.max_nonfinite:
+            raise FloatingPointError(
+                f"the gradients of {self.skipped_in_a_row} steps in a row, up to step "
+                f"{self.step}, were not finite; lower the learning rate, set clip_norm, or raise "
+                f"faults.max_nonfinite (now {self.max_nonfinite})"
+            )
+
+    def _change_weights(self, update: Update) -> None:
+        for parameter, gradient, is_used in zip(
+            self.parameters, update.gradients, update.used, strict=True
+        ):
+            parameter.grad = None
+            if is_used:
+                assert gradient is not None
+                parameter.grad = gradient.div_(update.divisor)
+        if self.clip_norm is not None:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            self.gradient_norm = global_norm(gradients)
+            coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
+            if coefficient < 1.0:
+                torch._foreach_mul_(gradients, coefficient)
+        self.optimizer.step()
+        self.buffers.track(update.tracked)
+        self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Header and copies of all tensors, as of the last committed step."""
+        values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
+        header = {
+            "type": "snapshot", "step": self.step, "values": values,
+            "tracked": list(self.buffers.tracked), "log_names": list(self.log_names),
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+        return header, tensors
+
+    def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        state.restore(header["values"], tensors, self.model, self.optimizer, self.scheduler)
+        self.step = header["step"]
+        self.skipped_in_a_row = header["skipped_in_a_row"]
+        self.log_names = tuple(header["log_names"])
+        self.buffers.track(header["tracked"])
+        self.buffers.refresh()

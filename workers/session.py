@@ -1,0 +1,353 @@
+"""What the user's loop sees: `Session`, and `Step`, the `with` block of one optimizer step.
+
+The block computes this rank's micro-batches, reduces, votes and commits. Losing a peer cancels it;
+regrouping happens at its end (workers/member.py), and the loop goes round again.
+"""
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from elastic.protocol.seams import WorkerSpec
+from workers import evaluation
+from workers.exchange import gather_json
+from workers.loader import LoadedBatch, Loader
+from workers.member import Member, Prepared
+from workers.placement import to_device
+from workers.randomness import seed_microbatch
+from workers.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.vote import MicrobatchRecord, VoteLayout, decode, encode
+
+
+class Session:
+    """A worker's side of the run. `model` and `optimizer` stay valid after every regroup."""
+
+    def __init__(self, spec: WorkerSpec, workload: Any, member: Member, loader: Loader) -> None:
+        self.workload = workload
+        self._spec, self._member, self._loader = spec, member, loader
+        self._reducer: Reducer | None = None
+        self._reducer_of = (0, ())  # generation, tracked buffers
+        self._assigned = (0, 0)  # generation, next step that the loader works ahead for
+        self._logged: dict[str, float] = {}
+        self._open: Step | None = None
+        names = {id(p): n for n, p in member.replica.model.named_parameters()}
+        self._parameters = {names[id(p)]: p for p in member.replica.parameters}
+        self.attempt: LoadedBatch | None = None
+        """The micro-batch at hand, for error messages."""
+
+    # --- what a loop reads ---------------------------------------------------------
+    @property
+    def model(self) -> nn.Module:
+        return self._member.replica.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._member.replica.optimizer
+
+    @property
+    def scheduler(self) -> Any | None:
+        return self._member.replica.scheduler
+
+    @property
+    def device(self) -> torch.device:
+        return self._member.device
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self._spec.steps
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far. The first look waits until this worker is a member."""
+        return self._joined().replica.step
+
+    @property
+    def rank(self) -> int:
+        """Position in the current membership; changes with it."""
+        return self._joined().rank
+
+    @property
+    def world_size(self) -> int:
+        return self._joined().world_size
+
+    @property
+    def generation(self) -> int:
+        return self._joined().generation
+
+    @property
+    def eval_every(self) -> int | None:
+        return self._spec.eval_every
+
+    def _joined(self) -> Member:
+        if not self._member.has_joined:
+            self._member.wait_for_generation()
+        return self._member
+
+    # --- what a loop does ------------------------------------------------------------
+    def next_step(self) -> "Step":
+        """The next step's `with` block. Waits while the run regroups."""
+        if self._open is not None:
+            raise RuntimeError("next_step(): the block of the step before is still open")
+        member = self._joined()
+        if member.replica.step >= self.steps:
+            raise RuntimeError(
+                f"next_step(): all {self.steps} steps are committed; loop while session.step < "
+                "session.steps"
+            )
+        member.boundary()
+        return Step(self)
+
+    def log(self, **values: Any) -> None:
+        """Fold named numbers over micro-batches and ranks, as the loss is: their mean goes into
+        the `user` field of the step's line in metrics.jsonl. Inside the block: this step's; after
+        it: the next step's."""
+        for name, value in values.items():
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            self._logged[name] = number
+
+    def evaluate(self, dataset: Any, fn: Any) -> Any:
+        """Run `fn(model, batch)` over a map-style dataset, shared among the ranks, in eval mode.
+
+        Every rank must call it, after a step's block. fn returns a number (mean over the batch),
+        (sum, weight), or a dict of name to either; the result is the weighted mean over the
+        dataset, of the same form, equal on all ranks. Retried after a loss.
+        """
+        if not self._member.has_joined:
+            raise RuntimeError(
+                "evaluate() before the first step: newcomers run that code too, at another step; "
+                "call it after a step's block"
+            )
+        if self._open is not None:
+            raise RuntimeError("evaluate() inside a step's block; call it after the block")
+        return evaluation.evaluate(self._member, self.workload, self._spec, dataset, fn)
+
+    def _assign_loader(self) -> None:
+        """Load this rank's micro-batches ahead from here on, unless it does so already."""
+        member = self._member
+        step = member.replica.step
+        if self._assigned != (member.generation, step):
+            self._loader.assign(step, member.ids)
+        self._assigned = (member.generation, step + 1)
+
+    def _take_reducer(self) -> Reducer:
+        """This generation's reducer."""
+        member = self._member
+        key = (member.generation, member.replica.buffers.tracked)
+        if self._reducer is None or self._reducer_of != key:
+            if self._reducer is not None:
+                self._reducer.close()
+            assert member.group is not None
+            buffers = member.replica.buffers.floating
+            if self._spec.reduction == "bitwise":
+                self._reducer = BitwiseReducer(
+                    self._parameters, buffers, member.group, member.ids,
+                    self._spec.num_microbatches,
+                )
+            else:
+                self._reducer = FastReducer(self._parameters, buffers, member.group)
+            self._reducer_of = key
+        return self._reducer
+
+
+class Step:
+    """One attempt at one optimizer step."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._member = session, session._member
+        self.committed = False
+        """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
+        self._from_step = self._member.replica.step
+        self._records: list[MicrobatchRecord] = []
+        self._losses: list[tuple[torch.Tensor, torch.Tensor | None, np.ndarray, dict[str, float]]] = []
+        self._reducer: Reducer | None = None
+        self._has_iterated = False
+        self._is_awaiting_backward = False
+
+    def __enter__(self) -> "Step":
+        self._session._open = self
+        self._began = time.perf_counter()
+        self._vitals = self._member.vitals
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self._session._open = None
+        self._vitals.enter("user")
+        if isinstance(error, StepCancelled):
+            if not isinstance(error, _Repeat):
+                self._member.wait_for_generation()
+            self.committed = self._member.replica.step > self._from_step
+            return True
+        if error is None and not self.committed:
+            raise RuntimeError(
+                "the step's block ended without step.commit(); call it once, after the last "
+                "micro-batch"
+            )
+        return False
+
+    def microbatches(self) -> Iterator[Any]:
+        """This rank's micro-batches in id order, each to be followed by one `backward(loss)`."""
+        if self._has_iterated:
+            raise RuntimeError("microbatches() a second time in one step; iterate it once")
+        self._has_iterated = True
+        session, member = self._session, self._member
+        self._check_cancelled()
+        self._reducer = session._take_reducer()
+        self._reducer.begin()
+        member.replica.buffers.begin_step()
+        session._assign_loader()
+        for microbatch_id in member.ids:
+            self._vitals.enter("data")
+            loaded = session._loader.next(
+                self._from_step, microbatch_id, lambda: member.is_cancelled
+            )
+            session.attempt = loaded
+            batch = to_device(loaded.batch, member.device)
+            member.replica.buffers.begin_microbatch()
+            seed_microbatch(session._spec.seed, self._from_step, microbatch_id)
+            self._vitals.enter("compute")
+            self._is_awaiting_backward = True
+            yield batch
+            if self._is_awaiting_backward:
+                raise RuntimeError("a micro-batch went by without step.backward(loss)")
+            self._check_cancelled()
+        session.attempt = None
+
+    def backward(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Gradients of one micro-batch's loss.
+
+        loss: a scalar, the mean over the micro-batch; or (sum, weight), two scalars.
+        """
+        session, member = self._session, self._member
+        if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
+            raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
+        total, weight = check_loss(loss)
+        self._check_cancelled()
+        attempt = session.attempt
+        is_last = attempt.microbatch_id == member.ids[-1]
+        self._reducer.before_backward(is_last)
+        total.backward()
+        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
+        self._is_awaiting_backward = False
+        self._losses.append((total.detach(), weight, attempt.rows, session._logged))
+        session._logged = {}
+
+    def commit(self) -> None:
+        """Reduce, divide, clip, vote, step the optimizer and the scheduler, zero the gradients."""
+        if self.committed:
+            raise RuntimeError("commit() a second time in one step")
+        if self._reducer is None or len(self._losses) != len(self._member.ids):
+            raise RuntimeError(
+                f"commit() after {len(self._losses)} of {len(self._member.ids)} micro-batches; "
+                "iterate step.microbatches() to its end and call step.backward(loss) for each"
+            )
+        self._check_cancelled()
+        try:
+            self._vitals.enter("reduce")
+            reduced = self._reducer.finish()
+            self._vitals.enter("vote")
+            self._vote(reduced)
+        except PeerLost as error:
+            self._member.collective_failed(error)
+            raise StepCancelled from error
+
+    def _vote(self, reduced: Any) -> None:
+        session, member = self._session, self._member
+        replica, assert_group = member.replica, member.group
+        assert assert_group is not None and self._reducer is not None
+        is_finite, used = reduced.is_finite(), self._reducer.has_gradient()
+        records = self._take_records()
+        untracked = replica.buffers.untracked_changes()
+        while True:
+            layout = VoteLayout(
+                num_microbatches=session._spec.num_microbatches,
+                micro_batch=session._spec.micro_batch,
+                num_parameters=len(used),
+                num_buffers=len(untracked),
+                integer_buffers=replica.buffers.integer_names,
+                log_names=replica.log_names,
+            )
+            vector = encode(
+                layout, records, used=used, untracked=untracked,
+                wants_pause=member.wants_pause, is_finite=is_finite,
+            )
+            step_s = time.perf_counter() - self._began
+            member.prepared = Prepared(reduced, layout, step_s)
+            summed = torch.from_numpy(vector).to(member.device)
+            assert_group.all_reduce(summed).wait()
+            vector = summed.cpu().numpy()
+            vote = decode(layout, vector)
+            if vote.untracked_buffers:  # all ranks see it: repeat the step with them
+                member.prepared = None
+                replica.buffers.track(replica.buffers.names[i] for i in vote.untracked_buffers)
+                raise _Repeat
+            if not vote.has_unknown_names:
+                break
+            names = gather_json(assert_group, _names_in(records), member.device)
+            found = {n for of_rank in names for n in of_rank}
+            replica.log_names = tuple(sorted(found | set(replica.log_names)))
+        prepared = Prepared(reduced, layout, time.perf_counter() - self._began)
+        member.commit(prepared, vote, vector)
+        self.committed = True
+        self._vitals.enter("user")
+
+    def _take_records(self) -> list[MicrobatchRecord]:
+        """Losses come to the host here, once per step. Values logged after the last backward
+        belong to the last micro-batch."""
+        session, member = self._session, self._member
+        if session._logged:
+            total, weight, rows, logged = self._losses[-1]
+            self._losses[-1] = (total, weight, rows, {**logged, **session._logged})
+            session._logged = {}
+        losses = torch.stack([t.double() for t, *_ in self._losses]).tolist()
+        hashes = member.replica.buffers.integer_hashes()
+        return [
+            MicrobatchRecord(i, loss, None if w is None else float(w), rows, hashed, logged)
+            for i, loss, (_, w, rows, logged), hashed in zip(
+                member.ids, losses, self._losses, hashes, strict=True
+            )
+        ]
+
+    def _check_cancelled(self) -> None:
+        if self._member.is_cancelled:
+            raise StepCancelled
+
+
+class _Repeat(StepCancelled):
+    """The step is done again by all ranks alike, without regrouping."""
+
+
+def check_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss as (scalar to differentiate, weight or None). Raises WrongInput."""
+    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.is_complex():
+        found = (
+            f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise WrongInput(
+            f"loss() must return a scalar tensor (the mean over the micro-batch) or (sum, weight), "
+            f"not {found}; reduce it, for example with .mean()"
+        )
+    if not total.requires_grad:
+        raise WrongInput(
+            "loss() returned a tensor without a gradient; compute it from the model's output"
+        )
+    if weight is not None:
+        weight = torch.as_tensor(weight).detach()
+        if weight.numel() != 1:
+            raise WrongInput(f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}")
+    return total.reshape(()), weight
+
+
+def _names_in(records: list[MicrobatchRecord]) -> list[str]:
+    names: Mapping[str, None] = {n: None for r in records for n in r.logged}
+    return list(names)

@@ -1,0 +1,200 @@
+"""A replica's full state as named tensors and JSON: what newcomers and checkpoints receive.
+
+No pickle: types that JSON and named tensors cannot carry are refused by name. Files and sockets
+are not here.
+"""
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastic.protocol.errors import WrongInput
+
+Json = Any
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_MAPPING_OF = {name: kind for kind, name in _MAPPINGS.items()}
+_SEQUENCE_OF = {name: kind for kind, name in _SEQUENCES.items()}
+
+
+def capture(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any | None
+) -> tuple[Json, dict[str, Tensor]]:
+    """(a JSON value, name -> clone): everything that `restore` needs to be equal bit for bit."""
+    tensors = {f"model/{name}": _clone(t) for name, t in model_tensors(model).items()}
+    header = {
+        "extra": {
+            name: encode(module.get_extra_state(), f"extra/{name}", tensors)
+            for name, module in _with_extra_state(model)
+        },
+        "optimizer": _captured_optimizer(_names(model), optimizer, tensors),
+        "scheduler": None
+        if scheduler is None
+        else encode(scheduler.state_dict(), "scheduler", tensors),
+    }
+    return header, tensors
+
+
+def restore(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any | None,
+    header: Json,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Copy a captured state into objects built by the same workload; `tensors` are not kept."""
+    _restore_model(header, tensors, model)
+    _restore_optimizer(header["optimizer"], tensors, _names(model), optimizer)
+    if (header["scheduler"] is None) != (scheduler is None):
+        raise ValueError("one of the state and the workload has a scheduler, the other has none")
+    if scheduler is not None:
+        scheduler.load_state_dict(decode(header["scheduler"], tensors))
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, non-persistent ones too, each once under its first name."""
+    return {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {p: name for name, p in model.named_parameters()}
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    plain = nn.Module.get_extra_state
+    return [(n, m) for n, m in model.named_modules() if type(m).get_extra_state is not plain]
+
+
+def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    targets = {f"model/{name}": t for name, t in model_tensors(model).items()}
+    given = {name for name in tensors if name.startswith("model/")}
+    if given != set(targets):
+        odd = sorted(given ^ set(targets))[:3]
+        raise ValueError(f"the state is of another model: {odd} are only in one of the two")
+    with torch.no_grad():
+        for name, target in targets.items():
+            source = tensors[name]
+            if source.shape == target.shape and source.dtype == target.dtype:
+                target.copy_(source)
+            elif not _replace_cache(model, name.removeprefix("model/"), source, target.device):
+                raise ValueError(
+                    f"{name!r} is {source.dtype}{list(source.shape)} in the state and "
+                    f"{target.dtype}{list(target.shape)} in the model"
+                )
+    for name, module in _with_extra_state(model):
+        module.set_extra_state(decode(header["extra"][name], tensors))
+
+
+def _replace_cache(model: nn.Module, name: str, source: Tensor, device: torch.device) -> bool:
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    if key not in module._non_persistent_buffers_set:
+        return False
+    module._buffers[key] = source.to(device, copy=True)
+    return True
+
+
+def _captured_optimizer(
+    names: dict[Tensor, str], optimizer: Optimizer, tensors: dict[str, Tensor]
+) -> Json:
+    groups: list[Json] = []
+    for i, group in enumerate(optimizer.param_groups):
+        strangers = [p for p in group["params"] if p not in names]
+        if strangers:
+            raise WrongInput(
+                f"parameter group {i} of {type(optimizer).__name__} holds a tensor of shape "
+                f"{list(strangers[0].shape)} that is no parameter of the model"
+            )
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({
+            "params": [names[p] for p in group["params"]],
+            "options": encode(options, f"groups/{i}", tensors),
+        })
+    state: dict[str, Json] = {}
+    shared: dict[str, Json] = {}
+    for key, value in cast(dict[object, object], optimizer.state).items():
+        if isinstance(key, Tensor):
+            state[names[key]] = encode(value, f"optimizer/{names[key]}", tensors)
+        elif isinstance(key, str):
+            shared[key] = encode(value, f"optimizer//{key}", tensors)
+        else:
+            raise WrongInput(f"optimizer state under a {type(key).__name__} cannot be carried")
+    return {"groups": groups, "state": state, "shared": shared}
+
+
+def _restore_optimizer(
+    header: Json, tensors: Mapping[str, Tensor], names: dict[Tensor, str], optimizer: Optimizer
+) -> None:
+    have = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if have != [group["params"] for group in header["groups"]]:
+        raise ValueError("build_optimizer made other parameter groups than those of the state")
+    for group, captured in zip(optimizer.param_groups, header["groups"], strict=True):
+        group.update(decode(captured["options"], tensors))
+    optimizer.state.clear()
+    parameters = {name: p for p, name in names.items()}
+    for name, value in header["state"].items():
+        p = parameters[name]
+        optimizer.state[p] = decode(value, tensors, p.device)
+    for key, value in header["shared"].items():
+        cast(dict[Any, Any], optimizer.state)[key] = decode(value, tensors)
+
+
+def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
+    """JSON for `value`; its tensors are cloned into `tensors` under names that begin with path."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        number = cast(float, value)
+        return number if math.isfinite(number) else {"float": repr(number)}
+    if isinstance(value, Tensor):
+        assert path not in tensors, path
+        tensors[path] = _clone(value)
+        return {"tensor": path, "device": value.device.type}
+    if isinstance(value, np.generic):
+        return {"numpy": value.dtype.str, "value": encode(value.item(), path, tensors)}
+    if kind is list:
+        return [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(cast(list[Any], value))]
+    if kind in _SEQUENCES:
+        items = list(cast(tuple[Any, ...], value))
+        return {_SEQUENCES[kind]: encode(items, path, tensors)}
+    if kind in _MAPPINGS:
+        pairs = cast(dict[Any, Any], value).items()
+        return {_MAPPINGS[kind]: [[encode(k, f"{path}/keys", tensors),
+                                   encode(v, f"{path}/{k}", tensors)] for k, v in pairs]}
+    raise WrongInput(
+        f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be carried "
+        "to another process; keep numbers, strings, lists, dicts and tensors there"
+    )
+
+
+def decode(
+    value: Json, tensors: Mapping[str, Tensor], device: torch.device | None = None
+) -> Any:
+    """What `encode` was given. Tensors are copies, on `device` unless they were on the CPU."""
+    if isinstance(value, list):
+        return [decode(v, tensors, device) for v in cast(list[Json], value)]
+    if not isinstance(value, dict):
+        return value
+    (tag, content), *rest = cast(dict[str, Json], value).items()
+    if tag == "float":
+        return float(content)
+    if tag == "tensor":
+        target = torch.device("cpu") if rest[0][1] == "cpu" or device is None else device
+        return tensors[content].to(target, copy=True)
+    if tag == "numpy":
+        return np.dtype(content).type(decode(rest[0][1], tensors, device))
+    if tag in _SEQUENCE_OF:
+        make: Callable[[list[Any]], Any] = _SEQUENCE_OF[tag]
+        return make(decode(content, tensors, device))
+    pairs = [(decode(k, tensors, device), decode(v, tensors, device)) for k, v in content]
+    return cast(Callable[[Any], Any], _MAPPING_OF[tag])(dict(pairs))
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

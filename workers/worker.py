@@ -1,0 +1,188 @@
+"""`Worker`: one process of the run from its start to its end. The Ray actor is a shell around it.
+
+It builds the workload, connects to the controller and runs the training loop; what the controller
+wants of it is workers/member.py's, a step is workers/session.py's.
+"""
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic.protocol.errors import UserError, WrongInput
+from elastic.protocol.membership import worker_name
+from elastic.protocol.seams import WorkerSpec
+from elastic.store.files import open_folder
+from workers import pulse
+from workers.build import build_replica
+from workers.digest import full_state, weights_sha256
+from workers.link import ControllerLink
+from workers.loader import Loader
+from workers.loop import fit
+from workers.member import Member, RunEnded
+from workers.peer import PeerServer
+from workers.placement import to_device
+from workers.randomness import seed_microbatch
+from workers.session import Session, check_loss
+from workers.vitals import Vitals
+from workers.worker_log import WorkerLog
+
+WEIGHTS_FILE = "weights.safetensors"
+
+
+class Worker:
+    """A worker's process. Make it and call `run` in the main thread."""
+
+    def __init__(self, spec: WorkerSpec, workload: bytes, *, node_id: str) -> None:
+        """workload: a pickle of (workload, loop or None), made by the driver."""
+        self._spec, self._pickled, self._node_id = spec, workload, node_id
+        self._log = WorkerLog(worker_name(spec.worker))
+        self._place: str | None = None
+
+    def run(self) -> None:
+        """Until the controller ends the process. Raises what the user's code raises."""
+        spec = self._spec
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+        torch.set_num_threads(spec.num_threads)
+        self._session: Session | None = None
+        self._member: Member | None = None
+        self._vitals = Vitals()
+        pulse.start(self._vitals.fd, spec.worker, spec.controller, spec.token, spec.heartbeat_s)
+        self._link = ControllerLink(
+            spec.controller, token=spec.token, worker=spec.worker, lease_s=spec.lease_s,
+            on_interrupt=self._on_interrupt,
+        )
+        try:
+            self._train()
+        except RunEnded:
+            self._rest()
+        except WrongInput as error:
+            self._link.send("wrong_input", message=str(error))
+            raise
+        except Exception as error:
+            self._link.send("user_failed", message=self._describe(error))
+            traceback.print_exc()
+            self._keep_log()
+            raise
+
+    def _on_interrupt(self, header: dict[str, Any]) -> None:
+        if self._member is not None:
+            self._member.interrupt(header)
+
+    def _train(self) -> None:
+        spec = self._spec
+        if spec.folder is not None:
+            sys.path.insert(0, spec.folder)
+            os.chdir(spec.folder)
+        workload, loop = pickle.loads(self._pickled)  # from our own driver, through Ray
+        self._workload = workload
+        self._loader = Loader(
+            workload, spec.seed, spec.global_batch, spec.micro_batch, workload.loader_processes
+        )
+        device = torch.device(spec.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", 0)
+            make_deterministic(spec)
+        self._replica = build_replica(workload, spec, device)
+        peers = PeerServer(spec.host, spec.token, self._wake)
+        self._member = member = Member(
+            spec, self._replica, self._link, peers, self._vitals, device,
+            on_load=self._load, on_log_to=self._log_to, on_finish=self._finish,
+        )
+        self._session = session = Session(spec, workload, member, self._loader)
+        self._link.send(
+            "ready", node_id=self._node_id, node_ip=spec.host, pid=os.getpid(),
+            device=str(device), peer_address=peers.address,
+        )
+        self._vitals.enter("user")
+        (loop or fit)(session)
+        member.is_done = True
+        if not member.has_joined:
+            raise RuntimeError("the training loop returned without a step; loop over next_step()")
+        while True:  # a loss may ask for one more generation, in which there is nothing to do
+            self._link.send(
+                "done", generation=member.generation, rank=member.rank, step=self._replica.step
+            )
+            member.wait_for_generation()
+
+    def _wake(self) -> None:
+        if self._member is not None:
+            self._member.wake()
+
+    def _load(self) -> None:
+        """Become the holder of the initial state, after trying one micro-batch of the workload."""
+        rows = self._loader.num_rows
+        assert rows > 0
+        loaded = self._loader.fetch(0, 0)
+        batch = to_device(loaded.batch, self._replica_device())
+        self._replica.buffers.begin_step()
+        seed_microbatch(self._spec.seed, 0, 0)
+        try:
+            loss = self._workload.loss(self._replica.model, batch)
+        except Exception:
+            return  # step 1 will raise it, with its positions and everything on record
+        finally:
+            self._replica.buffers.restore()
+        check_loss(loss)
+
+    def _replica_device(self) -> torch.device:
+        return self._replica.parameters[0].device
+
+    def _log_to(self, place: str) -> None:
+        self._place = place
+        folder = open_folder(place).local
+        self._log.move_to(folder / "logs" if folder else Path(os.getcwd()) / "elastic-logs")
+
+    def _keep_log(self) -> None:
+        """Bring what a loader printed to the log, and the log to remote storage."""
+        self._log.collect()
+        if self._place is not None and self._log.path is not None:
+            folder = open_folder(self._place)
+            if folder.local is None:
+                folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
+
+    def _finish(self, member: Member, place: str | None) -> str:
+        """The hash of the final weights; the lowest rank also writes them down."""
+        if member.rank == 0 and place is not None:
+            from safetensors.torch import save
+
+            tensors = {n: t.detach().cpu().clone() for n, t in full_state(member.replica.model).items()}
+            open_folder(place).write(WEIGHTS_FILE, save(tensors))
+        self._keep_log()
+        return weights_sha256(member.replica.model)
+
+    def _rest(self) -> None:
+        """Wait to be ended: the controller closes the link, which ends the process."""
+        threading.Event().wait()
+
+    def _describe(self, error: Exception) -> str:
+        """What went wrong, in which step and micro-batch, and the user's own traceback."""
+        where = worker_name(self._spec.worker)
+        if self._session is not None and self._member is not None and self._member.has_joined:
+            where += f" (rank {self._member.rank}) in step {self._replica.step + 1}"
+            attempt = self._session.attempt
+            if attempt is not None:
+                first = attempt.step * self._spec.global_batch + attempt.microbatch_id * self._spec.micro_batch
+                where += (
+                    f", micro-batch {attempt.microbatch_id}, stream positions {first}.."
+                    f"{first + self._spec.micro_batch - 1}, rows {attempt.rows.tolist()}"
+                )
+        text = error.traceback_text if isinstance(error, UserError) else traceback.format_exc()
+        what = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return f"{where}: {what}\n{text}"
+
+
+def make_deterministic(spec: WorkerSpec) -> None:
+    """On a GPU equal bits need kernels that do not race."""
+    if spec.reduction == "bitwise":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,1 @@
+"""Workloads that ship with the project: real data that every machine has. No Ray here."""
