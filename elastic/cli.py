@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
@@ -248,8 +249,10 @@ def result_line(result: "Result") -> bytes:
 def print_failure(failure: BaseException) -> None:
     """The reason, and the user's own traceback where the user's code raised."""
     cause = failure.__cause__
-    if isinstance(cause, UserError) and cause.traceback_text not in str(failure):
+    if isinstance(cause, UserError):
         print(cause.traceback_text.rstrip(), file=sys.stderr)
+    elif cause is not None:
+        traceback.print_exception(cause)
     print(f"elastic: the run failed: {failure}", file=sys.stderr)
 
 

@@ -13,7 +13,8 @@ class Curves:
     """The event file in a local folder; steps after `last_step` in older files are purged."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        import tensorboardX  # heavy, and only the controller's process needs it
+        # heavy, and only the controller's process needs it
+        import tensorboardX  # pyright: ignore[reportMissingTypeStubs]
 
         self._writer: Any = tensorboardX.SummaryWriter(
             logdir=str(path), purge_step=last_step + 1 if path.exists() else None, flush_secs=5

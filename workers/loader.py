@@ -186,8 +186,8 @@ class Loader:
         self._first_step, self._ids = step, ids
         command = frames.assign_command(self._assignment, step, ids, num_steps)
         for child in self._children:
+            child.drain()  # before the command: what comes after it is wanted
             child.send(command)
-            child.drain()
 
 
 def _fork(workload: Any, plan: frames.Plan) -> _Child:

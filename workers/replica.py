@@ -142,7 +142,7 @@ class Replica:
         return header, tensors
 
     def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        state.restore(header["values"], tensors, self.model, self.optimizer, self.scheduler)
+        state.restore(self.model, self.optimizer, self.scheduler, header["values"], tensors)
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]
         self.log_names = tuple(header["log_names"])

@@ -182,6 +182,7 @@ class Step:
         self._session._open = None
         self._vitals.enter("user")
         if isinstance(error, StepCancelled):
+            self._member.replica.buffers.restore()  # newcomers may copy the state from here
             if not isinstance(error, _Repeat):
                 self._member.wait_for_generation()
             self.committed = self._member.replica.step > self._from_step

@@ -228,15 +228,15 @@ def heal(
 
 
 def close(entry: Account, healing: Healing, now: float) -> Account:
-    form_at = now if healing.form_at is None else healing.form_at
-    formed_at = now if healing.formed_at is None else healing.formed_at
+    form_at = max(healing.lost_at, now if healing.form_at is None else healing.form_at)
+    formed_at = max(form_at, now if healing.formed_at is None else healing.formed_at)
     state_s = min(healing.state_s, formed_at - form_at)
     parts = (
         healing.lost_at - healing.last_seen,
         form_at - healing.lost_at,
         formed_at - form_at - state_s,
         state_s,
-        now - formed_at,
+        max(0.0, now - formed_at),
     )
     recovery = Recovery(healing.cause, *parts, total_s=sum(parts), lost_steps=healing.lost_steps)
     return replace(entry, recoveries=(*entry.recoveries, recovery), healing=None)

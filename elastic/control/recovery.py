@@ -149,10 +149,10 @@ def abort_arrival(ledger: Ledger, phase: Forming, worker: int, reason: str) -> D
 
 
 def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
-    """Nothing has explained the failure in time."""
-    if not phase.was_forming:
-        return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
+    """No loss was reported in time: whoever did not answer is given up, else the error surfaces."""
     silent = NumberSet.of(range(phase.membership.world_size)) - answered(phase)
+    if not silent:
+        return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
     workers = NumberSet.of(phase.membership.workers[rank] for rank in silent)
     ledger = replace(ledger, failures=ledger.failures + len(workers))
     suspending = replace(phase, lost=phase.lost | workers, deadline=None)

@@ -95,11 +95,11 @@ class Suspending:
     membership: Membership
     lost: NumberSet  # workers
     deadline: float | None
-    """Set while nothing explains why the generation failed: nobody is known to be lost."""
+    """Set while nothing explains why the generation failed; whoever is silent by then is lost."""
     complaint: str = ""
     """What the first failed collective said."""
     was_forming: bool = False
-    """The generation had not formed: whoever does not answer by the deadline is the lost one."""
+    """The generation had not formed: if everybody answers, it is tried again."""
     level: NumberSet = NOBODY  # ranks that committed `Ledger.step`
     behind: NumberSet = NOBODY  # ranks that committed one step less
     stale: NumberSet = NOBODY  # ranks further behind, or without state

@@ -220,15 +220,21 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
 def left_step(
     ledger: Ledger, phase: Running | Pausing, step: int, at: float, limits: Limits
 ) -> Decision:
-    """A rank has paused or is done; when all are, there is a next generation or an end."""
+    """A rank has paused or is done; when all are, there is a next generation or an end.
+
+    Until then its word alone does not commit the step: unlike Committed it brings no vote.
+    """
+    membership = phase.membership
+    num_left = len(phase.done)
+    if isinstance(phase, Pausing):
+        num_left = len(phase.paused | phase.done)
+    if num_left < membership.world_size:
+        return Decision(ledger, phase)
     if step > ledger.step:
         ledger = replace(ledger, step=step, failures=0)
-    membership = phase.membership
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)
-    if isinstance(phase, Running) or len(phase.paused | phase.done) < membership.world_size:
-        return Decision(ledger, phase)
     if ledger.stop:
         outcome = "succeeded" if ledger.step >= limits.steps else "stopped"
         return end(ledger, phase, outcome, ledger.stop, at, limits)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
+ENDING_GRACE_S = 3.0
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -199,14 +200,12 @@ class RayCluster:
         self.links.drop(worker)
         if record.task is not None:
             record.task.cancel()
-        self._kill(record)
+        ray.kill(record.actor, no_restart=True)
 
-    def _kill(self, record: Worker) -> None:
+    def _fence(self, record: Worker) -> None:
+        """A worker that counts as lost never speaks again, even if it is only frozen."""
         if record.pid and record.node_id == ray.get_runtime_context().get_node_id():
-            try:
-                os.kill(record.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                record.pid = 0
+            _end_process(record.pid)
         ray.kill(record.actor, no_restart=True)
 
     # --- events -------------------------------------------------------------------
@@ -233,7 +232,7 @@ class RayCluster:
         if record is None:
             return
         self.links.drop(worker)
-        self._kill(record)  # fence: a worker that counts as lost never speaks again
+        self._fence(record)
         last_seen = max(record.last_seen, 0.0)
         self._emit(s.WorkerLost(worker, cause, last_seen, self.now()))
 
@@ -370,9 +369,19 @@ class RayCluster:
         for worker in tuple(self.workers):
             self.retire(worker)
         self.links.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + ENDING_GRACE_S
         while any(_is_running(p) for p in pids) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        for pid in pids:
+            if _is_running(pid):
+                _end_process(pid)
+
+
+def _end_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def _is_running(pid: int) -> bool:

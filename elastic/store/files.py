@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow.fs
+import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.protocol.errors import WrongInput
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from elastic.cli import main, only_result_on_stdout, print_outcome, result_line
+from elastic.cli import main, only_result_on_stdout, print_failure, print_outcome, result_line
 from elastic.config import RunConfig
 from elastic.control.replay import Entry, Started
 from elastic.control.state import Limits, Tick
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import encode
+from elastic.protocol.errors import UserError
 from elastic.resume import config_json
-from elastic.run import Result
+from elastic.run import Result, RunFailed
 from elastic.store.files import open_folder, read_json, write_json
 from elastic.store.run_directory import RunDirectory
 
@@ -171,6 +172,21 @@ def test_the_outcome_is_a_few_lines_for_a_person(capsys):
         "  recovery from process_died: detect 10 ms fence 20 ms form 30 ms state 0 ms "
         "first_step 100 ms total 160 ms",
         "  run directory   /s/r",
+    ]
+
+
+def test_a_failure_shows_the_users_own_traceback_then_the_reason(capsys):
+    failure = RunFailed("step 3: loss raised", Result(outcome="failed", badput={}, recoveries=[]))
+    failure.__cause__ = UserError("KeyError: 'x'", "Traceback ...\nKeyError: 'x'\n")
+    print_failure(failure)
+    failure.__cause__ = KeyError("y")
+    print_failure(failure)
+    assert capsys.readouterr().err.splitlines() == [
+        "Traceback ...",
+        "KeyError: 'x'",
+        "elastic: the run failed: step 3: loss raised",
+        "KeyError: 'y'",
+        "elastic: the run failed: step 3: loss raised",
     ]
 
 

@@ -7,7 +7,7 @@ The cluster asserts on the way what no decision may ever violate.
 
 import random
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic.control.state import (
     Abort,
@@ -104,8 +104,8 @@ class FakeCluster:
         self.pending: deque[int] = deque()  # spawned, no slot yet
         self.groups: dict[int, Group] = {}
         self.generation = 0
-        self.votes: dict[int, int] = {}  # step -> state, as the controller has heard
-        self.heard_step = 0
+        self.votes: dict[tuple[int, int], int] = {}  # (generation, step) -> state, as heard
+        self.heard_step = 0  # highest that the ledger has called committed
         self.falls = 0
         self.trace: list[Command] = []
         if faults.stop_at is not None:
@@ -147,8 +147,9 @@ class FakeCluster:
             is_rolling = w.number in command.roll_forward
             if is_rolling:
                 assert w.step == command.step - 1, (w, command)
-                assert w.prepared == self.votes[command.step], "no vote to roll forward with"
-                states.add(self.votes[command.step])
+                vote = self.votes[self.generation - 1, command.step]
+                assert w.prepared == vote, "no vote to roll forward with"
+                states.add(vote)
             elif w.source is None and not w.has_complained and w.is_alive:
                 assert w.step == command.step, (w, command)
                 states.add(w.state)
@@ -192,7 +193,7 @@ class FakeCluster:
             event = self.news.pop(self.rng.choice(due))[1]
             if isinstance(event, WorkerLost):
                 self.workers[event.worker].is_alive = False  # a suspect is killed first
-            return event
+            return replace(event, at=self.now)
         senders = [n for n, box in self.outbox.items() if box]
         if not senders:
             return None
@@ -201,9 +202,8 @@ class FakeCluster:
     def hear(self, event: Event, state: int) -> Event:
         """The votes that reports bring along stay with the controller."""
         if isinstance(event, Committed | Suspended) and event.generation == self.generation:
-            self.heard_step = max(self.heard_step, event.step)
-            self.votes[event.step] = state
-        return event
+            self.votes[event.generation, event.step] = state
+        return replace(event, at=self.now)
 
     def start_pending(self) -> None:
         slots = max((n for at, n in self.faults.slots if at <= self.now), default=0)
@@ -215,8 +215,13 @@ class FakeCluster:
 
     def kill_one(self) -> None:
         candidates = [w for w in self.workers.values() if w.is_alive]
-        if self.faults.kill_modes:
-            candidates = [w for w in candidates if w.mode in self.faults.kill_modes]
+        modes = self.faults.kill_modes
+        if "torn" in modes:  # a step that some have committed and others have not
+            members = self.groups[self.generation].members if self.generation else []
+            steps = {w.step for w in members if w.is_alive and w.source is None}
+            candidates = [w for w in members if w.is_alive] if len(steps) > 1 else []
+        elif modes:
+            candidates = [w for w in candidates if w.mode in modes]
         if candidates:
             self.faults.kills -= 1
             self.kill(self.rng.choice(candidates))
@@ -422,7 +427,7 @@ class FakeCluster:
 
     def passes(self, w: Worker, group: Group, what: str) -> bool:
         """Whether the collective completes for `w` now; it may also fail if a peer is gone."""
-        if group.has_gap() and self.rng.random() < 0.4:
+        if group.has_gap() and self.rng.random() < 0.7:
             self.fail(w)
             return False
         return group.is_complete(w.step, what)
