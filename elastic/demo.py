@@ -118,7 +118,7 @@ class Screen:
         job.step, job.world_size, job.generation = step, world_size, int(status["generation"])
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def kill(job: Job, status: JSON, screen: Screen) -> None:
@@ -149,7 +149,7 @@ def run_both(storage: Path, is_diverging: bool, screen: Screen) -> tuple[Job, Jo
                     job.check()
             if calm is None and (has_healed(faulty, is_killed) or not faulty.is_running()):
                 target = ONE_BIT_OFF if is_diverging else CHARLM
-                screen.say(f"-> the calm job starts: {target}, 1 worker, nothing happens to it")
+                screen.say(f"-> the calm job starts: {target}")
                 calm = Job.start("calm", target, "1", storage)
                 stack.callback(calm.end)
             time.sleep(POLL_S)
@@ -179,7 +179,7 @@ def membership_table(lines: list[JSON]) -> Table:
     for generation in generations:
         own = [line for line in lines if line["generation"] == generation]
         size = own[0]["world_size"]
-        why = "start" if not before else "shrink" if size < before else "grow: replacement joined"
+        why = "start" if not before else "shrink" if size < before else "grow: a worker joined"
         seconds = f"{own[0]['time'] - begun_at:.1f} .. {own[-1]['time'] - begun_at:.1f}"
         steps = f"{own[0]['step']}..{own[-1]['step']}"
         table.add_row(str(generation), str(size), steps, seconds, why)
@@ -189,9 +189,9 @@ def membership_table(lines: list[JSON]) -> Table:
 
 def recovery_table(recoveries: list[JSON]) -> Table:
     table = Table(title="Recovery, milliseconds", title_justify="left")
-    table.add_column("cause")
-    for phase in (*PHASES, "lost steps"):
-        table.add_column(phase.removesuffix("_s"), justify="right")
+    table.add_column("cause", no_wrap=True, min_width=len("process_died"))
+    for phase in (*PHASES, "lost"):
+        table.add_column(phase.removesuffix("_s").replace("_", " "), justify="right")
     for recovery in recoveries:
         milliseconds = [f"{1000 * recovery[phase]:.0f}" for phase in PHASES]
         table.add_row(recovery["cause"], *milliseconds, str(recovery["lost_steps"]))
@@ -251,11 +251,12 @@ def main() -> int:
     storage = Path(tempfile.mkdtemp(prefix="elastic-demo-"))
     screen = Screen(Console())
     screen.say(
-        f"A character transformer on the source of Python's standard library, {STEPS} steps. One "
-        f"job has 2..{MAX_WORKERS} workers\nand loses one to SIGKILL at step {KILL_AT}; the other "
-        f"has 1 worker and peace. Run directories: {storage}"
+        f"A character transformer on the source of Python's standard library, {STEPS} steps.\n"
+        f"faulty: 2..{MAX_WORKERS} workers, one of them is SIGKILLed at step {KILL_AT}\n"
+        f"calm:   1 worker, nothing happens to it\nrun directories: {storage}"
     )
     begun_at = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the jobs, as Ctrl-C does
     try:
         with ExitStack() as stack:
             if screen.console.is_terminal:

@@ -3,7 +3,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ValueError(f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes")
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:

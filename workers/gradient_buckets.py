@@ -10,7 +10,7 @@ from torch import Tensor
 from elastic.protocol.errors import WrongInput
 from workers.reduction import Group, Pending
 
-BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
+BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 
 
 class _Bucket:
@@ -174,7 +174,7 @@ class GradientBuckets:
                 gradients.append(gradient)
         if views:
             with torch.no_grad():
-                torch._foreach_copy_(views, gradients)
+                torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
         self._num_launched += 1
         self._pending.append(self._group.all_reduce(bucket.flat))
 

@@ -128,7 +128,8 @@ def _mapped(descriptor: int, sizes: Sequence[int]) -> list[memoryview]:
 
 def _copied(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     offsets, size = _offsets(sizes, _LINE)
-    whole = memoryview(torch.empty(max(size, 1), dtype=torch.uint8).numpy())  # 64-byte aligned
+    aligned: Any = torch.empty(max(size, 1), dtype=torch.uint8).numpy()  # to 64 bytes
+    whole = memoryview(aligned)
     parts: list[memoryview] = []
     start = 0
     for at, n in zip(offsets, sizes, strict=True):
@@ -158,7 +159,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if not obj.numel():
             return _empty, (tuple(obj.shape), obj.dtype)
-        plain = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+        plain: Any = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(plain), obj.dtype, tuple(obj.shape))
 
 

@@ -335,7 +335,8 @@ def _copy_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
             else:
                 view.copy_(leaf)
     elif views:
-        torch._foreach_copy_(views, [leaf for leaf in leaves if leaf is not None])
+        present = [leaf for leaf in leaves if leaf is not None]
+        torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _add_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
@@ -343,4 +344,5 @@ def _add_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
         for view, leaf in zip(views, leaves, strict=True):
             view.add_(0.0 if leaf is None else leaf)  # adding 0 turns -0 into 0, as on other ranks
     elif views:
-        torch._foreach_add_(views, [leaf for leaf in leaves if leaf is not None])
+        present = [leaf for leaf in leaves if leaf is not None]
+        torch._foreach_add_(views, present)  # pyright: ignore[reportPrivateImportUsage]

@@ -32,9 +32,9 @@ def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
     """Make the most of the live workers that this phase allows."""
     match phase:
         case Waiting():
-            return top_up(staff_waiting(ledger, phase, at, limits), at, limits)
+            return staff_waiting(ledger, phase, at, limits)
         case Running():
-            return top_up(staff_running(ledger, phase, at, limits), at, limits)
+            return staff_running(ledger, phase, at, limits)
         case _:
             return Decision(ledger, phase)
 
@@ -118,7 +118,7 @@ def regroup(
         why = f"{len(survivors)} of at least {limits.min_workers} workers left, step {ledger.step}"
     else:
         why = f"nobody is left who holds step {ledger.step}"
-    return explain(why, staff(ledger, Waiting(why), at, limits))
+    return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
 
 
 def form(

@@ -77,4 +77,5 @@ def finish(
         behind=NOBODY,
     )
     commands = (Retire(tuple(everyone)),) if everyone else ()
-    return Decision(ledger, Finished(outcome, reason, weights_sha256), commands, reason or outcome)
+    first_line = (reason.splitlines() or [outcome])[0]  # of a traceback, too
+    return Decision(ledger, Finished(outcome, reason, weights_sha256), commands, first_line)

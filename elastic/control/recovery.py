@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elastic.control.capacity import regroup, staff
 from elastic.control.ending import finish
-from elastic.control.lobby import common, explain, leave, names, num_members
+from elastic.control.lobby import common, explain, leave, names, num_members, top_up
 from elastic.control.state import (
     NOBODY,
     Abort,
@@ -78,7 +78,7 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
             f"{worker_name(event.worker)} ({event.cause}); max_failures is {limits.max_failures}"
         )
         return finish(ledger, phase, "failed", reason)
-    return explain(reason, staff(ledger, phase, event.at, limits))
+    return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
 
 
 def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
@@ -92,7 +92,7 @@ def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits)
         f"{len(ledger.holders)} left who hold step {ledger.step}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )
-    return explain(reason, staff(ledger, phase, event.at, limits))
+    return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
 
 
 def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) -> Decision:

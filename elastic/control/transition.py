@@ -68,6 +68,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Ending, CollectiveFailed): "every member has left its last step",
     (Ending, StopRequested): "it is ending",
     (Finished, StopRequested): OVER,
+    (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
 }
 """Pairs that carry no news, and why. Everything else must have a case in `transition`."""
@@ -171,10 +172,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return conclude(ledger, ending, is_over=True)
         case Ending(), Tick():
             return Decision(ledger, phase)
-        case ((Waiting() | Running()), Tick(at=at)):
-            return staff(ledger, phase, at, limits)
         case _, Tick(at=at):
-            return top_up(Decision(ledger, phase), at, limits)
+            return top_up(staff(ledger, phase, at, limits), at, limits)
         case _:
             raise UnexpectedEvent(phase, event)
 

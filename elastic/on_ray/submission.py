@@ -61,7 +61,9 @@ class RayDriver:
         ray.init(
             address="local",
             num_cpus=slots * config.cpus_per_worker + EMBEDDED_SPARE_CPUS,
-            include_dashboard=False, **quiet,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
+            **quiet,
         )
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:

@@ -6,8 +6,8 @@ The cluster asserts on the way what no decision may ever violate.
 """
 
 import random
-from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import replace
 
 from elastic.control.state import (
     Abort,
@@ -36,62 +36,9 @@ from elastic.control.state import (
     WorkerLost,
     WorkerReady,
 )
+from tests.control.fake_worker import Faults, Group, Worker
 
 AT_REST = ("idle", "suspended", "paused", "done")
-
-
-@dataclass(kw_only=True)
-class Faults:
-    """What shall go wrong; every number is a budget, the seed decides when."""
-
-    kills: int = 0
-    kill_chance: float = 0.01
-    kill_modes: tuple[str, ...] = ()  # empty: whatever the worker does
-    stillborn: int = 0
-    stuck: int = 0  # freeze when told to form; noticed after 100 s
-    sync_failures: int = 0
-    user_failure: float = 0.0
-    stop_at: float | None = None
-    slots: tuple[tuple[float, int], ...] = ((0.0, 1000),)  # from when on, how many
-    eval_every: int = 0
-    slow_detection: float = 0.0  # chance
-
-
-@dataclass(eq=False)
-class Worker:
-    number: int
-    is_alive: bool = True
-    is_up: bool = False
-    is_stuck: bool = False
-    step: int = -1
-    state: int = 0
-    prepared: int | None = None  # the state that the reduced gradient leads to
-    source: "Worker | None" = None
-    is_copying: bool = False
-    has_complained: bool = False  # sent SyncFailed, has no new source yet
-    mode: str = "idle"
-    form: Form | None = None
-    rank: int = -1
-    wants_pause: bool = False
-    evaluated: int = 0
-    inbox: deque[Command] = field(default_factory=deque)
-
-
-@dataclass(eq=False)
-class Group:
-    """A generation's process group."""
-
-    members: list[Worker]
-    arrived: set[int] = field(default_factory=set)
-    contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
-    pause_at: set[int] = field(default_factory=set)
-    is_broken: bool = False
-
-    def has_gap(self) -> bool:
-        return self.is_broken or any(not w.is_alive for w in self.members)
-
-    def is_complete(self, step: int, what: str) -> bool:
-        return len(self.contributed[step, what]) == len(self.members)
 
 
 class FakeCluster:
@@ -118,26 +65,33 @@ class FakeCluster:
             case Spawn(workers):
                 self.pending.extend(workers)
             case Retire(workers):
-                for number in workers:
-                    if number in self.workers:
-                        self.workers[number].is_alive = False
-                    elif number in self.pending:
-                        self.pending.remove(number)
+                self.retire(workers)
             case Load(worker) | Sync(worker=worker):
                 self.workers[worker].inbox.append(command)
-            case Form(membership):
-                assert membership.generation == self.generation + 1
-                self.generation = membership.generation
-                members = [self.workers[w] for w in membership.workers]
-                self.groups[self.generation] = Group(members)
-                self.check_form(command, members)
-                self.heard_step = command.step
-                for w in members:
-                    w.inbox.append(command)
+            case Form():
+                self.form(command)
             case Pause(membership) | Abort(membership) | Finish(membership=membership):
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
+
+    def retire(self, workers: tuple[int, ...]) -> None:
+        for number in workers:
+            if number in self.workers:
+                self.workers[number].is_alive = False
+            elif number in self.pending:
+                self.pending.remove(number)
+
+    def form(self, command: Form) -> None:
+        membership = command.membership
+        assert membership.generation == self.generation + 1
+        self.generation = membership.generation
+        members = [self.workers[w] for w in membership.workers]
+        self.groups[self.generation] = Group(members)
+        self.check_form(command, members)
+        self.heard_step = command.step
+        for w in members:
+            w.inbox.append(command)
 
     def check_form(self, command: Form, members: list[Worker]) -> None:
         """Everybody can get to the step; no committed step is given up while somebody holds it."""

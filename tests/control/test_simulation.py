@@ -20,7 +20,8 @@ from elastic.control.state import (
     Suspending,
 )
 from elastic.control.transition import start, transition
-from tests.control.fake_cluster import FakeCluster, Faults
+from tests.control.fake_cluster import FakeCluster
+from tests.control.fake_worker import Faults
 
 LIMITS = Limits(
     min_workers=2,

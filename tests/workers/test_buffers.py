@@ -53,7 +53,8 @@ def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatche
         buffers.begin_microbatch()
         model(_x(i))
         fold.add(i, buffers.end_microbatch())
-    changed = [n for n, flag in zip(buffers.names, buffers.untracked_changes(), strict=True) if flag]
+    flags = zip(buffers.names, buffers.untracked_changes(), strict=True)
+    changed = [name for name, flag in flags if flag]
     if changed:
         buffers.track(changed)
         return False

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.workers.fake_groups import run_gloo, run_threads
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
+from tests.workers.fake_groups import run_gloo, run_threads
 from workers.reduction import (
     Block,
     FlatLayout,

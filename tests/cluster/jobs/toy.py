@@ -1,0 +1,155 @@
+"""Small workloads that exercise everything that must not see the world size."""
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import elastic
+
+
+class Samples(torch.utils.data.Dataset):
+    """Rows that depend on randomness drawn while they are loaded."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        noise = torch.randn(8) + float(np.random.rand())
+        return torch.full((8,), i % 7 / 7) + noise, i % 4
+
+
+class Toy(elastic.Workload):
+    """BatchNorm, dropout, a parameter that only some micro-batches use, a schedule, a log."""
+
+    def __init__(self, sleep=0.0, count=501, weighted=False):
+        self.sleep, self.count, self.weighted = sleep, count, weighted
+
+    def build_model(self):
+        model = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
+        )
+        model.register_parameter("sometimes", nn.Parameter(torch.ones(())))
+        model.register_parameter("never", nn.Parameter(torch.ones(3)))
+        return model
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 20))
+
+    def dataset(self):
+        return Samples(self.count)
+
+    def loss(self, model, batch):
+        time.sleep(self.sleep)
+        inputs, labels = batch
+        loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+        if int(labels[0]) % 2:
+            loss = loss * model.sometimes
+        if self.weighted:
+            return loss, labels.numel() - int(labels[0])
+        return loss / labels.numel()
+
+
+class Logging(Toy):
+    """Logs, evaluates."""
+
+    def loss(self, model, batch):
+        self.session.log(twice=2 * batch[1].float().mean())
+        return super().loss(model, batch)
+
+    def evaluate(self, session):
+        self.evaluations.append(session.step)
+        return session.evaluate(
+            Samples(37), lambda model, batch: {"mean": model(batch[0]).mean()}
+        )
+
+
+def logging_loop(session):
+    """A user's own loop: logs and evaluates."""
+    workload = session.workload
+    workload.session, workload.evaluations = session, []
+    while session.step < session.steps:
+        with session.next_step() as step:
+            for batch in step.microbatches():
+                step.backward(workload.loss(session.model, batch))
+            step.commit()
+        if step.committed and session.step % 4 == 0:
+            workload.evaluate(session)
+
+
+class DiesOnce(Toy):
+    """The process that reaches step `at` first with `rank`'s micro-batch dies in `where`."""
+
+    def __init__(self, marker, where="forward", at=5, **settings):
+        super().__init__(**settings)
+        self.marker, self.where, self.at = Path(marker), where, at
+
+    def die(self, where):
+        if where == self.where and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), 9)
+
+    def build_optimizer(self, params):
+        workload = self
+
+        class Dying(torch.optim.AdamW):
+            steps = 0
+
+            def step(self):
+                self.steps += 1
+                if self.steps >= workload.at:
+                    workload.die("apply")
+                super().step()
+                if self.steps >= workload.at:
+                    workload.die("applied")
+
+        return Dying(params, lr=1e-2)
+
+    def loss(self, model, batch):
+        steps = int(model[1].num_batches_tracked)
+        if steps >= self.at:
+            self.die("forward")
+        loss = super().loss(model, batch)
+        if steps >= self.at and self.where == "backward":
+            loss.register_hook(lambda gradient: self.die("backward"))
+        return loss
+
+
+class Raises(Toy):
+    def loss(self, model, batch):
+        if int(model[1].num_batches_tracked) >= 3:
+            raise KeyError("the user's own mistake")
+        return super().loss(model, batch)
+
+
+class RaisesInDataset(Toy):
+    def dataset(self):
+        samples = Samples(self.count)
+        original = Samples.__getitem__
+
+        class Broken(Samples):
+            def __getitem__(self, i):
+                if i == 17:
+                    raise OSError("sample 17 is unreadable")
+                return original(self, i)
+
+        samples.__class__ = Broken
+        return samples
+
+
+class Unreduced(Toy):
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Empty(Toy):
+    def dataset(self):
+        return []

@@ -1,0 +1,115 @@
+"""A run started as a user starts it, and everything a test may do to it from outside."""
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+JOBS = Path(__file__).parent / "jobs"
+PATIENCE_S = 150.0
+
+
+def environment(temp: Path) -> dict[str, str]:
+    """No cluster of this machine is found, none is touched."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)}
+
+
+class LiveRun:
+    """`elastic run` in a process of its own. Use as a context manager."""
+
+    def __init__(self, target: str, storage: Path, name: str, ray_temp: Path, **options):
+        self.directory = storage / name
+        arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
+        defaults = {"steps": 30, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"}
+        for key, value in {**defaults, **options}.items():
+            if key == "set":
+                for setting in value:
+                    arguments += ["--set", setting]
+            elif value is True:
+                arguments.append(f"--{key}")
+            else:
+                arguments += [f"--{key.replace('_', '-')}", str(value)]
+        self.command = [sys.executable, "-m", "elastic", *arguments]
+        self.env = environment(ray_temp)
+        self.seen_pids: set[int] = set()
+
+    def __enter__(self) -> "LiveRun":
+        self.process = subprocess.Popen(
+            self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+            self.process.kill()
+
+    # --- what it says -----------------------------------------------------------
+    def status(self) -> dict:
+        try:
+            return json.loads((self.directory / "status.json").read_text())
+        except FileNotFoundError:
+            return {"phase": "absent", "step": 0, "workers": [], "standby": [], "world_size": 0}
+
+    def wait_for(self, what, patience_s: float = PATIENCE_S) -> dict:
+        """Poll status.json until `what(status)`; fails the test if the run ends before."""
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            status = self.status()
+            rows = [*status["workers"], *status["standby"]]
+            self.seen_pids |= {r["pid"] for r in rows if r["pid"]}
+            if what(status):
+                return status
+            if self.process.poll() is not None:
+                out, err = self.process.communicate()
+                raise AssertionError(f"the run ended early:\n{status}\n{out}\n{err}")
+            time.sleep(0.01)  # polling, bounded by the deadline
+        raise AssertionError(f"not in {patience_s} s: {self.status()}")
+
+    def finish(self, patience_s: float = PATIENCE_S) -> dict:
+        """Wait for the end: {"status", "out", "err", "result"}."""
+        deadline = time.monotonic() + patience_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            rows = [*self.status()["workers"], *self.status()["standby"]]
+            self.seen_pids |= {r["pid"] for r in rows if r["pid"]}
+            time.sleep(0.05)  # polling, bounded by the deadline
+        assert self.process.poll() is not None, f"still runs: {self.status()}"
+        out, err = self.process.communicate()
+        path = self.directory / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        return {"status": self.process.returncode, "out": out, "err": err, "result": result}
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]
+
+    # --- what is done to it ---------------------------------------------------------
+    def kill(self, rank: int) -> float:
+        """SIGKILL the worker with this rank; returns the Unix time."""
+        pid = next(w["pid"] for w in self.status()["workers"] if w["rank"] == rank)
+        at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+
+def assert_complete(run: LiveRun, steps: int) -> None:
+    """metrics.jsonl and samples.jsonl have every step once."""
+    assert [m["step"] for m in run.lines("metrics.jsonl")] == list(range(1, steps + 1))
+    assert [s["step"] for s in run.lines("samples.jsonl")] == list(range(1, steps + 1))
+
+
+def leftovers(pids) -> list[int]:
+    """Those of `pids` that still run, zombies apart."""
+    alive = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                alive.append(pid)
+    return alive

@@ -1,0 +1,84 @@
+"""The weights and samples of a run do not see its history: real processes, real SIGKILLs."""
+import time
+
+import pytest
+
+from tests.cluster.live import assert_complete, leftovers
+
+
+def assert_equals_reference(run, end, reference):
+    sha256, samples = reference
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["outcome"] == "succeeded"
+    assert end["result"]["lost_steps"] == 0
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, end["result"]["steps"])
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_weights_are_equal_bit_for_bit_at_every_world_size(start, reference, workers):
+    with start("Toy", workers=workers) as run:
+        assert_equals_reference(run, run.finish(), reference("Toy"))
+
+
+def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, reference):
+    options = {"steps": 150, "set": ["sleep=0.01"], "clip_norm": 1.0}
+    with start("Toy", workers="2..3", **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+        killed_at = run.kill(rank=0)
+        run.wait_for(lambda s: s["world_size"] == 2)
+        run.wait_for(lambda s: s["world_size"] == 3)
+        run.kill(rank=1)
+        end = run.finish()
+        after = min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > killed_at)
+        assert after - killed_at < 10, "survivors waited for a replacement"
+        pids = run.seen_pids
+    options["set"] = ["sleep=0.0"]
+    assert_equals_reference(run, end, reference("Toy", steps=150, clip_norm=1.0))
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"] * 2
+    for recovery in end["result"]["recoveries"]:
+        parts = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
+        assert sum(recovery[p] for p in parts) == pytest.approx(recovery["total_s"])
+    assert leftovers(pids) == []
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
+def test_a_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
+    settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
+    with start("DiesOnce", workers="2..3", set=settings) as run:
+        end = run.finish()
+    assert (tmp_path / "died").exists()
+    assert_equals_reference(run, end, reference("Toy"))
+
+
+def test_fast_reduction_uses_the_same_samples_and_divisor(start, reference):
+    with start("Toy", workers=3, reduction="fast", set=["weighted=True"]) as run:
+        end = run.finish()
+    with start("Toy", "two", workers=2, set=["weighted=True"]) as bitwise:
+        bitwise_end = bitwise.finish()
+    assert end["status"] == bitwise_end["status"] == 0
+    assert run.lines("samples.jsonl") == bitwise.lines("samples.jsonl")
+    losses = [[m["loss"] for m in r.lines("metrics.jsonl")] for r in (run, bitwise)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_below_min_the_run_waits_and_says_so(start, reference):
+    with start("Toy", workers=2, steps=60, set=["sleep=0.01"]) as run:
+        run.wait_for(lambda s: s["step"] > 5)
+        run.kill(rank=1)
+        waiting = run.wait_for(lambda s: s["phase"] == "waiting")
+        assert "at least 2 workers" in waiting["reason"]
+        end = run.finish()
+    assert_equals_reference(run, end, reference("Toy", steps=60))
+
+
+def test_a_warm_standby_takes_over(start, reference):
+    with start("Toy", workers=2, standby=1, steps=100, set=["sleep=0.01"]) as run:
+        run.wait_for(lambda s: s["step"] > 5 and any(w["state"] == "standby" for w in s["standby"]))
+        began = time.monotonic()
+        run.kill(rank=0)
+        run.wait_for(lambda s: s["generation"] == 2 and s["phase"] == "running")
+        assert time.monotonic() - began < 2.5, "a cold start takes longer"
+        end = run.finish()
+    assert_equals_reference(run, end, reference("Toy", steps=100))

@@ -1,0 +1,60 @@
+"""What FakeCluster knows of a worker and of a process group, and what shall go wrong."""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from elastic.control.state import Command, Form
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """What shall go wrong; every number is a budget, the seed decides when."""
+
+    kills: int = 0
+    kill_chance: float = 0.01
+    kill_modes: tuple[str, ...] = ()  # empty: whatever the worker does
+    stillborn: int = 0
+    stuck: int = 0  # freeze when told to form; noticed after 100 s
+    sync_failures: int = 0
+    user_failure: float = 0.0
+    stop_at: float | None = None
+    slots: tuple[tuple[float, int], ...] = ((0.0, 1000),)  # from when on, how many
+    eval_every: int = 0
+    slow_detection: float = 0.0  # chance
+
+
+@dataclass(eq=False)
+class Worker:
+    number: int
+    is_alive: bool = True
+    is_up: bool = False
+    is_stuck: bool = False
+    step: int = -1
+    state: int = 0
+    prepared: int | None = None  # the state that the reduced gradient leads to
+    source: "Worker | None" = None
+    is_copying: bool = False
+    has_complained: bool = False  # sent SyncFailed, has no new source yet
+    mode: str = "idle"
+    form: Form | None = None
+    rank: int = -1
+    wants_pause: bool = False
+    evaluated: int = 0
+    inbox: deque[Command] = field(default_factory=deque)
+
+
+@dataclass(eq=False)
+class Group:
+    """A generation's process group."""
+
+    members: list[Worker]
+    arrived: set[int] = field(default_factory=set)
+    contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
+    pause_at: set[int] = field(default_factory=set)
+    is_broken: bool = False
+
+    def has_gap(self) -> bool:
+        return self.is_broken or any(not w.is_alive for w in self.members)
+
+    def is_complete(self, step: int, what: str) -> bool:
+        return len(self.contributed[step, what]) == len(self.members)

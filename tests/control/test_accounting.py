@@ -1,0 +1,129 @@
+"""Goodput, badput and recoveries of small hand-made runs."""
+
+import pytest
+
+from elastic.control.accounting import Account, Recovery, account, open_account
+from elastic.control.state import (
+    Committed,
+    Decision,
+    Done,
+    Ended,
+    Event,
+    Joined,
+    Ledger,
+    Limits,
+    Loaded,
+    Paused,
+    Phase,
+    Running,
+    Suspended,
+    Synced,
+    Tick,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.control.transition import start, transition
+from elastic.protocol.membership import Membership
+
+LIMITS = Limits(
+    min_workers=1,
+    max_workers=2,
+    standby=0,
+    steps=4,
+    max_failures=2,
+    join_timeout_s=30,
+    confirm_timeout_s=3,
+)
+BEGIN: list[Event] = [
+    WorkerReady(0, 2.0),
+    Loaded(0, 0, 3.0),
+    Joined(1, 0, 0.0, 4.0),
+    WorkerReady(1, 4.0),
+    Committed(1, 1, 1.0, 6.0),
+    Synced(1, 6.5),
+    Committed(1, 2, 1.0, 7.0),
+    Paused(1, 0, 2, 7.0),
+    Joined(2, 0, 0.0, 7.25),
+    Joined(2, 1, 0.1, 7.5),
+]
+
+
+def play(events: list[Event]) -> tuple[Account, Decision]:
+    decision = start(LIMITS, 0.0)
+    so_far = open_account(0.0)
+    for event in events:
+        before = decision
+        decision = transition(before.ledger, before.phase, event, LIMITS)
+        so_far = account(so_far, event, before.phase, before.ledger.generation, decision)
+    return so_far, decision
+
+
+def test_every_second_of_a_run_with_one_loss_is_in_one_place():
+    so_far, _ = play(
+        [
+            *BEGIN,
+            Committed(2, 3, 1.0, 8.5),
+            WorkerLost(0, "process_died", last_seen=9.0, at=9.25),
+            Suspended(2, 1, 3, False, False, 9.5),
+            Joined(3, 0, 0.25, 10.0),
+            Committed(3, 4, 1.0, 11.0),
+            Done(3, 0, 4, 11.0),
+            Ended(3, 0, "ab", 11.5),
+        ]
+    )
+    assert so_far.badput_s == {
+        "starting": 4.0,
+        "growing": 0.5,
+        "retried": 0.5,  # 8.5 to the last sign of life
+        "recovering": 1.0,
+        "ending": 0.5,
+    }
+    assert so_far.goodput_s == 5.0
+    assert so_far.goodput == pytest.approx(5.0 / 11.5)
+    assert so_far.recoveries == (
+        Recovery(
+            cause="process_died",
+            detect_s=0.25,
+            fence_s=0.25,
+            form_s=0.25,
+            state_s=0.25,
+            first_step_s=1.0,
+            total_s=2.0,
+            lost_steps=0,
+        ),
+    )
+    assert so_far.lost_steps == 0
+
+
+def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
+    so_far, _ = play(
+        [
+            *BEGIN,
+            WorkerLost(0, "node_died", 8.0, 8.0),
+            WorkerLost(1, "node_died", 8.0, 8.0),
+            WorkerReady(2, 10.0),
+            Loaded(2, 0, 11.0),
+            Joined(3, 0, 0.0, 11.5),
+            Committed(3, 1, 1.0, 12.0),
+        ]
+    )
+    assert (so_far.lost_steps, so_far.step) == (2, 1)
+    assert so_far.badput_s["rolled_back"] == 3.0  # both steps took 3 s together
+    assert so_far.badput_s["waiting"] == 3.0
+    assert so_far.goodput_s == 0.5
+    (recovery,) = so_far.recoveries
+    assert (recovery.cause, recovery.lost_steps, recovery.total_s) == ("node_died", 2, 4.0)
+    assert recovery.fence_s == 3.0
+
+
+def test_joins_are_no_recoveries_and_repeated_commits_no_steps():
+    so_far, _ = play([*BEGIN, Committed(2, 2, 1.0, 8.0)])
+    assert so_far.recoveries == ()
+    assert (so_far.step, so_far.goodput_s) == (2, 3.0)
+
+
+def test_ticks_without_news_may_be_left_out():
+    phase: Phase = Running(Membership(1, (0,)))
+    so_far = open_account(0.0)
+    ledger = Ledger(generation=1)
+    assert account(so_far, Tick(5.0), phase, 1, Decision(ledger, phase)) == so_far

@@ -1,0 +1,105 @@
+"""The rule of DESIGN.md section 2, "Hung", case by case."""
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.control.suspicion import (
+    Heartbeat,
+    Watch,
+    is_awaited,
+    suspects,
+    suspicion,
+    watch,
+)
+
+BEAT = Heartbeat(
+    worker=1,
+    generation=4,
+    step=9,
+    phase="forward",
+    phase_s=6.0,
+    p95_s=1.0,
+    waits_for_peers=False,
+    process_state="R",
+)
+WAITING = replace(BEAT, worker=2, phase="reduce", phase_s=4.0, waits_for_peers=True)
+
+
+def test_a_worker_that_a_peer_waits_for_far_longer_than_usual_is_suspect():
+    assert suspicion(Watch(BEAT, 10.0), 4.0, 10.0, detect_s=3.0) == (
+        "a peer has waited for it for 4.0 s; 6.0 s in forward of step 9 (usually under 1.00 s)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("beat", "awaited_s"),
+    [
+        (BEAT, None),  # nobody waits, it is heard
+        (BEAT, 2.0),  # not for long
+        (replace(BEAT, phase_s=4.9), 4.0),  # within five times its usual time
+        (replace(BEAT, p95_s=None, phase_s=299.0), 299.0),  # first step, compilation, user code
+    ],
+)
+def test_patience(beat: Heartbeat, awaited_s: float | None):
+    assert suspicion(Watch(beat, 10.0), awaited_s, 10.0, detect_s=3.0) is None
+
+
+def test_without_a_usual_time_patience_is_a_hundred_times_longer():
+    beat = replace(BEAT, p95_s=None, phase_s=301.0)
+    assert suspicion(Watch(beat, 10.0), 290.0, 10.0, detect_s=3.0)
+
+
+def test_silence_counts_as_time_in_the_phase():
+    silent = Watch(replace(BEAT, phase_s=0.5), 10.0)
+    assert suspicion(silent, None, 14.0, detect_s=3.0) is None
+    assert suspicion(silent, None, 15.0, detect_s=3.0) == (
+        "no heartbeat for 5.0 s; 5.5 s in forward of step 9 (usually under 1.00 s)"
+    )
+
+
+def test_a_stopped_process_is_suspect_however_long_its_phase_may_take():
+    beat = replace(BEAT, p95_s=None, process_state="T")
+    seen = watch(watch(None, beat, 10.0), beat, 12.0)
+    assert suspicion(seen, None, 12.9, detect_s=3.0) is None
+    assert suspicion(seen, None, 13.5, detect_s=3.0) == "its process has been stopped for 3.5 s"
+    assert watch(seen, replace(beat, process_state="S"), 13.0).stopped_since is None
+
+
+def test_a_dead_process_is_suspect_at_once():
+    beat = replace(BEAT, process_state="Z")
+    assert suspicion(Watch(beat, 10.0), None, 10.0, 3.0) == "its process is dead (state Z)"
+
+
+def test_hang_detection_can_be_off():
+    silent = Watch(replace(BEAT, process_state="Z"), 0.0)
+    assert suspicion(silent, 1e9, 1e9, detect_s=None) is None
+
+
+def test_who_waits_is_waited_for_only_by_those_ahead():
+    assert is_awaited(BEAT, WAITING)
+    assert not is_awaited(WAITING, BEAT)
+    assert not is_awaited(replace(WAITING, worker=3), WAITING)
+    assert is_awaited(replace(WAITING, worker=3, step=8), WAITING)
+    assert not is_awaited(replace(BEAT, generation=3), WAITING)
+    assert not is_awaited(WAITING, WAITING)
+
+
+def test_suspects_agrees_with_the_rule_for_pairs():
+    beats = [
+        BEAT,
+        WAITING,
+        replace(WAITING, worker=3, phase_s=9.0, p95_s=0.1),
+        replace(WAITING, worker=4, step=8, phase_s=9.0, p95_s=0.1),
+        replace(BEAT, worker=5, generation=3, phase_s=99.0),
+        replace(BEAT, worker=6, phase_s=2.0),
+    ]
+    watches = [Watch(b, 10.0) for b in beats]
+    expected: dict[int, str] = {}
+    for w in watches:
+        waits = [p.phase_s for p in beats if is_awaited(w.heartbeat, p)]
+        why = suspicion(w, max(waits, default=None), 10.0, 3.0)
+        if why:
+            expected[w.heartbeat.worker] = why
+    assert dict(suspects(watches, 10.0, 3.0)) == expected
+    assert sorted(expected) == [1, 4]

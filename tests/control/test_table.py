@@ -1,0 +1,97 @@
+"""Every (phase, event) pair is decided, ignored with a reason, or known to be impossible."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from elastic.control import state
+from elastic.control.state import (
+    Cancelled,
+    CollectiveFailed,
+    Committed,
+    Done,
+    Ended,
+    Ending,
+    Event,
+    Finished,
+    Forming,
+    Joined,
+    Loaded,
+    Paused,
+    Pausing,
+    Phase,
+    Running,
+    StopRequested,
+    Suspended,
+    Suspending,
+    Synced,
+    SyncFailed,
+    Tick,
+    UserFailed,
+    Waiting,
+    WorkerReady,
+)
+from elastic.control.transition import IGNORED, UnexpectedEvent, transition
+from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, some, suspended
+
+PHASES: tuple[Phase, ...] = (
+    Waiting("few"),
+    Forming(ABC, 99.0),
+    Running(ABC),
+    Pausing(ABC),
+    Suspending(ABC, some(2), None),
+    Ending(ABC, "succeeded", "", 99.0),
+    Finished("failed", ""),
+)
+SAMPLES: tuple[Event, ...] = (
+    WorkerReady(3, 1.0),
+    lost(0),
+    lost(4),
+    lost(77),
+    Loaded(5, 40, 1.0),
+    Synced(6, 1.0),
+    SyncFailed(6, "gone", 1.0),
+    SyncFailed(1, "gone", 1.0),
+    StopRequested("SIGINT", 1.0),
+    UserFailed(0, "no", 1.0),
+    Cancelled("stopped", "SIGINT twice", 1.0),
+    Joined(7, 0, 0.0, 1.0),
+    Committed(7, 41, 0.1, 1.0),
+    Paused(7, 0, 41, 1.0),
+    CollectiveFailed(7, 0, "reset", 1.0),
+    suspended(0, 41),
+    Done(7, 0, 100, 1.0),
+    Ended(7, 0, "ab", 1.0),
+    Tick(1.0),
+)
+# A member answers only Abort with Suspended and only Finish with Ended, and by the order of its
+# reports it has said all else before the run is Ending. These would be bugs, and are told so.
+IMPOSSIBLE = {
+    *((phase, Suspended) for phase in (Forming, Running, Pausing, Ending)),
+    *((phase, Ended) for phase in (Forming, Running, Pausing, Suspending)),
+    *((Ending, event) for event in (Joined, Committed, Paused, Done)),
+}
+
+
+def test_samples_cover_every_phase_and_event():
+    assert {type(e) for e in SAMPLES} == set(get_args(state.Event))
+    assert {type(p) for p in PHASES} == set(get_args(state.Phase))
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("event", SAMPLES, ids=str)
+def test_every_pair_is_decided_or_ignored_with_a_reason(phase: Phase, event: Event):
+    ledger = replace(LEDGER, spawned=some(3), ready=some(4), loading=some(5), syncing=some(6))
+    pair = (type(phase), type(event))
+    if pair in IMPOSSIBLE:
+        with pytest.raises(UnexpectedEvent):
+            transition(ledger, phase, event, LIMITS)
+        return
+    decision = transition(ledger, phase, event, LIMITS)
+    if pair in IGNORED:
+        assert IGNORED[pair]
+        assert decision == (ledger, phase, (), "")
+    if decision.commands:
+        assert decision.reason
+        assert "\n" not in decision.reason

@@ -1,0 +1,403 @@
+"""Examples of single decisions, whole values compared; and the table of (phase, event) pairs."""
+
+from dataclasses import replace
+
+from elastic.control.state import (
+    Abort,
+    CollectiveFailed,
+    Command,
+    Committed,
+    Done,
+    Ended,
+    Ending,
+    Event,
+    Finish,
+    Finished,
+    Form,
+    Forming,
+    Joined,
+    Ledger,
+    Limits,
+    Load,
+    Loaded,
+    Pause,
+    Paused,
+    Pausing,
+    Phase,
+    Retire,
+    Running,
+    Spawn,
+    StopRequested,
+    Suspended,
+    Suspending,
+    Sync,
+    Synced,
+    SyncFailed,
+    Tick,
+    UserFailed,
+    Waiting,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.control.transition import start, transition
+from elastic.protocol.membership import Membership, NumberSet
+
+LIMITS = Limits(
+    min_workers=2,
+    max_workers=3,
+    standby=0,
+    steps=100,
+    max_failures=2,
+    join_timeout_s=30,
+    confirm_timeout_s=3,
+)
+ABC = Membership(7, (0, 1, 2))
+LEDGER = Ledger(generation=7, step=40, next_worker=3)
+
+
+def some(*numbers: int) -> NumberSet:
+    return NumberSet.of(numbers)
+
+
+def play(ledger: Ledger, phase: Phase, *events: Event, limits: Limits = LIMITS):
+    commands: list[Command] = []
+    for event in events:
+        ledger, phase, new, _ = transition(ledger, phase, event, limits)
+        commands += new
+    return ledger, phase, commands
+
+
+def lost(worker: int, at: float = 9.0) -> WorkerLost:
+    return WorkerLost(worker, "process_died", at - 0.1, at)
+
+
+def suspended(rank: int, step: int, *, prepared: bool = False, evaluating: bool = False, at=9.0):
+    return Suspended(7, rank, step, prepared, evaluating, at)
+
+
+# --- start --------------------------------------------------------------------
+def test_a_run_starts_at_min_and_grows_to_max():
+    decision = start(LIMITS, 0.0)
+    assert decision.commands == (Spawn((0, 1, 2)),)
+    ledger, phase, commands = play(
+        decision.ledger,
+        decision.phase,
+        WorkerReady(1, 1.0),
+        WorkerReady(0, 1.0),
+        Loaded(1, 0, 2.0),
+        Synced(0, 3.0),
+    )
+    two = Membership(1, (1, 0))
+    assert commands == [Load(1), Sync(0, 1), Form(two, 0)]
+    assert phase == Forming(two, 33.0)
+    ledger, phase, commands = play(
+        ledger,
+        phase,
+        Joined(1, 0, 0.0, 4.0),
+        Joined(1, 1, 0.0, 4.0),
+        WorkerReady(2, 5.0),
+        Synced(2, 6.0),
+        Paused(1, 0, 3, 7.0),
+        Paused(1, 1, 3, 7.0),
+    )
+    three = Membership(2, (1, 0, 2))
+    assert commands == [Sync(2, 0), Pause(two), Form(three, 3)]
+    assert phase == Forming(three, 37.0)
+    assert ledger == Ledger(generation=2, step=3, next_worker=3)
+
+
+def test_warm_standbys_wait_without_state():
+    limits = replace(LIMITS, standby=1)
+    ledger = replace(LEDGER, spawned=some(3), next_worker=4)
+    ledger, phase, commands = play(ledger, Running(ABC), WorkerReady(3, 1.0), limits=limits)
+    assert (ledger.ready, phase, commands) == (some(3), Running(ABC), [])
+
+
+# --- losses -------------------------------------------------------------------
+def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
+    ledger, phase, commands = play(
+        LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40)
+    )
+    two = Membership(8, (1, 2))
+    assert commands == [Abort(ABC), Form(two, 40), Spawn((3,))]
+    assert phase == Forming(two, 39.0)
+    assert ledger == Ledger(8, 40, failures=1, next_worker=4, spawned=some(3))
+
+
+def test_a_loss_says_who_how_many_are_left_and_the_budget():
+    decision = transition(LEDGER, Running(ABC), lost(1), LIMITS)
+    assert decision.reason == "w1 lost (process_died), 2 of 3 left, min 2, budget 1/2"
+
+
+def test_a_survivor_that_only_prepared_the_step_rolls_forward():
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), lost(0), suspended(1, 40, prepared=True), suspended(2, 41)
+    )
+    assert commands[1] == Form(Membership(8, (1, 2)), 41, roll_forward=(1,), vote_of=2)
+    assert ledger.step == 41
+
+
+def test_the_step_that_only_the_lost_rank_committed_is_kept_by_its_reported_vote():
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Committed(7, 41, 0.1, 8.0),
+        lost(0),
+        suspended(1, 40, prepared=True),
+        suspended(2, 40, prepared=True),
+    )
+    assert commands[1] == Form(Membership(8, (1, 2)), 41, roll_forward=(1, 2), vote_of=None)
+    assert ledger.step == 41
+
+
+def test_a_commit_heard_after_the_abort_still_counts():
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        lost(0),
+        suspended(1, 40, prepared=True),
+        Committed(7, 41, 0.1, 9.0),
+        suspended(2, 40, prepared=True),
+    )
+    assert commands[1] == Form(Membership(8, (1, 2)), 41, roll_forward=(1, 2), vote_of=None)
+    assert (ledger.step, ledger.failures) == (41, 1)
+
+
+def test_a_laggard_without_gradient_copies_the_state_again():
+    limits = replace(LIMITS, min_workers=1)
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 41), limits=limits
+    )
+    assert commands == [Abort(ABC), Form(Membership(8, (2,)), 41), Spawn((3,))]
+    assert ledger.ready == some(1)
+
+
+def test_below_min_the_survivors_wait_and_keep_the_state():
+    ledger, phase, commands = play(LEDGER, Running(ABC), lost(0), lost(2), suspended(1, 40))
+    assert phase == Waiting("1 of at least 2 workers left, step 40")
+    assert commands == [Abort(ABC), Spawn((3, 4))]
+    assert ledger == Ledger(7, 40, 2, next_worker=5, spawned=some(3, 4), holders=some(1))
+    _, phase, commands = play(ledger, phase, WorkerReady(4, 10.0), Synced(4, 11.0))
+    assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
+
+
+def test_when_all_state_is_lost_it_is_loaded_again():
+    ledger = replace(LEDGER, ready=some(5))
+    ledger, _, commands = play(ledger, Running(Membership(7, (0,))), lost(0), Loaded(5, 20, 12.0))
+    assert commands == [Abort(Membership(7, (0,))), Load(5), Spawn((3, 4))]
+    assert (ledger.step, ledger.holders) == (20, some(5))
+
+
+def test_while_a_survivor_evaluates_the_survivors_go_on_alone_and_pause():
+    ledger = replace(LEDGER, synced=some(5))
+    events = (lost(0), lost(1), suspended(2, 40, evaluating=True))
+    ledger, phase, commands = play(ledger, Running(ABC), *events)
+    alone = Membership(8, (2,))
+    assert commands[1] == Form(alone, 40, then_pause=True)
+    _, phase, commands = play(ledger, phase, Joined(8, 0, 0.0, 9.5), Paused(8, 0, 40, 10.0))
+    assert commands == [Form(Membership(9, (2, 5)), 40)]
+    assert isinstance(phase, Forming)
+
+
+def test_a_spent_budget_ends_the_run_with_the_reason():
+    ledger = replace(LEDGER, failures=2, ready=some(4))
+    decision = transition(ledger, Running(ABC), lost(1), LIMITS)
+    reason = "w1 lost (process_died): 3 losses since step 40 was committed, max_failures is 2"
+    assert decision.phase == Finished("failed", reason)
+    assert decision.commands == (Retire((0, 2, 4)),)
+
+
+def test_a_committed_step_renews_the_budget_but_a_repeated_one_does_not():
+    ledger = replace(LEDGER, failures=2)
+    assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].failures == 2
+    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
+
+
+def test_workers_that_die_before_they_take_part_are_replaced_ever_more_slowly():
+    ledger = replace(LEDGER, spawned=some(3), next_worker=4)
+    two = Running(Membership(7, (0, 1)))
+    ledger, _, commands = play(ledger, two, lost(3, 10.0), Tick(10.5), Tick(11.0))
+    assert commands == [Spawn((4,))]
+    ledger, _, commands = play(ledger, two, lost(4, 12.0), Tick(13.5), Tick(14.0))
+    assert commands == [Spawn((5,))]
+
+
+def test_a_run_whose_workers_never_start_fails():
+    decision = start(LIMITS, 0.0)
+    _, phase, _ = play(decision.ledger, decision.phase, lost(0), lost(1), lost(2))
+    assert phase == Finished(
+        "failed",
+        "3 workers in a row died before they took part, the last w2 (process_died); "
+        "max_failures is 2",
+    )
+
+
+# --- generations that fail without a known loss -------------------------------------
+def test_a_failed_collective_waits_for_the_loss_that_explains_it():
+    failed = CollectiveFailed(7, 1, "connection reset", 9.0)
+    _, _, commands = play(
+        LEDGER, Running(ABC), failed, suspended(1, 40), suspended(2, 40), lost(0, 9.1)
+    )
+    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40), Spawn((3,))]
+
+
+def test_a_failed_collective_that_no_loss_explains_surfaces():
+    failed = CollectiveFailed(7, 1, "connection reset", 9.0)
+    answers = [suspended(rank, 40) for rank in range(3)]
+    _, phase, commands = play(LEDGER, Running(ABC), failed, *answers, Tick(11.9), Tick(12.0))
+    assert phase == Finished("failed", "no worker is lost, but connection reset")
+    assert commands == [Abort(ABC), Retire((0, 1, 2))]
+
+
+def test_who_does_not_answer_after_a_failed_collective_is_given_up():
+    failed = CollectiveFailed(7, 1, "connection reset", 9.0)
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), failed, suspended(1, 40), suspended(2, 40), Tick(12.0)
+    )
+    assert commands == [Abort(ABC), Retire((0,)), Form(Membership(8, (1, 2)), 40), Spawn((3,))]
+    assert ledger.failures == 1
+
+
+def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
+    forming = Forming(ABC, 30.0, joined=some(0))
+    ledger, _, commands = play(
+        LEDGER,
+        forming,
+        SyncFailed(2, "source is gone", 5.0),
+        suspended(0, 40),
+        suspended(1, 40),
+        suspended(2, -1),
+    )
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
+    assert (ledger.ready, ledger.failures) == (some(2), 0)
+
+
+def test_a_newcomer_that_holds_the_step_counts_as_a_survivor():
+    _, _, commands = play(LEDGER, Forming(ABC, 30.0), lost(0), suspended(1, 40), suspended(2, 40))
+    assert commands[1] == Form(Membership(8, (1, 2)), 40)
+
+
+def test_the_step_falls_by_one_when_only_a_follower_of_the_lost_holder_is_left():
+    limits = replace(LIMITS, min_workers=1)
+    forming = Forming(Membership(7, (0, 1)), 30.0)
+    decision = transition(LEDGER, forming, lost(0), limits)
+    decision = transition(decision.ledger, decision.phase, suspended(1, 39), limits)
+    assert decision.commands[0] == Form(Membership(8, (1,)), 39)
+    assert decision.reason.startswith("whoever held step 40 is lost: back to 39; generation 8")
+
+
+def test_a_generation_that_does_not_form_in_time_gives_up_the_silent():
+    forming = Forming(ABC, 30.0, joined=some(0))
+    ledger, _, commands = play(
+        LEDGER,
+        forming,
+        Tick(30.0),
+        suspended(0, 40, at=30.1),
+        suspended(1, 40, at=30.1),
+        Tick(33.0),
+    )
+    assert commands == [Abort(ABC), Retire((2,)), Form(Membership(8, (0, 1)), 40), Spawn((3,))]
+    assert ledger.failures == 1
+
+
+def test_a_generation_that_did_not_form_although_all_live_is_tried_again_at_a_cost():
+    answers = [suspended(rank, 40, at=30.1) for rank in range(3)]
+    ledger, _, commands = play(LEDGER, Forming(ABC, 30.0), Tick(30.0), *answers)
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
+    assert ledger.failures == 1
+
+
+# --- the fence ------------------------------------------------------------------
+def test_nothing_from_a_dead_generation_counts():
+    late: tuple[Event, ...] = (
+        Joined(6, 0, 0.0, 1.0),
+        Committed(6, 99, 0.1, 1.0),
+        Paused(6, 0, 99, 1.0),
+        CollectiveFailed(6, 0, "reset", 1.0),
+        Suspended(6, 0, 99, False, False, 1.0),
+        Done(6, 0, 99, 1.0),
+        Ended(6, 0, "x", 1.0),
+    )
+    for phase in (Running(ABC), Waiting("few"), Finished("failed", "")):
+        assert play(LEDGER, phase, *late) == (LEDGER, phase, [])
+
+
+def test_a_lost_member_cannot_answer():
+    suspending = Suspending(ABC, some(0), None)
+    assert play(LEDGER, suspending, suspended(0, 99)) == (LEDGER, suspending, [])
+
+
+def test_a_worker_that_is_no_part_of_the_run_is_retired():
+    for phase in (Running(ABC), Finished("succeeded", "")):
+        assert play(LEDGER, phase, WorkerReady(9, 1.0)) == (LEDGER, phase, [Retire((9,))])
+
+
+# --- stop and end ------------------------------------------------------------------
+def test_a_requested_stop_pauses_at_a_step_boundary_and_says_the_hash():
+    pauses = [Paused(7, rank, 41, 2.0) for rank in range(3)]
+    _, phase, commands = play(LEDGER, Running(ABC), StopRequested("SIGINT", 1.0), *pauses)
+    assert commands == [Pause(ABC), Finish(ABC, "stopped")]
+    assert phase == Ending(ABC, "stopped", "SIGINT", 32.0)
+    _, phase, commands = play(LEDGER, phase, *(Ended(7, rank, "ab", 3.0) for rank in range(3)))
+    assert phase == Finished("stopped", "SIGINT", "ab")
+    assert commands == [Retire((0, 1, 2))]
+
+
+def test_a_stop_before_anybody_holds_the_state_ends_at_once():
+    decision = start(LIMITS, 0.0)
+    stop = StopRequested("SIGINT", 1.0)
+    _, phase, commands = play(decision.ledger, decision.phase, WorkerReady(0, 0.5), stop)
+    assert phase == Finished("stopped", "SIGINT")
+    assert commands == [Load(0), Retire((0, 1, 2))]
+
+
+def test_a_stop_while_waiting_lets_the_holders_end_it_even_below_min():
+    ledger = replace(LEDGER, holders=some(1), spawned=some(3))
+    _, _, commands = play(ledger, Waiting("few"), StopRequested("SIGINT", 1.0))
+    assert commands == [Form(Membership(8, (1,)), 40, then_pause=True)]
+
+
+def test_a_loss_during_a_stop_does_not_bring_replacements():
+    ledger = replace(LEDGER, stop="SIGINT")
+    pausing = Pausing(ABC, paused=some(1))
+    _, _, commands = play(ledger, pausing, lost(0), suspended(1, 41), suspended(2, 41))
+    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 41, then_pause=True)]
+
+
+def test_the_run_succeeds_when_every_loop_has_returned():
+    done = [Done(7, rank, 100, 2.0) for rank in range(3)]
+    _, phase, commands = play(LEDGER, Running(ABC), Committed(7, 100, 0.1, 1.0), *done)
+    assert commands == [Finish(ABC, "succeeded")]
+    why = "the training loop has returned after step 100"
+    assert phase == Ending(ABC, "succeeded", why, 32.0)
+
+
+def test_a_member_lost_at_the_end_only_reduces_who_must_say_the_hash():
+    ending = Ending(ABC, "succeeded", "", 32.0, ended=some(0, 1), weights_sha256="ab")
+    _, phase, commands = play(LEDGER, ending, lost(2))
+    assert phase == Finished("succeeded", "", "ab")
+    assert commands == [Retire((0, 1))]
+
+
+def test_differing_final_weights_fail_the_run():
+    ending = Ending(ABC, "succeeded", "", 32.0, ended=some(0), weights_sha256="ab")
+    _, phase, _ = play(LEDGER, ending, Ended(7, 2, "cd", 3.0))
+    assert phase == Finished(
+        "failed", "the final weights differ: rank 2 (w2) has cd, another rank ab"
+    )
+
+
+def test_after_the_last_step_survivors_below_min_still_finish():
+    ledger = replace(LEDGER, step=100)
+    events = (lost(0), lost(1), suspended(2, 100))
+    _, _, commands = play(ledger, Running(ABC, done=some(0)), *events)
+    assert commands[1] == Form(Membership(8, (2,)), 100)
+
+
+def test_a_user_error_fails_the_run_and_retires_everyone():
+    ledger = replace(LEDGER, ready=some(4), spawned=some(5))
+    message = "ValueError: no\n  File ..."
+    decision = transition(ledger, Running(ABC), UserFailed(1, message, 1.0), LIMITS)
+    assert decision.phase == Finished("failed", f"w1: {message}")
+    assert decision.commands == (Retire((0, 1, 2, 4, 5)),)
+    assert decision.reason == "w1: ValueError: no"

@@ -1,0 +1,191 @@
+"""The rooms of DESIGN.md section 4, checked from the source text: who may import whom.
+
+Every import counts, at module level or inside a function; the only difference between the two is
+that on_ray (whose functions run in an actor's process) and the composition root may import
+`workers`, `ray` and `torch` inside functions.
+"""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 400
+MAX_FIELDS = 25
+
+# room -> which of our rooms it may import anywhere
+ALLOWED = {
+    "elastic.protocol": {"elastic.protocol"},
+    "elastic.control": {"elastic.control", "elastic.protocol"},
+    "elastic.store": {"elastic.store", "elastic.protocol"},
+    "elastic.on_ray": {"elastic.on_ray", "elastic.store", "elastic.control", "elastic.protocol"},
+    "workers": {"workers", "elastic.protocol", "elastic.store"},
+    "elastic": {
+        "elastic",
+        "elastic.on_ray",
+        "elastic.store",
+        "elastic.control",
+        "elastic.protocol",
+        "workers",
+    },
+}
+ALLOWED_IN_FUNCTIONS = {**ALLOWED, "elastic.on_ray": ALLOWED["elastic.on_ray"] | {"workers"}}
+STDLIB_ONLY = ("elastic.protocol", "elastic.control")
+# third party -> rooms that may import it at module level (the root only inside functions)
+OWNERS = {"ray": ("elastic.on_ray",), "torch": ("workers",)}
+# a shipped workload is a user's file: it may use the public package
+PUBLIC = ("elastic",)
+
+
+class Import(NamedTuple):
+    name: str  # dotted module
+    is_deferred: bool  # inside a function, or only for type checking
+    line: int
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted module of ours; "" if it is not ours."""
+    parts = module.split(".")
+    if parts[0] == "workers":
+        return "workers"
+    if parts[0] != "elastic":
+        return ""
+    room = ".".join(parts[:2])
+    return room if room in ALLOWED else "elastic"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[Import]:
+    yield from walk(ast.parse(path.read_text()), module_of(path), False)
+
+
+def walk(node: ast.AST, module: str, is_deferred: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, is_deferred, child.lineno)
+        elif isinstance(child, ast.ImportFrom):
+            base = child.module or ""
+            if child.level:
+                package = module.split(".")[: -child.level]
+                base = ".".join([*package, base]).rstrip(".")
+            for alias in child.names:  # `from elastic import control` imports elastic.control
+                full = f"{base}.{alias.name}"
+                is_module = room_of(base) == "elastic" and room_of(full) != "elastic"
+                yield Import(full if is_module else base, is_deferred, child.lineno)
+        elif is_dynamic(child):
+            assert isinstance(child, ast.Call)
+            assert isinstance(child.args[0], ast.Constant)
+            yield Import(str(child.args[0].value), is_deferred, child.lineno)
+        deferred = is_deferred or isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        )
+        deferred = deferred or (
+            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        )
+        yield from walk(child, module, deferred)
+
+
+def is_dynamic(node: ast.AST) -> bool:
+    """A call of import_module("...") or __import__("...")."""
+    if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in ("import_module", "__import__")
+
+
+FILES = sorted([*(ROOT / "elastic").rglob("*.py"), *(ROOT / "workers").rglob("*.py")])
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_a_room_imports_only_what_it_may(path: Path):
+    here = room_of(module_of(path))
+    is_workload = module_of(path).startswith("workers.workloads")
+    for name, is_deferred, line in imports(path):
+        there, top = room_of(name), name.split(".")[0]
+        where = f"{named(path)}:{line} imports {name}"
+        if there:
+            allowed = (ALLOWED_IN_FUNCTIONS if is_deferred else ALLOWED)[here]
+            is_public = is_workload and name in PUBLIC
+            assert there in allowed or is_public, f"{where}; {here} may import {sorted(allowed)}"
+        elif here in STDLIB_ONLY:
+            assert top in sys.stdlib_module_names, f"{where}; {here} is standard library only"
+        if top in OWNERS:
+            is_owner = here in OWNERS[top]
+            is_root = here == "elastic" and is_deferred
+            may_defer = here == "elastic.on_ray" and is_deferred
+            assert is_owner or is_root or may_defer, f"{where}; {top} belongs to {OWNERS[top]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_files_are_short_and_say_what_lives_in_them(path: Path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_LINES, f"{named(path)} has more than {MAX_LINES} lines"
+    assert not text or ast.get_docstring(ast.parse(text)), f"{named(path)} has no docstring"
+
+
+def test_every_room_exists():
+    found = {room_of(module_of(path)) for path in FILES}
+    assert found == set(ALLOWED)
+
+
+@pytest.mark.parametrize("module", ["elastic", "elastic.controller", "elastic.control.transition"])
+def test_importing_it_loads_neither_ray_nor_torch(module: str):
+    code = f"import sys, {module}; print([m for m in ('ray', 'torch') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_run_config_has_few_fields_each_explained():
+    from elastic.config import RunConfig
+
+    names = [f.name for f in dataclasses.fields(RunConfig)]
+    assert len(names) <= MAX_FIELDS
+    tree = ast.parse((ROOT / "elastic/config.py").read_text())
+    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "RunConfig")
+    explained = {
+        field.target.id
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
+    assert set(names) <= explained, f"no docstring under {sorted(set(names) - explained)}"
+
+
+def test_imports_are_found_at_any_depth():
+    tree = ast.parse(
+        "import a\n"
+        "def f():\n    if x:\n        from b.c import d\n"
+        "    importlib.import_module('e')\n"
+        "class K:\n    import g\n"
+        "if TYPE_CHECKING:\n    import h\n"
+        "from elastic import control\n"
+        "from ..protocol import membership\n"
+    )
+    assert list(walk(tree, "elastic.control.somewhere", False)) == [
+        Import("a", False, 1),
+        Import("b.c", True, 4),
+        Import("e", True, 5),
+        Import("g", False, 7),
+        Import("h", True, 9),
+        Import("elastic.control", False, 10),
+        Import("elastic.protocol", False, 11),
+    ]
