@@ -3,6 +3,7 @@
 tensorboardX is imported when the first `Curves` is made.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,7 @@ class Curves:
     """The event file in a local folder; steps after `last_step` in older files are purged."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        # heavy, and only the controller's process needs it
-        import tensorboardX  # pyright: ignore[reportMissingTypeStubs]
-
-        self._writer: Any = tensorboardX.SummaryWriter(
+        self._writer: Any = import_without_torch().SummaryWriter(
             logdir=str(path), purge_step=last_step + 1 if path.exists() else None, flush_secs=5
         )
 
@@ -31,3 +29,16 @@ class Curves:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def import_without_torch() -> Any:
+    """tensorboardX, which would load torch if it could: 2 s of a core for scalars."""
+    is_absent = "torch" not in sys.modules
+    if is_absent:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        import tensorboardX  # pyright: ignore[reportMissingTypeStubs]
+    finally:
+        if is_absent:
+            del sys.modules["torch"]
+    return tensorboardX

@@ -109,10 +109,14 @@ def run_config(
     if config.storage is None:
         print(f"run directory: {place}", file=sys.stderr)
 
-    from elastic.on_ray.submission import RayDriver  # ray loads here
+    from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
     from elastic.supervisor import supervise
 
-    driver = RayDriver(config, folder=folder, detach=detach)
+    driver = RayDriver(ClusterRequest(
+        address=config.address, min_workers=config.min_workers,
+        num_slots=config.max_workers + config.standby, cpus_per_worker=config.cpus_per_worker,
+        device=config.device, folder=folder, detach=detach,
+    ))
     try:
         order = {
             "run_id": f"elastic-{secrets.token_hex(4)}", "token": secrets.token_hex(16),

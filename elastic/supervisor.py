@@ -11,14 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from elastic import controller
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
 from elastic.control.replay import Entry, Started, is_news
 from elastic.control.state import Decision
+from elastic.control.transition import UnexpectedEvent
 from elastic.curves import Curves
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import Hooks, RayCluster
@@ -66,8 +65,8 @@ class Supervisor:
         self._events = 0
         self._is_over = False
         self._storage_error = ""
-        self._host = ray.util.get_node_ip_address()
-        self._workload = ray.put(order["workload"])
+        self._host = actors.this_host()
+        self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
             token=order["token"],
             detect_s=self.config.detect_s,
@@ -81,6 +80,7 @@ class Supervisor:
         self.decision: Decision | None = None
 
     async def run(self) -> dict[str, Any]:
+        self._loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
@@ -90,6 +90,9 @@ class Supervisor:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self.cluster.now()
             )
+        except UnexpectedEvent as error:
+            log.exception("the decision core has no answer")
+            finished = s.Finished("failed", f"internal error: {error!r}")
         finally:
             self._is_over = True
             self._status_due.set()
@@ -105,7 +108,7 @@ class Supervisor:
 
     async def close(self) -> None:
         await self.cluster.close()
-        ray.kill(self.cluster.rendezvous, no_restart=True)
+        actors.end(self.cluster.rendezvous)
         self._writer.shutdown(wait=True)
 
     # --- workers ------------------------------------------------------------------
@@ -154,9 +157,15 @@ class Supervisor:
         for line in self._early_lines:
             directory.append_journal(line)
         self._early_lines = []
-        if directory.tensorboard is not None:
-            self.curves = Curves(directory.tensorboard, 0)
         return directory
+
+    def _draw(self, metrics: dict[str, Any]) -> None:
+        """TensorBoard curves; the writer's thread opens them with the first step."""
+        assert self.directory is not None
+        if self.curves is None and self.directory.tensorboard is not None:
+            self.curves = Curves(self.directory.tensorboard, metrics["step"] - 1)
+        if self.curves is not None:
+            self.curves.record(metrics)
 
     def _record(self, event: s.Event | None, decision: Decision) -> None:
         """Every event that mattered and what was decided, with its reason."""
@@ -199,8 +208,7 @@ class Supervisor:
         assert self.directory is not None
         self.last_metrics = line["metrics"]
         self._write(self.directory.record_step, line["metrics"], line["samples"])
-        if self.curves is not None:
-            self._write(self.curves.record, line["metrics"])
+        self._write(self._draw, line["metrics"])
 
     def _on_evaluation(self, values: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), "evaluation": values})
@@ -211,11 +219,15 @@ class Supervisor:
 
     def _on_written(self, future: "Future[Any]") -> None:
         error = future.exception()
-        if error is not None and not self._storage_error:
+        if isinstance(error, ValueError | AssertionError):  # a broken invariant of ours
+            self._loop.call_soon_threadsafe(self.cluster.cancel, "failed", f"record: {error}")
+        elif error is not None and not self._storage_error:
             self._storage_error = f"{type(error).__name__}: {error}"
             log.error('storage reason="%s"', self._storage_error)
             if self.config.on_storage_error == "fail":
-                self.cluster.cancel("failed", f"storage failed: {self._storage_error}")
+                self._loop.call_soon_threadsafe(
+                    self.cluster.cancel, "failed", f"storage failed: {self._storage_error}"
+                )
 
     # --- status and result ------------------------------------------------------------
     async def _keep_status(self) -> None:
@@ -282,8 +294,7 @@ class Supervisor:
             return
         self._write(self.directory.write_status, self._status(self.decision))
         self._write(self.directory.write_result, result)
-        if self.curves is not None:
-            self._write(self.curves.close)
+        self._write(lambda: self.curves.close() if self.curves is not None else None)
         self._write(self.directory.close)
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
 

@@ -74,9 +74,10 @@ class Group:
         return self._launch(lambda: self.backend.allreduce([tensor]))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
-        """`outputs[r]` becomes rank r's `tensor`; sizes may differ, so it is a broadcast to all."""
-        inputs = [tensor] * self.world_size
-        return self.all_to_all(outputs, inputs)
+        """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
+        if len({t.numel() for t in outputs}) == 1:
+            return self._launch(lambda: self.backend.allgather([list(outputs)], [tensor]))
+        return self.all_to_all(outputs, [tensor] * self.world_size)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

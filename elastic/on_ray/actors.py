@@ -75,7 +75,7 @@ class WorkerActor:
         """Train until the controller ends this process; raises what the user's code raises."""
         from workers.worker import Worker
 
-        spec = replace(spec, host=ray.util.get_node_ip_address())
+        spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
         Worker(spec, self._workload, node_id=node_id).run()
 
@@ -86,7 +86,7 @@ class RendezvousActor:
     def __init__(self) -> None:
         from workers.rendezvous import Rendezvous
 
-        self._rendezvous = Rendezvous(ray.util.get_node_ip_address())
+        self._rendezvous = Rendezvous(this_host())
 
     def open(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.open(generation)
@@ -119,3 +119,17 @@ def start_controller(
         "num_cpus": 0, "max_restarts": 0, "max_concurrency": 16,
     }
     return ray.remote(ControllerActor).options(**options).remote(supervise, order)
+
+
+def share(content: bytes) -> Any:
+    """A reference to `content` that every actor may be given."""
+    return ray.put(content)
+
+
+def this_host() -> str:
+    """The address of this node, as the others reach it."""
+    return ray.util.get_node_ip_address()
+
+
+def end(actor: ActorHandle[Any]) -> None:
+    ray.kill(actor, no_restart=True)

@@ -86,6 +86,7 @@ class RayCluster:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
         self.events: asyncio.Queue[s.Event] = asyncio.Queue()
         self._stores: dict[int, Any] = {}
+        self._tick_at = time.monotonic() + TICK_S
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self._handlers = {
@@ -168,6 +169,9 @@ class RayCluster:
 
     async def _form(self, form: s.Form) -> None:
         membership = form.membership
+        if form.step < self.recorded_step:  # its last holder is lost
+            await self.hooks.on_loaded(form.step)
+            self.recorded_step = form.step
         if membership.world_size > 1:
             self._open_store(membership.generation)
             store = list(await asyncio.wait_for(self._stores[membership.generation], START_STORE_S))
@@ -210,13 +214,15 @@ class RayCluster:
 
     # --- events -------------------------------------------------------------------
     async def next_event(self) -> s.Event:
-        if self.events.empty():
+        left_s = self._tick_at - time.monotonic()
+        if left_s > 0:
             try:
-                return await asyncio.wait_for(self.events.get(), TICK_S)
+                return await asyncio.wait_for(self.events.get(), left_s)
             except TimeoutError:
-                self._suspect()
-                return s.Tick(self.now())
-        return self.events.get_nowait()
+                pass  # time for a tick
+        self._tick_at = time.monotonic() + TICK_S
+        self._suspect()
+        return s.Tick(self.now())
 
     def _emit(self, event: s.Event) -> None:
         self.events.put_nowait(event)

@@ -1,13 +1,13 @@
 """The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import ray
 
-from elastic.config import RunConfig
 from elastic.on_ray import actors
 from elastic.protocol.errors import WrongInput
 
@@ -16,16 +16,31 @@ START_TIMEOUT_S = 60.0
 EMBEDDED_SPARE_CPUS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterRequest:
+    """What a run wants of Ray."""
+
+    address: str | None
+    min_workers: int
+    num_slots: int
+    """Workers at most, standbys included."""
+    cpus_per_worker: int
+    device: str
+    folder: Path | None
+    """What every node needs on its path."""
+    detach: bool
+
+
 class RayDriver:
     """This process's connection to Ray, for one run."""
 
-    def __init__(self, config: RunConfig, *, folder: Path | None, detach: bool) -> None:
-        self._config = config
+    def __init__(self, request: ClusterRequest) -> None:
+        self._request, folder = request, request.folder
         self.is_embedded = False
         self._was_connected = ray.is_initialized()
         self._shipped = False
         if not self._was_connected:
-            self._connect(folder, detach)
+            self._connect()
         self.device = self._choose_device()
         self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._controller: Any = None
@@ -34,33 +49,32 @@ class RayDriver:
         self.place = ""
         """The run directory, once it exists."""
 
-    def _connect(self, folder: Path | None, detach: bool) -> None:
-        config = self._config
+    def _connect(self) -> None:
+        request = self._request
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": actors.NAMESPACE}
-        address = config.address or find_cluster()
+        address = request.address or find_cluster()
         if address is not None:
-            runtime_env = self._runtime_env(folder)
+            runtime_env = self._runtime_env(request.folder)
             try:
                 ray.init(address=address, runtime_env=runtime_env, **quiet)
                 self._shipped = bool(runtime_env)
                 return
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                if config.address is not None:
+                if request.address is not None:
                     line = str(error).strip().splitlines()[0]
                     raise WrongInput(
-                        f"no Ray cluster answers at address {config.address!r}: {line}; check it "
+                        f"no Ray cluster answers at address {request.address!r}: {line}; check it "
                         "with `ray status --address ...`, or leave --address out"
                     ) from error
-        if detach:
+        if request.detach:
             raise WrongInput(
                 "--detach needs a Ray cluster that outlives this process; give --address, or "
                 "leave --detach out"
             )
-        slots = config.max_workers + config.standby
         self.is_embedded = True
         ray.init(
             address="local",
-            num_cpus=slots * config.cpus_per_worker + EMBEDDED_SPARE_CPUS,
+            num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
             **quiet,
@@ -82,14 +96,14 @@ class RayDriver:
         return {"working_dir": str(folder)}
 
     def _choose_device(self) -> str:
-        config = self._config
+        request = self._request
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        if config.device == "cpu" or (config.device == "auto" and gpus == 0):
+        if request.device == "cpu" or (request.device == "auto" and gpus == 0):
             return "cpu"
-        if self.is_embedded and gpus < config.min_workers:
+        if self.is_embedded and gpus < request.min_workers:
             ray.shutdown()
             raise WrongInput(
-                f"{config.min_workers} workers need as many GPUs, this machine has {gpus}; lower "
+                f"{request.min_workers} workers need as many GPUs, this machine has {gpus}; lower "
                 "--workers, or use --device cpu"
             )
         return "cuda"

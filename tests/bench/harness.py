@@ -71,10 +71,9 @@ def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     console.print(table)
 
 
-def record(
-    benchmark: str, *, ranks: int, setting: str, results: dict[str, str], rerun: str
-) -> None:
-    """Append one dated row per result to RESULTS.md."""
+def record(benchmark: str, *, about: str, setting: str, results: dict[str, str]) -> None:
+    """Append one dated row to RESULTS.md; `about` is what `machine()` said before the benchmark."""
+    rerun = " ".join(["python -m", f"tests.bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     if not RESULTS.exists():
         RESULTS.write_text(
             "# Results\n\nAppended by the benchmarks, newest last. Never edited afterwards.\n\n"
@@ -83,7 +82,7 @@ def record(
         )
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     said = "; ".join(f"{name} {value}" for name, value in results.items())
-    row = f"| {date} | {benchmark} | {setting} | {said} | {machine(ranks)} | `{rerun}` |\n"
+    row = f"| {date} | {benchmark} | {setting} | {said} | {about} | `{rerun}` |\n"
     with RESULTS.open("a") as file:
         file.write(row)
     console.print(row.strip())

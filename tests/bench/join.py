@@ -68,7 +68,8 @@ def main() -> int:
     parser.add_argument("--joins", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
-    console.print(machine(WORKERS))
+    about = machine(WORKERS)
+    console.print(about)
     gaps: dict[str, list[float]] = {size: [] for size in SIZES}
     with storage_directory() as storage:
         for number in range(arguments.joins):  # alternating sizes
@@ -81,7 +82,7 @@ def main() -> int:
         "10x to 1x": f"{medians['10x'] / max(medians['1x'], 1e-3):.2f}",
     }
     report("A worker joins a running job", list(results), [list(results.values())])
-    record("join", ranks=WORKERS, setting=f"{arguments.joins} joins per size", results=results)
+    record("join", about=about, setting=f"{arguments.joins} joins per size", results=results)
     return 0
 
 

@@ -102,7 +102,8 @@ def main() -> int:
     parser.add_argument("--no-peer", action="store_true", help="do not measure Ray Train")
     arguments = parser.parse_args()
     dice = random.Random(arguments.seed)
-    console.print(machine(WORKERS))
+    about = machine(WORKERS)
+    console.print(about)
     with storage_directory() as storage:
         sha, median_step_s = baseline(storage, arguments.steps)
         kills = [one_kill(storage, i, arguments.steps, dice) for i in range(arguments.kills)]
@@ -124,7 +125,7 @@ def main() -> int:
         results["Ray Train tuned"] = f"{peer_s:.1f} s, {peer['redone_steps']} steps redone"
         results["ratio"] = f"{peer_s / max(percentile(seconds, 50), 1e-3):.0f}x"
     report("SIGKILL of one of 4 workers", list(results), [list(results.values())])
-    record("recovery", ranks=WORKERS, setting=f"{len(kills)} kills, bitwise", results=results)
+    record("recovery", about=about, setting=f"{len(kills)} kills, bitwise", results=results)
     return 0 if equal == complete == len(kills) and not lost else 1
 
 

@@ -59,7 +59,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=9)
     arguments = parser.parse_args()
-    console.print(machine(WORKERS))
+    about = machine(WORKERS)
+    console.print(about)
     numbers, fit_only = count(), []
     with storage_directory() as storage:
         ours, theirs = alternating(
@@ -76,7 +77,7 @@ def main() -> int:
         "ours / fit()": f"{ours_median / fit_median:.2f}",
     }
     report("To the first committed step", list(results), [list(results.values())])
-    record("startup", ranks=WORKERS, setting=f"{arguments.pairs} pairs", results=results)
+    record("startup", about=about, setting=f"{arguments.pairs} pairs", results=results)
     return 0
 
 

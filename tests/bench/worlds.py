@@ -10,7 +10,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests.bench.harness import Run, console, elastic_run, record, report, storage_directory
+from tests.bench.harness import (
+    Run,
+    console,
+    elastic_run,
+    machine,
+    record,
+    report,
+    storage_directory,
+)
 
 OPTIONS = {"global_batch": 64, "micro_batch": 8, "seed": 0, "reduction": "bitwise"}
 
@@ -61,6 +69,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
+    about = machine(4)
+    console.print(about)
     with storage_directory() as storage:
         hashes = {f"W={w}": steady(storage, w, arguments.steps) for w in (1, 2, 3, 4)}
         sha, sizes = two_four_one_three(storage, arguments.steps)
@@ -68,7 +78,7 @@ def main() -> int:
     report("weights_sha256", ["history", "hash"], [[k, v] for k, v in hashes.items()])
     distinct = len(set(hashes.values()))
     results = {"histories": ", ".join(hashes), "distinct hashes": str(distinct), "hash": sha[:16]}
-    record("worlds", ranks=4, setting=f"{arguments.steps} steps, bitwise", results=results)
+    record("worlds", about=about, setting=f"{arguments.steps} steps, bitwise", results=results)
     console.print("one hash" if distinct == 1 else "THE HASHES DIFFER")
     return 0 if distinct == 1 else 1
 

@@ -5,6 +5,8 @@ import pytest
 
 from tests.cluster.live import assert_complete, leftovers
 
+pytestmark = pytest.mark.cluster
+
 
 def assert_equals_reference(run, end, reference):
     sha256, samples = reference

@@ -91,7 +91,7 @@ def test_batches_hold_the_rows_of_the_stream_and_seeded_draws(
 def test_a_new_assignment_replaces_the_old_one_at_any_moment(make: Any) -> None:
     loader = make(Workload(Rows()), processes=2)
     order = SampleOrder(NUM_ROWS, SEED)
-    for attempt in range(60):
+    for attempt in range(200):
         ids = range(attempt % 3, attempt % 3 + 2)
         step = attempt // 7
         loader.assign(step, ids)

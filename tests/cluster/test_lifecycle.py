@@ -1,0 +1,150 @@
+"""How a run begins and ends: errors, signals, resume, leftovers."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster.live import JOBS, assert_complete, environment, leftovers
+
+pytestmark = pytest.mark.cluster
+
+
+def one_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip() and "raylet" not in line]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("Unreduced", "scalar"), ("Empty", "0")],
+    ids=["loss is not a scalar", "dataset of length 0"],
+)
+def test_a_workload_that_cannot_work_is_one_line_and_starts_nothing(start, target, said):
+    with start(target, workers=2) as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert said in one_line(end["err"])
+    assert not run.directory.exists()
+
+
+def test_an_unreachable_address_is_one_line(start):
+    with start("Toy", address="127.0.0.1:1") as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert "127.0.0.1:1" in one_line(end["err"])
+    assert not run.directory.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("Raises", "the user's own mistake"), ("RaisesInDataset", "sample 17 is unreadable")],
+)
+def test_a_users_exception_surfaces_with_traceback_positions_and_step(start, target, said):
+    with start(target, workers=2, steps=60) as run:
+        end = run.finish()
+        pids = run.seen_pids
+    assert end["status"] == 1
+    assert said in end["err"]
+    assert "toy.py" in end["err"]
+    assert "stream positions" in end["err"] or "position" in end["err"]
+    assert "step" in end["err"]
+    assert end["result"]["outcome"] == "failed"
+    assert json.loads(end["out"].splitlines()[-1]) == end["result"]
+    assert leftovers(pids) == []
+
+
+def test_the_first_interrupt_stops_at_a_step_and_the_run_resumes_from_the_start(start, reference):
+    options = {"workers": 2, "steps": 80, "set": ["sleep=0.01"]}
+    with start("Toy", **options) as run:
+        run.wait_for(lambda s: s["step"] > 5)
+        run.process.send_signal(signal.SIGINT)
+        end = run.finish()
+        pids = run.seen_pids
+    assert end["status"] == 1
+    assert end["result"]["outcome"] == "stopped"
+    assert 5 < end["result"]["steps"] < 80
+    assert_complete(run, end["result"]["steps"])
+    assert leftovers(pids) == []
+    with start("Toy", **options) as again:
+        resumed = again.finish()
+    assert resumed["status"] == 0, resumed["err"]
+    assert resumed["result"]["weights_sha256"] == reference("Toy", steps=80)[0]
+    assert_complete(again, 80)
+    rolled_back = [m["step"] for m in again.lines("metrics.rolledback.jsonl")]
+    assert rolled_back == list(range(1, end["result"]["steps"] + 1))
+    assert resumed["result"]["lost_steps"] == end["result"]["steps"]
+    with start("Toy", **options) as finished:
+        assert finished.finish()["status"] == 0
+    with start("Toy", **{**options, "seed": 1}) as other:
+        refused = other.finish()
+    assert refused["status"] == 2
+    assert "seed was 0 and now is 1" in one_line(refused["err"])
+
+
+def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
+    with start("Toy", workers=2, steps=10_000, set=["sleep=0.01"]) as run:
+        status = run.wait_for(lambda s: s["step"] > 5)
+        pids = run.seen_pids | {status["controller"]["pid"]}
+        os.killpg(run.process.pid, 0)
+        run.process.kill()
+        deadline = time.monotonic() + 10
+        while leftovers(pids) and time.monotonic() < deadline:
+            time.sleep(0.05)  # polling, bounded by the deadline
+        assert leftovers(pids) == []
+
+
+def test_a_users_own_loop_logs_and_evaluates_through_a_loss(tmp_path, ray_temp):
+    """From a script: the class and the loop of `__main__` go by value."""
+    script = tmp_path / "train.py"
+    source = (JOBS / "toy.py").read_text()
+    script.write_text(source + f'''
+if __name__ == "__main__":
+    import sys
+    result = elastic.run(
+        Logging(sleep=0.01), loop=logging_loop, workers=(1, 2), steps=60, global_batch=48,
+        micro_batch=6, reduction="bitwise", storage={str(tmp_path)!r}, name=sys.argv[1],
+    )
+    print(result.weights_sha256)
+''')
+
+    def evaluations(name):
+        lines = (tmp_path / name / "journal.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        return [f["evaluation"] for f in found if "evaluation" in f]
+
+    hashes, users, evaluated = [], [], []
+    for name, kills in (("quiet", False), ("killed", True)):
+        process = subprocess.Popen(
+            [sys.executable, str(script), name], env=environment(ray_temp),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        deadline = time.monotonic() + 120
+        while kills and time.monotonic() < deadline:
+            status = read(tmp_path / name / "status.json")
+            if status["world_size"] == 2 and status["step"] > 10:
+                os.kill(status["workers"][0]["pid"], signal.SIGKILL)
+                break
+            time.sleep(0.01)  # polling, bounded by the deadline
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        hashes.append(out.splitlines()[-1])
+        metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        users.append([json.loads(line)["user"] for line in metrics])
+        evaluated.append([(e["step"], e["values"]) for e in evaluations(name)])
+    assert hashes[0] == hashes[1]
+    assert users[0] == users[1]
+    assert all(set(user) == {"twice"} for user in users[0])
+    assert [step for step, _ in evaluated[0]] == list(range(4, 61, 4))
+    assert dict(evaluated[0]) == dict(evaluated[1])
+
+
+def read(path):
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {"world_size": 0, "step": 0, "workers": []}
