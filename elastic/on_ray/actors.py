@@ -16,6 +16,8 @@ from elastic.protocol.seams import WorkerSpec
 
 NAMESPACE = "elastic"
 KEEP_ALIVE_S = 1.0
+LAST_WORDS_S = 5.0
+"""How long a controller stays for its driver to fetch the result."""
 DRIVER_LEASE_S = 6.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 
@@ -42,6 +44,8 @@ class ControllerActor:
         finally:
             if watch is not None:
                 watch.cancel()
+            me = ray.get_runtime_context().current_actor
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, end, me)
 
     async def keep_alive(self) -> str:
         """The driver lives. Returns the run directory's place, empty while there is none."""

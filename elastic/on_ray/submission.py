@@ -1,5 +1,6 @@
 """The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from elastic.on_ray import actors
 from elastic.protocol.errors import WrongInput
 
 MAX_FOLDER_BYTES = 100 * 2**20
-START_TIMEOUT_S = 60.0
+REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
 
 
@@ -54,6 +55,8 @@ class RayDriver:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": actors.NAMESPACE}
         address = request.address or find_cluster()
         if address is not None:
+            if request.address is not None:
+                refuse_unreachable(request.address)
             runtime_env = self._runtime_env(request.folder)
             try:
                 ray.init(address=address, runtime_env=runtime_env, **quiet)
@@ -158,14 +161,25 @@ class RayDriver:
                 ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        if self._was_connected:
-            return
-        if self.is_embedded and self._controller is not None:
-            self._end_controller()
-        ray.shutdown()
+        """Leave Ray. The controller of a detached run stays; it ends itself after the run."""
+        if self._controller is not None and not self._request.detach:
+            ray.kill(self._controller, no_restart=True)
+        if not self._was_connected:
+            ray.shutdown()
 
-    def _end_controller(self) -> None:
-        ray.kill(self._controller, no_restart=True)
+
+def refuse_unreachable(address: str) -> None:
+    """Ray tries an address for minutes; a connection that is refused says the same at once."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise WrongInput(
+            f"no Ray cluster answers at address {address!r}: {error}; check it with "
+            "`ray status --address ...`, or leave --address out"
+        ) from error
 
 
 def find_cluster() -> str | None:
