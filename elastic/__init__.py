@@ -2,6 +2,7 @@
 
 Importing this loads neither ray nor torch; they come when something runs.
 """
+
 from typing import TYPE_CHECKING, Any
 
 from elastic.config import FaultPolicy, RunConfig
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
     from elastic.run import Result, RunFailed, run
 
 __all__ = [
-    "FaultPolicy", "Result", "RunConfig", "RunFailed", "StepCancelled", "Workload", "WrongInput",
+    "FaultPolicy",
+    "Result",
+    "RunConfig",
+    "RunFailed",
+    "StepCancelled",
+    "Workload",
+    "WrongInput",
     "run",
 ]
 __version__ = "0.1.0"

@@ -1,4 +1,5 @@
 """`python -m elastic` is the `elastic` command."""
+
 import sys
 
 from elastic.cli import main

@@ -3,6 +3,7 @@
 What happens in the controller's process is elastic/supervisor.py's; this module submits it, waits,
 passes Ctrl-C on, and cleans up whatever a dead controller left.
 """
+
 import importlib.metadata
 import secrets
 import signal
@@ -56,7 +57,9 @@ class RunFailed(RuntimeError):
         return RunFailed, (self.args[0], self.result)
 
 
-def run(workload: Workload, *, loop: Callable[[Any], None] | None = None, **settings: Any) -> Result:
+def run(
+    workload: Workload, *, loop: Callable[[Any], None] | None = None, **settings: Any
+) -> Result:
     """Train `workload`; `settings` are RunConfig's fields. Blocks until the run ends.
 
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
@@ -67,8 +70,13 @@ def run(workload: Workload, *, loop: Callable[[Any], None] | None = None, **sett
     arguments = {k: v for k, v in vars(workload).items() if not k.startswith("_")}
     try:
         return run_config(
-            workload, config, target=target.spelled, arguments=arguments, folder=target.folder,
-            module=target.module, loop=loop,
+            workload,
+            config,
+            target=target.spelled,
+            arguments=arguments,
+            folder=target.folder,
+            module=target.module,
+            loop=loop,
         )
     except WrongInput as error:
         raise ValueError(str(error)) from error
@@ -112,17 +120,30 @@ def run_config(
     from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
     from elastic.supervisor import supervise
 
-    driver = RayDriver(ClusterRequest(
-        address=config.address, min_workers=config.min_workers,
-        num_slots=config.max_workers + config.standby, cpus_per_worker=config.cpus_per_worker,
-        device=config.device, folder=folder, detach=detach,
-    ))
+    driver = RayDriver(
+        ClusterRequest(
+            address=config.address,
+            min_workers=config.min_workers,
+            num_slots=config.max_workers + config.standby,
+            cpus_per_worker=config.cpus_per_worker,
+            device=config.device,
+            folder=folder,
+            detach=detach,
+        )
+    )
     try:
         order = {
-            "run_id": f"elastic-{secrets.token_hex(4)}", "token": secrets.token_hex(16),
-            "config": config, "storage": storage, "name": name, "content": content,
-            "device": driver.device, "folder": driver.folder_on_nodes, "detach": detach,
-            "workload": driver.pickle(workload, loop), "probe": leave_local_probe(storage, driver),
+            "run_id": f"elastic-{secrets.token_hex(4)}",
+            "token": secrets.token_hex(16),
+            "config": config,
+            "storage": storage,
+            "name": name,
+            "content": content,
+            "device": driver.device,
+            "folder": driver.folder_on_nodes,
+            "detach": detach,
+            "workload": driver.pickle(workload, loop),
+            "probe": leave_local_probe(storage, driver),
         }
         driver.submit(supervise, order)
         answer = wait(driver, on_progress, detach)

@@ -3,6 +3,7 @@
 `supervise` is hosted by the controller actor. The decisions are elastic/control's, the hands are
 elastic/on_ray/cluster.py's, the files are elastic/store's.
 """
+
 import asyncio
 import functools
 import logging
@@ -72,8 +73,11 @@ class Supervisor:
             detect_s=self.config.detect_s,
             rendezvous=actors.start_rendezvous(order["run_id"]),
             hooks=Hooks(
-                spawn=self._spawn, spec_of=self._spec_of, on_loaded=self._on_loaded,
-                on_step=self._on_step, on_evaluation=self._on_evaluation,
+                spawn=self._spawn,
+                spec_of=self._spec_of,
+                on_loaded=self._on_loaded,
+                on_step=self._on_step,
+                on_evaluation=self._on_evaluation,
             ),
         )
         self.account = open_account(self.cluster.now())
@@ -115,20 +119,33 @@ class Supervisor:
     def _spawn(self, worker: int) -> Any:
         is_gpu = self.order["device"] == "cuda"
         return actors.spawn_worker(
-            run_id=self.order["run_id"], name=worker_name(worker), workload=self._workload,
-            cpus=self.config.cpus_per_worker, gpus=int(is_gpu),
+            run_id=self.order["run_id"],
+            name=worker_name(worker),
+            workload=self._workload,
+            cpus=self.config.cpus_per_worker,
+            gpus=int(is_gpu),
         )
 
     def _spec_of(self, worker: int) -> WorkerSpec:
         config = self.config
         return WorkerSpec(
-            worker=worker, run_id=self.order["run_id"], token=self.order["token"],
-            controller=self._controller_address, device=self.order["device"],
-            num_threads=config.cpus_per_worker, folder=self.order["folder"],
-            steps=config.steps, global_batch=config.global_batch, micro_batch=config.micro_batch,
-            reduction=config.reduction, clip_norm=config.clip_norm, seed=config.seed,
-            eval_every=config.eval_every, max_nonfinite=config.faults.max_nonfinite,
-            detect_s=config.detect_s, heartbeat_s=heartbeat_s(config),
+            worker=worker,
+            run_id=self.order["run_id"],
+            token=self.order["token"],
+            controller=self._controller_address,
+            device=self.order["device"],
+            num_threads=config.cpus_per_worker,
+            folder=self.order["folder"],
+            steps=config.steps,
+            global_batch=config.global_batch,
+            micro_batch=config.micro_batch,
+            reduction=config.reduction,
+            clip_norm=config.clip_norm,
+            seed=config.seed,
+            eval_every=config.eval_every,
+            max_nonfinite=config.faults.max_nonfinite,
+            detect_s=config.detect_s,
+            heartbeat_s=heartbeat_s(config),
             join_timeout_s=self.limits.join_timeout_s,
             operation_timeout_s=100 * (config.detect_s or UNLIMITED_S / 100),
             lease_s=10 * (config.detect_s or 60.0),
@@ -141,9 +158,7 @@ class Supervisor:
         if self.directory is None:
             self.directory = await loop.run_in_executor(self._writer, self._open_directory)
             self.actor.place = self.directory.place
-        self.lost_steps += await loop.run_in_executor(
-            self._writer, self.directory.roll_back, step
-        )
+        self.lost_steps += await loop.run_in_executor(self._writer, self.directory.roll_back, step)
         return self.directory.place
 
     def _open_directory(self) -> RunDirectory:
@@ -183,18 +198,28 @@ class Supervisor:
         else:
             is_due = self._events % LEDGER_EVERY == 0
             entry = Entry(
-                event, decision.commands, decision.reason,
-                ledger if is_due else None, decision.phase if is_due else None,
+                event,
+                decision.commands,
+                decision.reason,
+                ledger if is_due else None,
+                decision.phase if is_due else None,
             )
-        self._journal({
-            "at": event.at if event is not None else self.cluster.now(),
-            "phase": type(decision.phase).__name__.lower(),
-            "generation": ledger.generation, "step": ledger.step, "entry": encode(entry),
-        })
+        self._journal(
+            {
+                "at": event.at if event is not None else self.cluster.now(),
+                "phase": type(decision.phase).__name__.lower(),
+                "generation": ledger.generation,
+                "step": ledger.step,
+                "entry": encode(entry),
+            }
+        )
         if decision.reason:
             log.info(
-                'generation=%d step=%d phase=%s reason="%s"', ledger.generation, ledger.step,
-                type(decision.phase).__name__.lower(), decision.reason,
+                'generation=%d step=%d phase=%s reason="%s"',
+                ledger.generation,
+                ledger.step,
+                type(decision.phase).__name__.lower(),
+                decision.reason,
             )
             self._status_due.set()
 
@@ -247,8 +272,13 @@ class Supervisor:
         ranks = {worker: rank for rank, worker in enumerate(members)}
         rows = [
             {
-                "id": worker_name(w), "rank": ranks.get(w), "node_id": r.node_id,
-                "node_ip": r.node_ip, "pid": r.pid, "device": r.device, "state": r.state,
+                "id": worker_name(w),
+                "rank": ranks.get(w),
+                "node_id": r.node_id,
+                "node_ip": r.node_ip,
+                "pid": r.pid,
+                "device": r.device,
+                "state": r.state,
                 "step": max(r.step, ledger.step) if w in ranks else r.step,
             }
             for w, r in sorted(self.cluster.workers.items())
@@ -256,11 +286,12 @@ class Supervisor:
         is_starting = isinstance(phase, s.Waiting) and ledger.generation == 0
         return {
             "phase": "starting" if is_starting else type(phase).__name__.lower(),
-            "generation": ledger.generation, "world_size": len(members),
-            "step": ledger.step, "steps": self.config.steps, "committed_checkpoint": None,
-            "workers": sorted(
-                (r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]
-            ),
+            "generation": ledger.generation,
+            "world_size": len(members),
+            "step": ledger.step,
+            "steps": self.config.steps,
+            "committed_checkpoint": None,
+            "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
             "standby": [r for r in rows if r["rank"] is None],
             "controller": {"pid": os.getpid(), "node_ip": self._host},
             "reason": self._reason(decision),
@@ -302,8 +333,11 @@ class Supervisor:
 def limits_of(config: RunConfig) -> s.Limits:
     detect_s = config.detect_s
     return s.Limits(
-        min_workers=config.min_workers, max_workers=config.max_workers, standby=config.standby,
-        steps=config.steps, max_failures=config.max_failures,
+        min_workers=config.min_workers,
+        max_workers=config.max_workers,
+        standby=config.standby,
+        steps=config.steps,
+        max_failures=config.max_failures,
         join_timeout_s=10 * detect_s if detect_s else 600.0,
         confirm_timeout_s=detect_s or 30.0,
     )

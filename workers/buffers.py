@@ -3,6 +3,7 @@
 Floating buffers become the mean over all micro-batches, integer buffers must agree; who sums and
 votes is the session's business.
 """
+
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, cast

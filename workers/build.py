@@ -1,4 +1,5 @@
 """From a workload to a replica: model, optimizer and scheduler, built under the run's seed."""
+
 import inspect
 from typing import Any
 
@@ -28,8 +29,12 @@ def build_replica(workload: Any, spec: WorkerSpec, device: torch.device) -> Repl
     optimizer = _build_optimizer(workload, parameters, model)
     scheduler = _build_scheduler(workload, optimizer)
     return Replica(
-        model, parameters, optimizer, scheduler,
-        clip_norm=spec.clip_norm, max_nonfinite=spec.max_nonfinite,
+        model,
+        parameters,
+        optimizer,
+        scheduler,
+        clip_norm=spec.clip_norm,
+        max_nonfinite=spec.max_nonfinite,
     )
 
 

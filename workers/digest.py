@@ -1,4 +1,5 @@
 """`weights_sha256`: one hash for a model's weights, whatever wraps, shards or stores them."""
+
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping

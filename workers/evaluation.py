@@ -4,6 +4,7 @@ Batch ids and their values do not see the world size, so the result has the same
 membership. A lost peer makes the survivors do it again; a survivor that missed the result of an
 evaluation that another completed takes it from there.
 """
+
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,5 @@
 """Small exact exchanges among the members of a generation, for rare occasions."""
+
 import json
 from typing import Any
 

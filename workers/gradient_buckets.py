@@ -2,6 +2,7 @@
 
 The order of addition is the backend's. The canonical tree is in reduction.py.
 """
+
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -90,9 +91,7 @@ class GradientBuckets:
         """One micro-batch's floating buffers (float64), to be summed with the gradients."""
         if leaves:
             flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
-            self._buffer_sums = (
-                flat if self._buffer_sums is None else self._buffer_sums.add_(flat)
-            )
+            self._buffer_sums = flat if self._buffer_sums is None else self._buffer_sums.add_(flat)
 
     def finish(self) -> tuple[list[Tensor | None], Tensor | None]:
         """Launch what is left, wait, and give (summed gradients, flat summed buffers).

@@ -7,6 +7,7 @@ A gloo operation whose peer is frozen cannot be aborted (measured, torch 2.13), 
 abandons it: waiting ends at once, the group is kept until its threads have come back, and nobody
 reuses a buffer that an abandoned operation may still write.
 """
+
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -62,7 +63,9 @@ class Group:
     Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
     """
 
-    def __init__(self, backend: dist.Backend, backend_name: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, backend: dist.Backend, backend_name: str, rank: int, world_size: int
+    ) -> None:
         self.backend, self.backend_name = backend, backend_name
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
@@ -84,7 +87,9 @@ class Group:
     ) -> Pending:
         """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
         sent = torch.cat([t.reshape(-1) for t in inputs])
-        received = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device)
+        received = torch.empty(
+            sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device
+        )
         in_sizes, out_sizes = [t.numel() for t in inputs], [t.numel() for t in outputs]
 
         def unpack() -> None:
@@ -225,8 +230,12 @@ def form(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = dist.TCPStore(
-            store_address[0], store_address[1], None, False,
-            timeout=timedelta(seconds=join_timeout_s), wait_for_workers=False,
+            store_address[0],
+            store_address[1],
+            None,
+            False,
+            timeout=timedelta(seconds=join_timeout_s),
+            wait_for_workers=False,
         )
         prefixed = dist.PrefixStore(prefix, store)
         if device.type == "cuda":

@@ -1,4 +1,5 @@
 """The worker's end of its link to the controller: reports out, commands in, and the lease."""
+
 import os
 import queue
 import socket

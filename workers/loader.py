@@ -3,6 +3,7 @@
 Processes and never threads, because samples are seeded through global generators. What a step's
 micro-batches are is fixed by order.py; which of them this worker computes is told by `assign`.
 """
+
 import multiprocessing
 import os
 import select
@@ -138,9 +139,7 @@ class Loader:
         """Load `ids` of step, step + 1, ... ahead; what was assigned before is forgotten."""
         self._assign(step, ids, num_steps=0)
 
-    def next(
-        self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]
-    ) -> LoadedBatch:
+    def next(self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]) -> LoadedBatch:
         """One micro-batch of the assignment, in its order (going back needs a new `assign`).
 
         StepCancelled within milliseconds of is_cancelled turning true; UserError if the user's

@@ -5,6 +5,7 @@ does; both arrive without a copy per tensor and at fixed alignments (64 bytes, a
 kernels may choose their order of addition by alignment. Pickle is fine here: both ends are one
 program, forked from each other.
 """
+
 import array
 import io
 import mmap
@@ -78,7 +79,12 @@ def read_assignment(command: bytes) -> Assignment:
 
 
 def send(
-    connection: socket.socket, kind: int, value: object, *, assignment: int = 0, step: int = 0,
+    connection: socket.socket,
+    kind: int,
+    value: object,
+    *,
+    assignment: int = 0,
+    step: int = 0,
     microbatch_id: int = 0,
 ) -> None:
     parts = _pickled(value)

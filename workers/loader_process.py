@@ -2,6 +2,7 @@
 
 The worker's side is loader.py, the messages are loader_frames.py.
 """
+
 import ctypes
 import os
 import select

@@ -1,4 +1,5 @@
 """The training loop of a run that brings none of its own. A user's loop may replace it."""
+
 from workers.session import Session
 
 

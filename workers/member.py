@@ -3,6 +3,7 @@
 `Member` owns the process group, the followers it feeds and the source it follows. What happens
 inside a step is workers/session.py's; what it means for the state is workers/replica.py's.
 """
+
 import time
 from collections import deque
 from collections.abc import Callable
@@ -109,7 +110,9 @@ class Member:
         if not self.group.is_abandoned:
             self.group.abandon()
             self.link.send(
-                "collective_failed", generation=self.generation, rank=self.rank,
+                "collective_failed",
+                generation=self.generation,
+                rank=self.rank,
                 message=str(error)[:500],
             )
 
@@ -144,18 +147,27 @@ class Member:
     def _record(self, vote: Vote, step_s: float) -> None:
         step, batch = self.replica.step, self.spec.global_batch
         is_finite = vote.is_finite and np.isfinite(vote.loss)
-        self._unrecorded.append({
-            "metrics": {
-                "step": step, "time": time.time(), "loss": vote.loss if is_finite else None,
-                "generation": self.generation, "world_size": self.world_size,
-                "samples": step * batch, "step_s": step_s, "applied": vote.is_finite,
-                "user": {k: v if np.isfinite(v) else None for k, v in vote.user.items()},
-            },
-            "samples": {
-                "step": step, "first": (step - 1) * batch, "count": batch,
-                "sha256": vote.rows_sha256,
-            },
-        })
+        self._unrecorded.append(
+            {
+                "metrics": {
+                    "step": step,
+                    "time": time.time(),
+                    "loss": vote.loss if is_finite else None,
+                    "generation": self.generation,
+                    "world_size": self.world_size,
+                    "samples": step * batch,
+                    "step_s": step_s,
+                    "applied": vote.is_finite,
+                    "user": {k: v if np.isfinite(v) else None for k, v in vote.user.items()},
+                },
+                "samples": {
+                    "step": step,
+                    "first": (step - 1) * batch,
+                    "count": batch,
+                    "sha256": vote.rows_sha256,
+                },
+            }
+        )
         while self._unrecorded and _step_of(self._unrecorded[0]) <= self.link.recorded_step:
             self._unrecorded.popleft()
         if self.rank == 0:
@@ -172,9 +184,7 @@ class Member:
         complete, they can still apply the step."""
         assert self._last_vote is not None
         layout, content = self._last_vote
-        self.link.send(
-            "committed", content, generation=self.generation, steps=steps, vote=layout
-        )
+        self.link.send("committed", content, generation=self.generation, steps=steps, vote=layout)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -187,9 +197,7 @@ class Member:
             self.wait_for_generation()
 
     def _say_paused(self) -> None:
-        self.link.send(
-            "paused", generation=self.generation, rank=self.rank, step=self.replica.step
-        )
+        self.link.send("paused", generation=self.generation, rank=self.rank, step=self.replica.step)
 
     def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
@@ -238,17 +246,20 @@ class Member:
     def _say_suspended(self) -> None:
         vote, evaluation = self._last_vote, self.last_evaluation
         self.link.send(
-            "suspended", vote[1] if vote else b"", generation=self.generation, rank=self.rank,
-            step=self.replica.step, is_prepared=self.prepared is not None,
-            is_evaluating=self.is_evaluating, vote=vote[0] if vote else None,
+            "suspended",
+            vote[1] if vote else b"",
+            generation=self.generation,
+            rank=self.rank,
+            step=self.replica.step,
+            is_prepared=self.prepared is not None,
+            is_evaluating=self.is_evaluating,
+            vote=vote[0] if vote else None,
             evaluation=evaluation,
         )
 
     def _end(self, header: dict[str, Any]) -> None:
         sha256 = self._on_finish(self, header["log_folder"])
-        self.link.send(
-            "ended", generation=self.generation, rank=self.rank, weights_sha256=sha256
-        )
+        self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
         raise RunEnded
 
     # --- forming ---------------------------------------------------------------------------
@@ -278,7 +289,9 @@ class Member:
         except PeerLost as error:
             if self._aborted < self.generation:
                 self.link.send(
-                    "collective_failed", generation=self.generation, rank=self.rank,
+                    "collective_failed",
+                    generation=self.generation,
+                    rank=self.rank,
                     message=str(error)[:500],
                 )
             return False
@@ -329,7 +342,12 @@ class Member:
                 self._apply_received()
                 continue
             left_s = deadline - time.monotonic()
-            if following is None or following.failure or left_s <= 0 or self.replica.step > header["step"]:
+            if (
+                following is None
+                or following.failure
+                or left_s <= 0
+                or self.replica.step > header["step"]
+            ):
                 raise PeerLost(
                     f"{worker_name(self.spec.worker)} stands at step {self.replica.step} and "
                     f"cannot reach step {header['step']}"
@@ -343,8 +361,11 @@ class Member:
         self._unfollow()
         try:
             self._following = Following(
-                tuple(header["address"]), token=self.spec.token, worker=self.spec.worker,
-                timeout_s=self.spec.join_timeout_s, wake=self.wake,
+                tuple(header["address"]),
+                token=self.spec.token,
+                worker=self.spec.worker,
+                timeout_s=self.spec.join_timeout_s,
+                wake=self.wake,
             )
         except (OSError, TypeError) as error:
             self.link.send("sync_failed", reason=f"cannot reach the source: {error}")

@@ -3,6 +3,7 @@
 Only elementwise additions are used within a row: a library's sum may choose another order when
 a shard has another number of rows. Clipping is multiplying by `clip_coefficient`.
 """
+
 import math
 from collections.abc import Sequence
 

@@ -2,6 +2,7 @@
 
 A function of (number of rows, seed) alone: no world size, no history, no files.
 """
+
 from hashlib import blake2b
 from math import isqrt
 
@@ -52,9 +53,7 @@ class SampleOrder:
         digest = blake2b(f"{self.seed}:{epoch}".encode(), digest_size=8 * ROUNDS, person=b"order")
         return np.frombuffer(digest.digest(), dtype="<u8")
 
-    def _permuted(
-        self, places: NDArray[np.uint64], keys: NDArray[np.uint64]
-    ) -> NDArray[np.uint64]:
+    def _permuted(self, places: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
         num_left, num_right = np.uint64(self._num_left), np.uint64(self._num_right)
         left, right = places // num_right, places % num_right
         for i in range(0, ROUNDS, 2):

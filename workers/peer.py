@@ -5,6 +5,7 @@ reduced gradients of each later step, which it applies with its own optimizer. S
 a step behind, at a cost per step that does not depend on the size of the optimizer's state, and
 nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.py).
 """
+
 import queue
 import socket
 import threading
@@ -32,7 +33,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def send_tensors(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
     on_host = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
     wire.send(
-        connection, {**header, "tensors": describe(on_host)},
+        connection,
+        {**header, "tensors": describe(on_host)},
         [as_bytes(t) for t in on_host.values() if t.numel()],
     )
 
@@ -119,7 +121,12 @@ class Following:
     """This worker's connection to its source; a thread receives, the main thread applies."""
 
     def __init__(
-        self, address: tuple[str, int], *, token: str, worker: int, timeout_s: float,
+        self,
+        address: tuple[str, int],
+        *,
+        token: str,
+        worker: int,
+        timeout_s: float,
         wake: Callable[[], None],
     ) -> None:
         self.received: queue.SimpleQueue[tuple[dict[str, Any], dict[str, torch.Tensor]]] = (

@@ -1,4 +1,5 @@
 """Batches on their way to the device."""
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

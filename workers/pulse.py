@@ -3,6 +3,7 @@
 It needs neither the worker's GIL nor torch, so a hang, a held GIL and a frozen process are all
 seen from outside. Standard library and elastic.protocol only; started by file name.
 """
+
 import ctypes
 import os
 import signal
@@ -60,11 +61,20 @@ def beat(fd: int, worker: int, controller: tuple[str, int], token: str, interval
     wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
     while os.getppid() == parent:
         generation, step, phase, phase_s, p95_s = read_vitals(memory)
-        wire.send(connection, {
-            "type": "heartbeat", "worker": worker, "generation": generation, "step": step,
-            "phase": phase, "waits_for_peers": phase in WAITING, "phase_s": round(phase_s, 4), "p95_s": p95_s,
-            "process_state": process_state(parent),
-        })
+        wire.send(
+            connection,
+            {
+                "type": "heartbeat",
+                "worker": worker,
+                "generation": generation,
+                "step": step,
+                "phase": phase,
+                "waits_for_peers": phase in WAITING,
+                "phase_s": round(phase_s, 4),
+                "p95_s": p95_s,
+                "process_state": process_state(parent),
+            },
+        )
         time.sleep(interval_s)
 
 

@@ -2,6 +2,7 @@
 
 Never on a rank or on what the process did before. The sample order is in order.py.
 """
+
 import random
 from hashlib import blake2b
 

@@ -2,6 +2,7 @@
 
 A reducer belongs to one generation: an abandoned collective may still write into its buffers.
 """
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +30,9 @@ class Reduced:
         norms = [g for g in self.gradients if g is not None]
         if not norms:
             return True
-        return bool(torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(norms)])).all())
+        return bool(
+            torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(norms)])).all()
+        )
 
 
 class Reducer(Protocol):
@@ -56,7 +59,9 @@ class FastReducer:
     """Stock all-reduces of buckets, overlapping with the last backward."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor],
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
         group: AnyGroup,
     ) -> None:
         self._parameters = tuple(parameters.values())
@@ -94,8 +99,12 @@ class BitwiseReducer:
     """The canonical tree over micro-batch ids (workers/reduction.py)."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor],
-        group: AnyGroup, ids: range, num_microbatches: int,
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        group: AnyGroup,
+        ids: range,
+        num_microbatches: int,
     ) -> None:
         self._parameters = tuple(parameters.values())
         self._group, self._num_microbatches = group, num_microbatches
@@ -128,9 +137,7 @@ class BitwiseReducer:
         flats = reduce_tree(self._group, self._fold, self._num_microbatches)
         views = self._layout.views(flats)
         count = len(self._parameters)
-        gradients = (
-            v.to(p.dtype) for v, p in zip(views[:count], self._parameters, strict=True)
-        )
+        gradients = (v.to(p.dtype) for v, p in zip(views[:count], self._parameters, strict=True))
         return Reduced(tuple(gradients), tuple(views[count:]))
 
     def close(self) -> None:

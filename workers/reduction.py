@@ -4,6 +4,7 @@ Ids 0..V-1 are the leaves of a balanced binary tree, padded to a power of two wi
 a node with one child is that child. Whoever adds, and where, the additions are the same.
 Gradient buckets of the fast mode are in gradient_buckets.py; process groups in groups.py.
 """
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -250,8 +251,12 @@ def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
     assert list(blocks[group.rank]) == [block for block, _ in sums]
     result = fold.new_flats()
     exchanges = [
-        _Exchange(group, blocks, [flats[part][at : at + size] for _, flats in sums],
-                  result[part][at : at + size])
+        _Exchange(
+            group,
+            blocks,
+            [flats[part][at : at + size] for _, flats in sums],
+            result[part][at : at + size],
+        )
         for part in range(len(result))
         for at, size in _pieces(result[part].numel(), world_size)
     ]
@@ -272,7 +277,8 @@ class _Exchange:
         whole = result.new_empty(sum(len(b) for b in blocks) * share)
         self._received = whole.split([len(b) * share for b in blocks])
         self._sent = [
-            torch.cat([p[at : at + share] for p in partials]) if len(partials) > 1
+            torch.cat([p[at : at + share] for p in partials])
+            if len(partials) > 1
             else partials[0][at : at + share]
             for at in range(0, result.numel(), share)
         ]

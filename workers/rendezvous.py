@@ -2,6 +2,7 @@
 
 Lives in its own small Ray actor (elastic/on_ray/actors.py), outside trainers and controller.
 """
+
 import torch.distributed as dist
 
 

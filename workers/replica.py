@@ -2,6 +2,7 @@
 
 Members and followers apply the same updates with the same code, so they hold the same bits.
 """
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,15 @@ class Update:
     def to_frame(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Header and copies of the tensors, for a follower."""
         header = {
-            "type": "update", "step": self.step, "is_finite": self.is_finite,
-            "divisor": self.divisor.hex(), "num_microbatches": self.num_microbatches,
-            "used": [int(u) for u in self.used], "tracked": list(self.tracked),
-            "log_names": list(self.log_names), "num_buffers": len(self.buffers),
+            "type": "update",
+            "step": self.step,
+            "is_finite": self.is_finite,
+            "divisor": self.divisor.hex(),
+            "num_microbatches": self.num_microbatches,
+            "used": [int(u) for u in self.used],
+            "tracked": list(self.tracked),
+            "log_names": list(self.log_names),
+            "num_buffers": len(self.buffers),
             "num_integers": len(self.integers),
         }
         tensors = {
@@ -60,14 +66,16 @@ class Update:
     ) -> "Update":
         here = {n: t.to(device) for n, t in tensors.items()}
         return cls(
-            step=header["step"], is_finite=header["is_finite"],
+            step=header["step"],
+            is_finite=header["is_finite"],
             divisor=float.fromhex(header["divisor"]),
             num_microbatches=header["num_microbatches"],
             used=tuple(bool(u) for u in header["used"]),
             gradients=tuple(here.get(f"g{i}") for i in range(len(header["used"]))),
             buffers=tuple(here[f"b{i}"] for i in range(header["num_buffers"])),
             integers=tuple(here[f"i{i}"] for i in range(header["num_integers"])),
-            tracked=tuple(header["tracked"]), log_names=tuple(header["log_names"]),
+            tracked=tuple(header["tracked"]),
+            log_names=tuple(header["log_names"]),
         )
 
 
@@ -135,8 +143,11 @@ class Replica:
         """Header and copies of all tensors, as of the last committed step."""
         values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
         header = {
-            "type": "snapshot", "step": self.step, "values": values,
-            "tracked": list(self.buffers.tracked), "log_names": list(self.log_names),
+            "type": "snapshot",
+            "step": self.step,
+            "values": values,
+            "tracked": list(self.buffers.tracked),
+            "log_names": list(self.log_names),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         return header, tensors

@@ -3,6 +3,7 @@
 The block computes this rank's micro-batches, reduces, votes and commits. Losing a peer cancels it;
 regrouping happens at its end (workers/member.py), and the loop goes round again.
 """
+
 import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -146,7 +147,10 @@ class Session:
             buffers = member.replica.buffers.floating
             if self._spec.reduction == "bitwise":
                 self._reducer = BitwiseReducer(
-                    self._parameters, buffers, member.group, member.ids,
+                    self._parameters,
+                    buffers,
+                    member.group,
+                    member.ids,
                     self._spec.num_microbatches,
                 )
             else:
@@ -164,7 +168,9 @@ class Step:
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
         self._from_step = self._member.replica.step
         self._records: list[MicrobatchRecord] = []
-        self._losses: list[tuple[torch.Tensor, torch.Tensor | None, np.ndarray, dict[str, float]]] = []
+        self._losses: list[
+            tuple[torch.Tensor, torch.Tensor | None, np.ndarray, dict[str, float]]
+        ] = []
         self._reducer: Reducer | None = None
         self._has_iterated = False
         self._is_awaiting_backward = False
@@ -176,7 +182,9 @@ class Step:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
         self._session._open = None
@@ -277,8 +285,12 @@ class Step:
                 log_names=replica.log_names,
             )
             vector = encode(
-                layout, records, used=used, untracked=untracked,
-                wants_pause=member.wants_pause, is_finite=is_finite,
+                layout,
+                records,
+                used=used,
+                untracked=untracked,
+                wants_pause=member.wants_pause,
+                is_finite=is_finite,
             )
             step_s = time.perf_counter() - self._began
             member.prepared = Prepared(reduced, layout, step_s)
@@ -331,7 +343,8 @@ def check_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.is_complex():
         found = (
-            f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor)
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
             else type(total).__name__
         )
         raise WrongInput(
@@ -345,7 +358,9 @@ def check_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if weight is not None:
         weight = torch.as_tensor(weight).detach()
         if weight.numel() != 1:
-            raise WrongInput(f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}")
+            raise WrongInput(
+                f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}"
+            )
     return total.reshape(()), weight
 
 

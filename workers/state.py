@@ -3,6 +3,7 @@
 No pickle: types that JSON and named tensors cannot carry are refused by name. Files and sockets
 are not here.
 """
+
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -111,10 +112,12 @@ def _captured_optimizer(
                 f"{list(strangers[0].shape)} that is no parameter of the model"
             )
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({
-            "params": [names[p] for p in group["params"]],
-            "options": encode(options, f"groups/{i}", tensors),
-        })
+        groups.append(
+            {
+                "params": [names[p] for p in group["params"]],
+                "options": encode(options, f"groups/{i}", tensors),
+            }
+        )
     state: dict[str, Json] = {}
     shared: dict[str, Json] = {}
     for key, value in cast(dict[object, object], optimizer.state).items():
@@ -165,17 +168,19 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
         return {_SEQUENCES[kind]: encode(items, path, tensors)}
     if kind in _MAPPINGS:
         pairs = cast(dict[Any, Any], value).items()
-        return {_MAPPINGS[kind]: [[encode(k, f"{path}/keys", tensors),
-                                   encode(v, f"{path}/{k}", tensors)] for k, v in pairs]}
+        return {
+            _MAPPINGS[kind]: [
+                [encode(k, f"{path}/keys", tensors), encode(v, f"{path}/{k}", tensors)]
+                for k, v in pairs
+            ]
+        }
     raise WrongInput(
         f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be carried "
         "to another process; keep numbers, strings, lists, dicts and tensors there"
     )
 
 
-def decode(
-    value: Json, tensors: Mapping[str, Tensor], device: torch.device | None = None
-) -> Any:
+def decode(value: Json, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
     """What `encode` was given. Tensors are copies, on `device` unless they were on the CPU."""
     if isinstance(value, list):
         return [decode(v, tensors, device) for v in cast(list[Json], value)]

@@ -2,6 +2,7 @@
 
 The pulse (workers/pulse.py) reads it without this process's GIL; nothing here sends anything.
 """
+
 import os
 import struct
 import time
@@ -9,7 +10,16 @@ from collections import deque
 from mmap import mmap
 
 PHASES = (
-    "starting", "lobby", "data", "compute", "reduce", "vote", "apply", "evaluate", "user", "form",
+    "starting",
+    "lobby",
+    "data",
+    "compute",
+    "reduce",
+    "vote",
+    "apply",
+    "evaluate",
+    "user",
+    "form",
 )
 """`lobby`: between generations; `user`: the user's code outside steps; `compute`: forward and
 backward. A worker in `reduce`, `vote` or `form` waits for its peers."""
@@ -52,7 +62,13 @@ class Vitals:
         p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
         for parity in (1, 2):
             LAYOUT.pack_into(
-                self._memory, 0, self._sequence + parity, self.generation, self.step,
-                self._phase, self._since, p95,
+                self._memory,
+                0,
+                self._sequence + parity,
+                self.generation,
+                self.step,
+                self._phase,
+                self._since,
+                p95,
             )
         self._sequence += 2

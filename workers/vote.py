@@ -4,6 +4,7 @@ One all-reduce of 64-bit integers. Every slot is non-zero on one rank only (or i
 sum is exact whatever order the backend adds in: losses and weights travel as the bits of a
 float64. Whoever completes the vote knows that every member holds the reduced gradient.
 """
+
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

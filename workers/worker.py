@@ -3,6 +3,7 @@
 It builds the workload, connects to the controller and runs the training loop; what the controller
 wants of it is workers/member.py's, a step is workers/session.py's.
 """
+
 import logging
 import os
 import pickle
@@ -56,7 +57,10 @@ class Worker:
         self._vitals = Vitals()
         pulse.start(self._vitals.fd, spec.worker, spec.controller, spec.token, spec.heartbeat_s)
         self._link = ControllerLink(
-            spec.controller, token=spec.token, worker=spec.worker, lease_s=spec.lease_s,
+            spec.controller,
+            token=spec.token,
+            worker=spec.worker,
+            lease_s=spec.lease_s,
             on_interrupt=self._on_interrupt,
         )
         try:
@@ -93,13 +97,24 @@ class Worker:
         self._replica = build_replica(workload, spec, device)
         peers = PeerServer(spec.host, spec.token, self._wake)
         self._member = member = Member(
-            spec, self._replica, self._link, peers, self._vitals, device,
-            on_load=self._load, on_log_to=self._log_to, on_finish=self._finish,
+            spec,
+            self._replica,
+            self._link,
+            peers,
+            self._vitals,
+            device,
+            on_load=self._load,
+            on_log_to=self._log_to,
+            on_finish=self._finish,
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send(
-            "ready", node_id=self._node_id, node_ip=spec.host, pid=os.getpid(),
-            device=str(device), peer_address=peers.address,
+            "ready",
+            node_id=self._node_id,
+            node_ip=spec.host,
+            pid=os.getpid(),
+            device=str(device),
+            peer_address=peers.address,
         )
         self._vitals.enter("user")
         (loop or fit)(session)
@@ -153,7 +168,9 @@ class Worker:
         if member.rank == 0 and place is not None:
             from safetensors.torch import save
 
-            tensors = {n: t.detach().cpu().clone() for n, t in full_state(member.replica.model).items()}
+            tensors = {
+                n: t.detach().cpu().clone() for n, t in full_state(member.replica.model).items()
+            }
             open_folder(place).write(WEIGHTS_FILE, save(tensors))
         self._keep_log()
         return weights_sha256(member.replica.model)
@@ -169,7 +186,10 @@ class Worker:
             where += f" (rank {self._member.rank}) in step {self._replica.step + 1}"
             attempt = self._session.attempt
             if attempt is not None:
-                first = attempt.step * self._spec.global_batch + attempt.microbatch_id * self._spec.micro_batch
+                first = (
+                    attempt.step * self._spec.global_batch
+                    + attempt.microbatch_id * self._spec.micro_batch
+                )
                 where += (
                     f", micro-batch {attempt.microbatch_id}, stream positions {first}.."
                     f"{first + self._spec.micro_batch - 1}, rows {attempt.rows.tolist()}"

@@ -3,6 +3,7 @@
 Until the run directory exists it goes to an unnamed file, whose content moves along. A loader
 process, forked early, keeps printing there; `collect` brings that over.
 """
+
 import os
 import sys
 import tempfile

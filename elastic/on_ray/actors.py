@@ -3,6 +3,7 @@
 All are detached and named after the run, so that none dies with another; the controller ends
 them, and each ends itself when it is left alone (leases).
 """
+
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -101,26 +102,37 @@ def spawn_worker(
 ) -> ActorHandle[Any]:
     """A pending actor: it runs as soon as Ray has a slot for it, and is demand until then."""
     options = {
-        "name": f"{run_id}-{name}", "namespace": NAMESPACE, "lifetime": "detached",
-        "num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 1,
+        "name": f"{run_id}-{name}",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "max_restarts": 0,
+        "max_concurrency": 1,
     }
     return ray.remote(WorkerActor).options(**options).remote(workload)
 
 
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
     options = {
-        "name": f"{run_id}-rendezvous", "namespace": NAMESPACE, "lifetime": "detached",
-        "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1,
+        "name": f"{run_id}-rendezvous",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
     }
     return ray.remote(RendezvousActor).options(**options).remote()
 
 
-def start_controller(
-    run_id: str, supervise: Supervise, order: dict[str, Any]
-) -> ActorHandle[Any]:
+def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -> ActorHandle[Any]:
     options = {
-        "name": f"{run_id}-controller", "namespace": NAMESPACE, "lifetime": "detached",
-        "num_cpus": 0, "max_restarts": 0, "max_concurrency": 16,
+        "name": f"{run_id}-controller",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_concurrency": 16,
     }
     return ray.remote(ControllerActor).options(**options).remote(supervise, order)
 

@@ -3,6 +3,7 @@
 Runs inside the controller actor (elastic/on_ray/actors.py). It decides nothing: the decisions are
 elastic/control's.
 """
+
 import asyncio
 import logging
 import os
@@ -90,13 +91,21 @@ class RayCluster:
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self._handlers = {
-            "heartbeat": self._on_heartbeat, "ready": self._on_ready, "loaded": self._on_loaded,
-            "wrong_input": self._on_wrong_input, "user_failed": self._on_user_failed,
-            "synced": self._on_synced, "sync_failed": self._on_sync_failed,
-            "joined": self._on_joined, "committed": self._on_committed,
-            "paused": self._on_paused, "collective_failed": self._on_collective_failed,
-            "suspended": self._on_suspended, "evaluated": self._on_evaluated,
-            "done": self._on_done, "ended": self._on_ended,
+            "heartbeat": self._on_heartbeat,
+            "ready": self._on_ready,
+            "loaded": self._on_loaded,
+            "wrong_input": self._on_wrong_input,
+            "user_failed": self._on_user_failed,
+            "synced": self._on_synced,
+            "sync_failed": self._on_sync_failed,
+            "joined": self._on_joined,
+            "committed": self._on_committed,
+            "paused": self._on_paused,
+            "collective_failed": self._on_collective_failed,
+            "suspended": self._on_suspended,
+            "evaluated": self._on_evaluated,
+            "done": self._on_done,
+            "ended": self._on_ended,
         }
 
     def now(self) -> float:
@@ -123,10 +132,15 @@ class RayCluster:
             case s.Form():
                 await self._form(command)
             case s.Finish(membership=membership, outcome=outcome):
-                self._tell(membership, {
-                    "type": "finish", "generation": membership.generation, "outcome": outcome,
-                    "log_folder": self.log_folder,
-                })
+                self._tell(
+                    membership,
+                    {
+                        "type": "finish",
+                        "generation": membership.generation,
+                        "outcome": outcome,
+                        "log_folder": self.log_folder,
+                    },
+                )
             case s.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -180,9 +194,13 @@ class RayCluster:
         heard = [self.workers[w].evaluation for w in membership.workers if w in self.workers]
         evaluations = [e for e in heard if e is not None]
         common = {
-            "type": "form", "generation": membership.generation, "store": store,
-            "world_size": membership.world_size, "step": form.step,
-            "then_pause": form.then_pause, "recorded_step": self.recorded_step,
+            "type": "form",
+            "generation": membership.generation,
+            "store": store,
+            "world_size": membership.world_size,
+            "step": form.step,
+            "then_pause": form.then_pause,
+            "recorded_step": self.recorded_step,
             "evaluation": max(evaluations, key=lambda e: e[:2]) if evaluations else None,
         }
         for rank, worker in enumerate(membership.workers):
@@ -265,9 +283,14 @@ class RayCluster:
 
     def _on_heartbeat(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
         beat = Heartbeat(
-            worker=worker, generation=header["generation"], step=header["step"],
-            phase=header["phase"], phase_s=header["phase_s"], p95_s=header["p95_s"],
-            waits_for_peers=header["waits_for_peers"], process_state=header["process_state"],
+            worker=worker,
+            generation=header["generation"],
+            step=header["step"],
+            phase=header["phase"],
+            phase_s=header["phase_s"],
+            p95_s=header["p95_s"],
+            waits_for_peers=header["waits_for_peers"],
+            process_state=header["process_state"],
         )
         record.watch = watch(record.watch, beat, self.now())
         record.step = max(record.step, header["step"])
@@ -324,9 +347,7 @@ class RayCluster:
         generation, rank = header["generation"], header["rank"]
         self._emit(s.Joined(generation, rank, header["state_s"], self.now()))
 
-    def _on_committed(
-        self, worker: int, record: Worker, header: Any, payload: bytes
-    ) -> None:
+    def _on_committed(self, worker: int, record: Worker, header: Any, payload: bytes) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
         self._keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], payload)
         for line in header["steps"]:
@@ -351,10 +372,16 @@ class RayCluster:
         record.state = "suspended"
         self._keep_vote(header["step"], header["vote"], payload)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
-        self._emit(s.Suspended(
-            header["generation"], header["rank"], header["step"], header["is_prepared"],
-            header["is_evaluating"], self.now(),
-        ))
+        self._emit(
+            s.Suspended(
+                header["generation"],
+                header["rank"],
+                header["step"],
+                header["is_prepared"],
+                header["is_evaluating"],
+                self.now(),
+            )
+        )
 
     def _on_evaluated(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
         self.hooks.on_evaluation({k: header[k] for k in ("step", "generation", "values")})

@@ -2,6 +2,7 @@
 
 Frames in, frames out; what they mean is decided in elastic/on_ray/cluster.py.
 """
+
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
 """The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
+
 import os
 import socket
 import sys

@@ -2,6 +2,7 @@
 
 No decisions here (elastic/control) and no process groups (workers/groups.py).
 """
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self

@@ -12,7 +12,14 @@ CAUSES = (
 """Values of `cause` in result.json's recoveries and of a WorkerLost event."""
 
 RUN_PHASES = (
-    "starting", "waiting", "forming", "running", "pausing", "suspending", "ending", "finished",
+    "starting",
+    "waiting",
+    "forming",
+    "running",
+    "pausing",
+    "suspending",
+    "ending",
+    "finished",
 )
 """Values of `phase` in status.json."""
 

@@ -1,4 +1,5 @@
 """What a worker is given: plain values and callables, so that `workers` never sees Ray."""
+
 from dataclasses import dataclass
 
 

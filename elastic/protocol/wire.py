@@ -3,6 +3,7 @@
 A frame is two little-endian unsigned 32/64-bit lengths, the header, the payload. Every connection
 opens with a `hello` header that carries the run token; a wrong token closes it.
 """
+
 import json
 import socket
 import struct

@@ -1,4 +1,5 @@
 """Fixtures of the suites that start Ray."""
+
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ def ray_temp():
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(tmp_path, ray_temp):
     """start("Class", name, **options) -> LiveRun (a context manager)."""
 

@@ -1,4 +1,5 @@
 """A run started as a user starts it, and everything a test may do to it from outside."""
+
 import contextlib
 import json
 import os
@@ -39,7 +40,11 @@ class LiveRun:
 
     def __enter__(self) -> "LiveRun":
         self.process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env,
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.env,
             start_new_session=True,
         )
         return self

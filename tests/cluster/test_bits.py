@@ -1,4 +1,5 @@
 """The weights and samples of a run do not see its history: real processes, real SIGKILLs."""
+
 import time
 
 import pytest

@@ -1,4 +1,5 @@
 """Slots on a cluster of several nodes: shipping the code, growth, foreign load, detached runs."""
+
 import json
 import os
 import signal
@@ -43,7 +44,13 @@ def other_folder(tmp_path):
 def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, reference):
     target = f"{other_folder(tmp_path)}:Toy"
     with LiveRun(
-        target, tmp_path, "run", ray_temp, address=cluster.address, workers="1..2", steps=400,
+        target,
+        tmp_path,
+        "run",
+        ray_temp,
+        address=cluster.address,
+        workers="1..2",
+        steps=400,
         set=["sleep=0.01"],
     ) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
@@ -61,15 +68,22 @@ def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, refe
 
 def test_capacity_that_others_hold_does_not_block_a_start_at_min(cluster, tmp_path, ray_temp):
     hog = subprocess.Popen(
-        [sys.executable, "-c", HOG.format(address=cluster.address)], stdout=subprocess.PIPE,
-        env=environment(ray_temp), text=True,
+        [sys.executable, "-c", HOG.format(address=cluster.address)],
+        stdout=subprocess.PIPE,
+        env=environment(ray_temp),
+        text=True,
     )
     cluster.add_node(**NODE)
     try:
         assert hog.stdout.readline() == "held\n"
         with LiveRun(
-            f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, address=cluster.address,
-            workers="1..2", steps=20,
+            f"{JOBS / 'toy.py'}:Toy",
+            tmp_path,
+            "run",
+            ray_temp,
+            address=cluster.address,
+            workers="1..2",
+            steps=20,
         ) as run:
             end = run.finish()
         assert end["status"] == 0, end["err"]
@@ -94,16 +108,26 @@ time.sleep(600)
 
 def test_a_detached_run_outlives_its_driver_and_can_be_watched(cluster, tmp_path, ray_temp):
     with LiveRun(
-        f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, address=cluster.address, workers=1,
-        steps=300, set=["sleep=0.01"], detach=True,
+        f"{JOBS / 'toy.py'}:Toy",
+        tmp_path,
+        "run",
+        ray_temp,
+        address=cluster.address,
+        workers=1,
+        steps=300,
+        set=["sleep=0.01"],
+        detach=True,
     ) as run:
         assert run.process.wait(100) == 0
     directory = tmp_path / "run"
     step = json.loads((directory / "status.json").read_text())["step"]
     assert step < 300
     watch = subprocess.run(
-        [sys.executable, "-m", "elastic", "watch", str(directory)], capture_output=True,
-        text=True, timeout=100, env=environment(ray_temp),
+        [sys.executable, "-m", "elastic", "watch", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(ray_temp),
     )
     assert watch.returncode == 0, watch.stderr
     assert "300" in watch.stdout

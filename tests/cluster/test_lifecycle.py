@@ -1,4 +1,5 @@
 """How a run begins and ends: errors, signals, resume, leftovers."""
+
 import json
 import os
 import signal
@@ -102,7 +103,9 @@ def test_a_users_own_loop_logs_and_evaluates_through_a_loss(tmp_path, ray_temp):
     """From a script: the class and the loop of `__main__` go by value."""
     script = tmp_path / "train.py"
     source = (JOBS / "toy.py").read_text()
-    script.write_text(source + f'''
+    script.write_text(
+        source
+        + f"""
 if __name__ == "__main__":
     import sys
     result = elastic.run(
@@ -110,7 +113,8 @@ if __name__ == "__main__":
         micro_batch=6, reduction="bitwise", storage={str(tmp_path)!r}, name=sys.argv[1],
     )
     print(result.weights_sha256)
-''')
+"""
+    )
 
     def evaluations(name):
         lines = (tmp_path / name / "journal.jsonl").read_text().splitlines()
@@ -120,8 +124,11 @@ if __name__ == "__main__":
     hashes, users, evaluated = [], [], []
     for name, kills in (("quiet", False), ("killed", True)):
         process = subprocess.Popen(
-            [sys.executable, str(script), name], env=environment(ray_temp),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(script), name],
+            env=environment(ray_temp),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         deadline = time.monotonic() + 120
         while kills and time.monotonic() < deadline:

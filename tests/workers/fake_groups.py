@@ -1,4 +1,5 @@
 """Groups for tests: ranks as threads that exchange through queues, and ranks as gloo processes."""
+
 import multiprocessing
 import queue
 import threading

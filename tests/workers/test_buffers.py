@@ -1,4 +1,5 @@
 """Committed buffers: restored, averaged, voted on."""
+
 from typing import Any
 
 import pytest
@@ -176,8 +177,6 @@ def test_a_follower_commits_the_values_that_members_agreed_on() -> None:
         follower.track(leader.tracked)
         follower.commit(leaves, leader.integers, 1)
         leader.commit(leaves, leader.integers, 1)
-        return all(
-            torch.equal(a, b) for a, b in zip(model.buffers(), copy.buffers(), strict=True)
-        )
+        return all(torch.equal(a, b) for a, b in zip(model.buffers(), copy.buffers(), strict=True))
 
     assert run_threads(1, member) == [True]

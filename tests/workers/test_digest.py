@@ -1,4 +1,5 @@
 """`weights_sha256` as CONTRACT.md defines it."""
+
 import hashlib
 import struct
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
 """Fast mode's buckets: the right sums, launched in order, errors out of autograd's reach."""
+
 from pathlib import Path
 from typing import Any
 

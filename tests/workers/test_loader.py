@@ -1,4 +1,5 @@
 """Loader processes: what they load, how they stop, and how their troubles arrive."""
+
 import os
 import random
 import signal
@@ -32,8 +33,12 @@ class Rows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         draws = [random.random(), np.random.rand(), float(torch.rand(()))]
-        return {"row": row, "draws": torch.tensor(draws), "name": f"row {row}",
-                "payload": torch.full((self.size,), float(row))}
+        return {
+            "row": row,
+            "draws": torch.tensor(draws),
+            "name": f"row {row}",
+            "payload": torch.full((self.size,), float(row)),
+        }
 
 
 class Workload:
@@ -206,10 +211,17 @@ def test_wrong_datasets_are_refused_in_one_line(make: Any) -> None:
 def test_unusual_batches_arrive_whole(make: Any) -> None:
     class Odd(Workload):
         def collate(self, samples: list[Any]) -> Any:
-            return [torch.empty(0, 3), torch.tensor(2.5, dtype=torch.bfloat16),
-                    torch.arange(6).reshape(2, 3).t(), np.arange(3.0), None, {"k": (1, "two")},
-                    [torch.tensor(i) for i in range(1500)], torch.tensor([True, False]),
-                    torch.zeros(300, 300)]
+            return [
+                torch.empty(0, 3),
+                torch.tensor(2.5, dtype=torch.bfloat16),
+                torch.arange(6).reshape(2, 3).t(),
+                np.arange(3.0),
+                None,
+                {"k": (1, "two")},
+                [torch.tensor(i) for i in range(1500)],
+                torch.tensor([True, False]),
+                torch.zeros(300, 300),
+            ]
 
     loader = make(Odd(Rows()))
     loader.assign(0, range(4))

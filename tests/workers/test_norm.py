@@ -1,4 +1,5 @@
 """The gradient norm: right, and blind to sharding."""
+
 import math
 
 import pytest

@@ -1,4 +1,5 @@
 """The sample order: permutations, epochs, cost."""
+
 import time
 from collections import Counter
 from math import factorial

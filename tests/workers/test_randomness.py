@@ -1,4 +1,5 @@
 """Seeding by sample and by micro-batch."""
+
 import random
 
 import numpy as np
@@ -9,7 +10,10 @@ from workers.randomness import seed_dataset, seed_microbatch, seed_sample
 
 def _draws() -> tuple[float, ...]:
     return (
-        *torch.rand(2).tolist(), *np.random.rand(2).tolist(), random.random(), random.random(),
+        *torch.rand(2).tolist(),
+        *np.random.rand(2).tolist(),
+        random.random(),
+        random.random(),
     )
 
 

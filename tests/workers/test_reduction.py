@@ -1,4 +1,5 @@
 """The canonical tree: equal bits for every world size and every number of micro-batches."""
+
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,8 @@ def test_sums_are_the_tree_bit_for_bit_at_every_world_size(num_microbatches: int
 
 def test_buffers_are_used_again_in_the_next_step_without_a_trace() -> None:
     for world_size in (1, 3):
-        assert (
-            run_threads(world_size, lambda g: _reduced(g, 7, steps=3))
-            == run_threads(world_size, lambda g: _reduced(g, 7))
+        assert run_threads(world_size, lambda g: _reduced(g, 7, steps=3)) == run_threads(
+            world_size, lambda g: _reduced(g, 7)
         )
 
 

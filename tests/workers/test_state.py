@@ -1,4 +1,5 @@
 """Full state as JSON and named tensors: exact, and clear about what it cannot carry."""
+
 import json
 import math
 from collections import Counter, OrderedDict
@@ -79,7 +80,8 @@ def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> None
 
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
-    [(o, "none") for o in OPTIMIZERS] + [("adamw", s) for s in SCHEDULERS]
+    [(o, "none") for o in OPTIMIZERS]
+    + [("adamw", s) for s in SCHEDULERS]
     + [("groups", "sequential")],
 )
 def test_a_restored_replica_trains_on_to_the_same_bits(optimizer: str, scheduler: str) -> None:
@@ -109,8 +111,13 @@ def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
     _train(model, optimizer, scheduler, steps=1)
     assert all(torch.equal(t, before[n]) for n, t in tensors.items())
     assert [n for n in tensors if n.startswith("model/")] == [
-        "model/short", "model/table.weight", "model/norm.weight", "model/norm.bias",
-        "model/scratch", "model/norm.running_mean", "model/norm.running_var",
+        "model/short",
+        "model/table.weight",
+        "model/norm.weight",
+        "model/norm.bias",
+        "model/scratch",
+        "model/norm.running_mean",
+        "model/norm.running_var",
         "model/norm.num_batches_tracked",
     ]
     assert "optimizer/table.weight/exp_avg" in tensors
@@ -118,9 +125,17 @@ def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
 
 def test_values_come_back_with_their_types() -> None:
     value = {
-        "a": [1, 0.1, True, None, "x", (1, (2.5,)), []], 3: {"k": -0.0}, None: 1e-300,
-        (1, 2): Counter({5: 2}), "o": OrderedDict(b=1, a=2), "n": math.inf, "big": 2**70,
-        "np": np.float32(0.1), "np64": np.float64(0.1), "set": {3}, "float": {"float": 1.5},
+        "a": [1, 0.1, True, None, "x", (1, (2.5,)), []],
+        3: {"k": -0.0},
+        None: 1e-300,
+        (1, 2): Counter({5: 2}),
+        "o": OrderedDict(b=1, a=2),
+        "n": math.inf,
+        "big": 2**70,
+        "np": np.float32(0.1),
+        "np64": np.float64(0.1),
+        "set": {3},
+        "float": {"float": 1.5},
         "t": torch.arange(3, dtype=torch.int16),
     }
     tensors: dict[str, Tensor] = {}

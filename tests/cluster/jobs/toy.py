@@ -1,4 +1,5 @@
 """Small workloads that exercise everything that must not see the world size."""
+
 import os
 import time
 from pathlib import Path
@@ -67,9 +68,7 @@ class Logging(Toy):
 
     def evaluate(self, session):
         self.evaluations.append(session.step)
-        return session.evaluate(
-            Samples(37), lambda model, batch: {"mean": model(batch[0]).mean()}
-        )
+        return session.evaluate(Samples(37), lambda model, batch: {"mean": model(batch[0]).mean()})
 
 
 def logging_loop(session):
