@@ -5,7 +5,6 @@ inside a step is workers/session.py's; what it means for the state is workers/re
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +19,11 @@ from workers import groups
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
 from workers.peer import Follower, Following, PeerServer
+from workers.records import Records
 from workers.reducers import Reduced
 from workers.replica import Replica, Update
 from workers.vitals import Vitals
-from workers.vote import Vote, VoteLayout, decode, dump
+from workers.vote import Vote, VoteLayout, decode
 
 
 class RunEnded(BaseException):
@@ -75,8 +75,7 @@ class Member:
         self._followers: list[Follower] = []
         self._following: Following | None = None
         self._is_synced = False
-        self._last_vote: tuple[dict[str, Any], bytes] | None = None
-        self._unrecorded: deque[dict[str, Any]] = deque()
+        self.records = Records(link, spec.global_batch)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, header: dict[str, Any]) -> None:
@@ -92,6 +91,11 @@ class Member:
             self.group.abandon()
 
     # --- what a step asks --------------------------------------------------------------
+    @property
+    def step(self) -> int:
+        """Committed steps."""
+        return self.replica.step
+
     @property
     def is_cancelled(self) -> bool:
         return self.group is None or self.group.is_abandoned
@@ -139,52 +143,9 @@ class Member:
                 follower.offer(header, tensors)
         replica.apply(update)
         self.prepared = None
-        self._last_vote = dump(layout, vector)
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
-        self._record(vote, prepared.step_s)
-
-    def _record(self, vote: Vote, step_s: float) -> None:
-        step, batch = self.replica.step, self.spec.global_batch
-        is_finite = vote.is_finite and np.isfinite(vote.loss)
-        self._unrecorded.append(
-            {
-                "metrics": {
-                    "step": step,
-                    "time": time.time(),
-                    "loss": vote.loss if is_finite else None,
-                    "generation": self.generation,
-                    "world_size": self.world_size,
-                    "samples": step * batch,
-                    "step_s": step_s,
-                    "applied": vote.is_finite,
-                    "user": {k: v if np.isfinite(v) else None for k, v in vote.user.items()},
-                },
-                "samples": {
-                    "step": step,
-                    "first": (step - 1) * batch,
-                    "count": batch,
-                    "sha256": vote.rows_sha256,
-                },
-            }
-        )
-        while self._unrecorded and _step_of(self._unrecorded[0]) <= self.link.recorded_step:
-            self._unrecorded.popleft()
-        if self.rank == 0:
-            self._say_committed([self._unrecorded[-1]])
-
-    def _repeat_records(self, recorded_step: int) -> None:
-        """The lowest rank says again what a lost one may not have said."""
-        unknown = [r for r in self._unrecorded if _step_of(r) > recorded_step]
-        if self.rank == 0 and unknown:
-            self._say_committed(unknown)
-
-    def _say_committed(self, steps: list[dict[str, Any]]) -> None:
-        """With the vote of the last of them: should we all be lost before others have seen it
-        complete, they can still apply the step."""
-        assert self._last_vote is not None
-        layout, content = self._last_vote
-        self.link.send("committed", content, generation=self.generation, steps=steps, vote=layout)
+        self.records.add(layout, vector, vote, self, prepared.step_s)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -244,7 +205,7 @@ class Member:
         return False
 
     def _say_suspended(self) -> None:
-        vote, evaluation = self._last_vote, self.last_evaluation
+        vote, evaluation = self.records.last_vote, self.last_evaluation
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
@@ -308,7 +269,8 @@ class Member:
         self.link.send(
             "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
         )
-        self._repeat_records(header["recorded_step"])
+        if self.rank == 0:
+            self.records.repeat(self.generation, header["recorded_step"])
         return True
 
     def _begin_formation(self, header: dict[str, Any]) -> groups.Formation:
@@ -383,8 +345,8 @@ class Member:
             header, tensors = following.received.get()
             if header["type"] == "snapshot":
                 self.replica.restore(header, tensors)
-                self.prepared, self._last_vote = None, None
-                self._unrecorded.clear()
+                self.prepared = None
+                self.records.forget()
             elif header["step"] == self.replica.step + 1:
                 self.replica.apply(Update.from_frame(header, tensors, self.device))
             self.vitals.step = self.replica.step
@@ -404,7 +366,3 @@ class Member:
             for follower in newcomers:
                 follower.offer(header, tensors)
             self._followers += newcomers
-
-
-def _step_of(record: dict[str, Any]) -> int:
-    return int(record["metrics"]["step"])

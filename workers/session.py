@@ -270,8 +270,9 @@ class Step:
 
     def _vote(self, reduced: Any) -> None:
         session, member = self._session, self._member
-        replica, assert_group = member.replica, member.group
-        assert assert_group is not None and self._reducer is not None
+        replica, group = member.replica, member.group
+        assert group is not None
+        assert self._reducer is not None
         is_finite, used = reduced.is_finite(), self._reducer.has_gradient()
         records = self._take_records()
         untracked = replica.buffers.untracked_changes()
@@ -295,7 +296,7 @@ class Step:
             step_s = time.perf_counter() - self._began
             member.prepared = Prepared(reduced, layout, step_s)
             summed = torch.from_numpy(vector).to(member.device)
-            assert_group.all_reduce(summed).wait()
+            group.all_reduce(summed).wait()
             vector = summed.cpu().numpy()
             vote = decode(layout, vector)
             if vote.untracked_buffers:  # all ranks see it: repeat the step with them
@@ -304,7 +305,7 @@ class Step:
                 raise _Repeat
             if not vote.has_unknown_names:
                 break
-            names = gather_json(assert_group, _names_in(records), member.device)
+            names = gather_json(group, _names_in(records), member.device)
             found = {n for of_rank in names for n in of_rank}
             replica.log_names = tuple(sorted(found | set(replica.log_names)))
         prepared = Prepared(reduced, layout, time.perf_counter() - self._began)

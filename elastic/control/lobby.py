@@ -18,6 +18,7 @@ from elastic.control.state import (
     Phase,
     Spawn,
     Suspending,
+    Waiting,
 )
 from elastic.protocol.membership import NumberSet, worker_name
 
@@ -112,9 +113,13 @@ def is_arriving(phase: Phase, worker: int) -> bool:
 
 
 def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
-    """Keep `max_workers` + `standby` alive; the pending ones are the demand that Ray sees."""
+    """Keep `max_workers` + `standby` alive; the pending ones are the demand that Ray sees.
+
+    Survivors heal first: a process that starts would take their cores until the next commit.
+    """
     ledger, phase = decision.ledger, decision.phase
-    if ledger.stop or at < ledger.respawn_at:
+    is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
+    if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
     alive = len(lobby(ledger)) + num_members(phase)
     missing = limits.max_workers + limits.standby - alive

@@ -1,3 +1,5 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The controller's hands: carries out commands on Ray actors and links, and says what happened.
 
 Runs inside the controller actor (elastic/on_ray/actors.py). It decides nothing: the decisions are
@@ -6,19 +8,19 @@ elastic/control's.
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
 
 from elastic.control import state as s
-from elastic.control.suspicion import Heartbeat, Watch, suspects, watch
+from elastic.control.suspicion import Heartbeat, suspects, watch
 from elastic.on_ray.links import LinkServer
+from elastic.on_ray.slots import Slot, end_process, is_running
 from elastic.protocol.membership import Membership, worker_name
 
 log = logging.getLogger(__name__)
@@ -28,28 +30,6 @@ START_STORE_S = 60.0
 ENDING_GRACE_S = 3.0
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
-
-
-@dataclass
-class Worker:
-    """What the controller's process knows of one worker; the ledger knows the rest."""
-
-    actor: ActorHandle[Any]
-    task: "asyncio.Task[None] | None" = None
-    node_id: str = ""
-    node_ip: str = ""
-    pid: int = 0
-    device: str = ""
-    peer_address: tuple[str, int] | None = None
-    state: str = "pending"
-    step: int = 0
-    last_seen: float = 0.0
-    watch: Watch | None = None
-    failure: str = ""
-    """What its user's code raised, in its own words."""
-    has_failed: bool = False
-    evaluation: tuple[int, int, Any] | None = None
-    """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +55,7 @@ class RayCluster:
     detect_s: float | None
     rendezvous: ActorHandle[Any]
     hooks: Hooks
-    workers: dict[int, Worker] = field(default_factory=dict[int, Worker])
+    workers: dict[int, Slot] = field(default_factory=dict[int, Slot])
     wrong_input: str | None = None
     user_error: BaseException | None = None
     recorded_step: int = 0
@@ -116,8 +96,7 @@ class RayCluster:
     async def execute(self, command: s.Command) -> None:
         match command:
             case s.Spawn(workers=workers):
-                for worker in workers:
-                    self._spawn(worker)
+                self._spawn_all(workers)
             case s.Load(worker=worker):
                 self.links.send(worker, {"type": "load"})
             case s.Sync(worker=worker, source=source):
@@ -142,36 +121,43 @@ class RayCluster:
                     },
                 )
             case s.Retire(workers=workers):
-                for worker in workers:
-                    self.retire(worker)
+                self._retire_all(workers)
 
     def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
         for worker in membership.workers:
             self.links.send(worker, header)
 
+    def _spawn_all(self, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            self._spawn(worker)
+
+    def _retire_all(self, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            self.retire(worker)
+
     def _spawn(self, worker: int) -> None:
-        record = Worker(self.hooks.spawn(worker), last_seen=self.now())
+        record = Slot(self.hooks.spawn(worker), last_seen=self.now())
         self.workers[worker] = record
         record.task = asyncio.create_task(self._watch(worker, record))
         record.task.add_done_callback(self._on_background_done)
 
-    async def _watch(self, worker: int, record: Worker) -> None:
+    async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
         cause = "process_died"
         try:
-            await record.actor.run.remote(self.hooks.spec_of(worker))
-        except ray.exceptions.RayTaskError as error:
+            await cast(Any, record.actor).run.remote(self.hooks.spec_of(worker))
+        except RayTaskError as error:
             if self.user_error is None:
                 self.user_error = error.cause if isinstance(error.cause, Exception) else error
             self._user_failed(worker, f"{worker_name(worker)} failed: {error.cause}\n{error}")
             return
-        except ray.exceptions.RayActorError:
+        except RayActorError:
             if record.state == "pending":
                 cause = "start_failed"
         self._lost(worker, cause)
 
     def _user_failed(self, worker: int, fallback: str) -> None:
-        """The user's code raised in `worker`: said once, in the worker's own words if it has any."""
+        """The user's code raised in `worker`: said once, in its own words if any."""
         record = self.workers.get(worker)
         if record is not None and not record.has_failed:
             record.has_failed = True
@@ -206,7 +192,8 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
             if worker in form.roll_forward:
-                assert self.vote is not None and self.vote[0] == form.step, (self.vote, form)
+                assert self.vote is not None
+                assert self.vote[0] == form.step, (self.vote[0], form)
                 _, vote, payload = self.vote
             self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
 
@@ -224,10 +211,10 @@ class RayCluster:
             record.task.cancel()
         ray.kill(record.actor, no_restart=True)
 
-    def _fence(self, record: Worker) -> None:
+    def _fence(self, record: Slot) -> None:
         """A worker that counts as lost never speaks again, even if it is only frozen."""
         if record.pid and record.node_id == ray.get_runtime_context().get_node_id():
-            _end_process(record.pid)
+            end_process(record.pid)
         ray.kill(record.actor, no_restart=True)
 
     # --- events -------------------------------------------------------------------
@@ -265,7 +252,7 @@ class RayCluster:
         if record is None:
             return
         is_here = record.node_id == ray.get_runtime_context().get_node_id()
-        is_gone = is_here and not _is_running(record.pid)
+        is_gone = is_here and not is_running(record.pid)
         self._lost(worker, "process_died" if is_gone else "connection_lost")
 
     def _suspect(self) -> None:
@@ -281,7 +268,7 @@ class RayCluster:
             record.last_seen = self.now()
             self._handlers[header["type"]](worker, record, header, payload)
 
-    def _on_heartbeat(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_heartbeat(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         beat = Heartbeat(
             worker=worker,
             generation=header["generation"],
@@ -296,7 +283,7 @@ class RayCluster:
         record.step = max(record.step, header["step"])
         self.links.send(worker, {"type": "word", "recorded_step": self.recorded_step})
 
-    def _on_ready(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.node_id, record.node_ip = header["node_id"], header["node_ip"]
         record.pid, record.device = header["pid"], header["device"]
         record.peer_address = (header["peer_address"][0], header["peer_address"][1])
@@ -305,7 +292,7 @@ class RayCluster:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
         self._emit(s.WorkerReady(worker, self.now()))
 
-    def _on_loaded(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         async def open_then_say() -> None:
             self.log_folder = await self.hooks.on_loaded(header["step"])
             self.recorded_step = header["step"]
@@ -325,29 +312,29 @@ class RayCluster:
             log.error("controller error", exc_info=task.exception())
             self.cancel("failed", f"internal error: {task.exception()!r}")
 
-    def _on_wrong_input(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.wrong_input = record.failure = header["message"]
         self._user_failed(worker, header["message"])
 
-    def _on_user_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.failure = header["message"]  # the exception itself arrives as the end of run()
         loop = asyncio.get_running_loop()
         loop.call_later(FAILURE_GRACE_S, self._user_failed, worker, header["message"])
 
-    def _on_synced(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_synced(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = "ready"
         self._emit(s.Synced(worker, self.now()))
 
-    def _on_sync_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_sync_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = "standby"
         self._emit(s.SyncFailed(worker, header["reason"], self.now()))
 
-    def _on_joined(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_joined(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = "training"
         generation, rank = header["generation"], header["rank"]
         self._emit(s.Joined(generation, rank, header["state_s"], self.now()))
 
-    def _on_committed(self, worker: int, record: Worker, header: Any, payload: bytes) -> None:
+    def _on_committed(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
         self._keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], payload)
         for line in header["steps"]:
@@ -359,16 +346,16 @@ class RayCluster:
                 self._emit(s.Committed(header["generation"], step, step_s, self.now()))
         record.step = max(record.step, self.recorded_step)
 
-    def _on_paused(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_paused(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = "paused"
         generation, rank, step = header["generation"], header["rank"], header["step"]
         self._emit(s.Paused(generation, rank, step, self.now()))
 
-    def _on_collective_failed(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_collective_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         generation, rank = header["generation"], header["rank"]
         self._emit(s.CollectiveFailed(generation, rank, header["message"], self.now()))
 
-    def _on_suspended(self, worker: int, record: Worker, header: Any, payload: bytes) -> None:
+    def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         record.state = "suspended"
         self._keep_vote(header["step"], header["vote"], payload)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
@@ -383,15 +370,15 @@ class RayCluster:
             )
         )
 
-    def _on_evaluated(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_evaluated(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.hooks.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
 
-    def _on_done(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_done(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = "done"
         generation, rank, step = header["generation"], header["rank"], header["step"]
         self._emit(s.Done(generation, rank, step, self.now()))
 
-    def _on_ended(self, worker: int, record: Worker, header: Any, _: bytes) -> None:
+    def _on_ended(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         generation, rank = header["generation"], header["rank"]
         self._emit(s.Ended(generation, rank, header["weights_sha256"], self.now()))
 
@@ -403,24 +390,8 @@ class RayCluster:
             self.retire(worker)
         self.links.close()
         deadline = time.monotonic() + ENDING_GRACE_S
-        while any(_is_running(p) for p in pids) and time.monotonic() < deadline:
+        while any(is_running(p) for p in pids) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         for pid in pids:
-            if _is_running(pid):
-                _end_process(pid)
-
-
-def _end_process(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _is_running(pid: int) -> bool:
-    """False for a process that is gone or a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+            if is_running(pid):
+                end_process(pid)

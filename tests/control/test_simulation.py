@@ -212,7 +212,7 @@ def test_runs_that_lose_too_many_fail_with_the_budget_and_forget_nobody() -> Non
 def test_simulations_reach_the_interesting_places() -> None:
     seen: Counter[str] = Counter()
     commands: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS, NUM_SEEDS + 300):
+    for seed in range(NUM_SEEDS, NUM_SEEDS + 900):
         run = simulate(seed, *scenario(seed))
         seen.update(run.seen)
         for c in run.cluster.trace:

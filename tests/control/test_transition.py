@@ -119,9 +119,13 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
         LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40)
     )
     two = Membership(8, (1, 2))
-    assert commands == [Abort(ABC), Form(two, 40), Spawn((3,))]
+    assert commands == [Abort(ABC), Form(two, 40)]
     assert phase == Forming(two, 39.0)
-    assert ledger == Ledger(8, 40, failures=1, next_worker=4, spawned=some(3))
+    assert ledger == Ledger(8, 40, failures=1, next_worker=3)
+    healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
+    ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
+    assert commands == [Spawn((3,))], "not before the survivors have committed a step"
+    assert ledger.spawned == some(3)
 
 
 def test_a_loss_says_who_how_many_are_left_and_the_budget():
@@ -168,7 +172,7 @@ def test_a_laggard_without_gradient_copies_the_state_again():
     ledger, _, commands = play(
         LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 41), limits=limits
     )
-    assert commands == [Abort(ABC), Form(Membership(8, (2,)), 41), Spawn((3,))]
+    assert commands == [Abort(ABC), Form(Membership(8, (2,)), 41)]
     assert ledger.ready == some(1)
 
 
@@ -238,7 +242,7 @@ def test_a_failed_collective_waits_for_the_loss_that_explains_it():
     _, _, commands = play(
         LEDGER, Running(ABC), failed, suspended(1, 40), suspended(2, 40), lost(0, 9.1)
     )
-    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40), Spawn((3,))]
+    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
 
 
 def test_a_failed_collective_that_no_loss_explains_surfaces():
@@ -254,7 +258,7 @@ def test_who_does_not_answer_after_a_failed_collective_is_given_up():
     ledger, _, commands = play(
         LEDGER, Running(ABC), failed, suspended(1, 40), suspended(2, 40), Tick(12.0)
     )
-    assert commands == [Abort(ABC), Retire((0,)), Form(Membership(8, (1, 2)), 40), Spawn((3,))]
+    assert commands == [Abort(ABC), Retire((0,)), Form(Membership(8, (1, 2)), 40)]
     assert ledger.failures == 1
 
 
@@ -296,7 +300,7 @@ def test_a_generation_that_does_not_form_in_time_gives_up_the_silent():
         suspended(1, 40, at=30.1),
         Tick(33.0),
     )
-    assert commands == [Abort(ABC), Retire((2,)), Form(Membership(8, (0, 1)), 40), Spawn((3,))]
+    assert commands == [Abort(ABC), Retire((2,)), Form(Membership(8, (0, 1)), 40)]
     assert ledger.failures == 1
 
 

@@ -1,0 +1,52 @@
+"""A slot: what the controller's process knows of one worker's actor and process.
+
+What it is told to do is elastic/on_ray/cluster.py's; the decisions' view is the ledger.
+"""
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from elastic.control.suspicion import Watch
+
+
+@dataclass
+class Slot:
+    """What the controller's process knows of one worker; the ledger knows the rest."""
+
+    actor: ActorHandle[Any]
+    task: "asyncio.Task[None] | None" = None
+    node_id: str = ""
+    node_ip: str = ""
+    pid: int = 0
+    device: str = ""
+    peer_address: tuple[str, int] | None = None
+    state: str = "pending"
+    step: int = 0
+    last_seen: float = 0.0
+    watch: Watch | None = None
+    failure: str = ""
+    """What its user's code raised, in its own words."""
+    has_failed: bool = False
+    evaluation: tuple[int, int, Any] | None = None
+    """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
+
+
+def end_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

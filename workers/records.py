@@ -1,0 +1,88 @@
+"""What a worker knows of committed steps until the controller has them on record.
+
+Every rank keeps it, the lowest reports it: should that one be lost, its successor says it again.
+"""
+
+import math
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+
+from workers.link import ControllerLink
+from workers.vote import Vote, VoteLayout, dump
+
+
+class Standing(Protocol):
+    """Who commits: `Member`."""
+
+    generation: int
+    rank: int
+    world_size: int
+
+    @property
+    def step(self) -> int: ...
+
+
+class Records:
+    """Committed steps in order, and the vote of the last one."""
+
+    def __init__(self, link: ControllerLink, global_batch: int) -> None:
+        self._link, self._global_batch = link, global_batch
+        self._unrecorded: deque[dict[str, Any]] = deque()
+        self.last_vote: tuple[dict[str, Any], bytes] | None = None
+        """Should we all be lost before others saw it complete, they can still apply the step."""
+
+    def add(
+        self, layout: VoteLayout, vector: np.ndarray, vote: Vote, by: Standing, step_s: float
+    ) -> None:
+        """The step that `by` has just committed with this vote."""
+        self.last_vote = dump(layout, vector)
+        step, batch = by.step, self._global_batch
+        is_finite = vote.is_finite and math.isfinite(vote.loss)
+        self._unrecorded.append(
+            {
+                "metrics": {
+                    "step": step,
+                    "time": time.time(),
+                    "loss": vote.loss if is_finite else None,
+                    "generation": by.generation,
+                    "world_size": by.world_size,
+                    "samples": step * batch,
+                    "step_s": step_s,
+                    "applied": vote.is_finite,
+                    "user": {k: v if math.isfinite(v) else None for k, v in vote.user.items()},
+                },
+                "samples": {
+                    "step": step,
+                    "first": (step - 1) * batch,
+                    "count": batch,
+                    "sha256": vote.rows_sha256,
+                },
+            }
+        )
+        while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:
+            self._unrecorded.popleft()
+        if by.rank == 0 and self._unrecorded:
+            self._say(by.generation, [self._unrecorded[-1]])
+
+    def repeat(self, generation: int, recorded_step: int) -> None:
+        """Say again what a lost lowest rank may not have said."""
+        unknown = [r for r in self._unrecorded if step_of(r) > recorded_step]
+        if unknown:
+            self._say(generation, unknown)
+
+    def forget(self) -> None:
+        """Another worker's state was taken over."""
+        self._unrecorded.clear()
+        self.last_vote = None
+
+    def _say(self, generation: int, steps: list[dict[str, Any]]) -> None:
+        assert self.last_vote is not None
+        layout, content = self.last_vote
+        self._link.send("committed", content, generation=generation, steps=steps, vote=layout)
+
+
+def step_of(record: dict[str, Any]) -> int:
+    return int(record["metrics"]["step"])
