@@ -36,7 +36,7 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 
 test: lint ## what CI runs: lint, unit tests on two cores, then the tests that start Ray
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2
-	$(BIN)/pytest tests/cluster -m "not slow"
+	$(BIN)/pytest tests/cluster -m "not slow" --timeout 400 --durations 10
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow

@@ -132,7 +132,7 @@ def run_config(
         )
     )
     try:
-        order = {
+        order: dict[str, Any] = {
             "run_id": f"elastic-{secrets.token_hex(4)}",
             "token": secrets.token_hex(16),
             "config": config,

@@ -155,11 +155,12 @@ class Supervisor:
     async def _on_loaded(self, step: int) -> str:
         """The run directory stands at `step`; it is created when the first worker is sound."""
         loop = asyncio.get_running_loop()
-        if self.directory is None:
-            self.directory = await loop.run_in_executor(self._writer, self._open_directory)
-            self.actor.place = self.directory.place
-        self.lost_steps += await loop.run_in_executor(self._writer, self.directory.roll_back, step)
-        return self.directory.place
+        directory = self.directory
+        if directory is None:
+            directory = await loop.run_in_executor(self._writer, self._open_directory)
+            self.directory, self.actor.place = directory, directory.place
+        self.lost_steps += await loop.run_in_executor(self._writer, directory.roll_back, step)
+        return directory.place
 
     def _open_directory(self) -> RunDirectory:
         probe = self.order["probe"]
@@ -270,7 +271,7 @@ class Supervisor:
         phase, ledger = decision.phase, decision.ledger
         members = phase.membership.workers if isinstance(phase, s.Active) else ()
         ranks = {worker: rank for rank, worker in enumerate(members)}
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "id": worker_name(w),
                 "rank": ranks.get(w),
@@ -349,12 +350,12 @@ def heartbeat_s(config: RunConfig) -> float:
 
 def picklable(error: BaseException | None) -> BaseException | None:
     """The user's exception as it can reach the driver."""
-    import cloudpickle
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
     if error is None:
         return None
     try:
-        cloudpickle.loads(cloudpickle.dumps(error))
+        cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportUnknownMemberType]
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -11,9 +11,12 @@ reuses a buffer that an abandoned operation may still write.
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import PeerLost
 
@@ -63,9 +66,7 @@ class Group:
     Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
     """
 
-    def __init__(
-        self, backend: dist.Backend, backend_name: str, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, backend: Any, backend_name: str, rank: int, world_size: int) -> None:
         self.backend, self.backend_name = backend, backend_name
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
@@ -229,7 +230,7 @@ def form(
     def build() -> Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = dist.TCPStore(
+        store = TCPStore(
             store_address[0],
             store_address[1],
             None,
@@ -237,14 +238,14 @@ def form(
             timeout=timedelta(seconds=join_timeout_s),
             wait_for_workers=False,
         )
-        prefixed = dist.PrefixStore(prefix, store)
+        prefixed = PrefixStore(prefix, store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=operation_timeout_s)
             backend = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
             backend.eager_connect_single_device(device)
             return Group(backend, "nccl", rank, world_size)
-        gloo = dist.ProcessGroupGloo._Options()
+        gloo = cast(Any, dist.ProcessGroupGloo)._Options()
         gloo._timeout = timedelta(seconds=operation_timeout_s)
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         backend = dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)

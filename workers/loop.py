@@ -6,11 +6,11 @@ from workers.session import Session
 def fit(session: Session) -> None:
     """Train to `session.steps`, evaluating every `eval_every` steps where the workload can."""
     workload = session.workload
-    can_evaluate = session.eval_every is not None and hasattr(workload, "evaluate")
+    eval_every = session.eval_every if hasattr(workload, "evaluate") else None
     while session.step < session.steps:
         with session.next_step() as step:
             for batch in step.microbatches():
                 step.backward(workload.loss(session.model, batch))
             step.commit()
-        if can_evaluate and step.committed and session.step % session.eval_every == 0:
+        if eval_every and step.committed and session.step % eval_every == 0:
             workload.evaluate(session)

@@ -27,7 +27,7 @@ def describe(tensors: Tensors) -> list[list[Any]]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def send_tensors(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:

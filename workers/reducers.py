@@ -30,9 +30,8 @@ class Reduced:
         norms = [g for g in self.gradients if g is not None]
         if not norms:
             return True
-        return bool(
-            torch.isfinite(torch.stack([n.float() for n in torch._foreach_norm(norms)])).all()
-        )
+        each = torch._foreach_norm(norms)  # pyright: ignore[reportPrivateImportUsage]
+        return bool(torch.isfinite(torch.stack([n.float() for n in each])).all())
 
 
 class Reducer(Protocol):

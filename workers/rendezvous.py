@@ -3,7 +3,7 @@
 Lives in its own small Ray actor (elastic/on_ray/actors.py), outside trainers and controller.
 """
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Rendezvous:
@@ -11,13 +11,13 @@ class Rendezvous:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._generation = 0
 
     def open(self, generation: int) -> tuple[str, int]:
         """The address of the store of `generation`, which must not be older than the last one."""
         if self._store is None or generation != self._generation:
             assert generation > self._generation, (generation, self._generation)
-            self._store = dist.TCPStore(self.host, 0, None, True, wait_for_workers=False)
+            self._store = TCPStore(self.host, 0, None, True, wait_for_workers=False)
             self._generation = generation
         return self.host, self._store.port

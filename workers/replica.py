@@ -134,7 +134,7 @@ class Replica:
             self.gradient_norm = global_norm(gradients)
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
             if coefficient < 1.0:
-                torch._foreach_mul_(gradients, coefficient)
+                torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
         self.optimizer.step()
         self.buffers.track(update.tracked)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)

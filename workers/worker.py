@@ -204,5 +204,5 @@ def make_deterministic(spec: WorkerSpec) -> None:
     if spec.reduction == "bitwise":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         torch.backends.cudnn.benchmark = False

@@ -4,6 +4,7 @@ Until the run directory exists it goes to an unnamed file, whose content moves a
 process, forked early, keeps printing there; `collect` brings that over.
 """
 
+import io
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ class WorkerLog:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         for stream in (sys.stdout, sys.stderr):
-            if hasattr(stream, "reconfigure"):
+            if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
 
     def move_to(self, folder: Path) -> None:

@@ -1,3 +1,5 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The Ray actors: thin shells around plain classes. Who decides and who trains is elsewhere.
 
 All are detached and named after the run, so that none dies with another; the controller ends
@@ -8,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -101,7 +103,7 @@ def spawn_worker(
     *, run_id: str, name: str, workload: Any, cpus: int, gpus: int
 ) -> ActorHandle[Any]:
     """A pending actor: it runs as soon as Ray has a slot for it, and is demand until then."""
-    options = {
+    options: dict[str, Any] = {
         "name": f"{run_id}-{name}",
         "namespace": NAMESPACE,
         "lifetime": "detached",
@@ -110,11 +112,11 @@ def spawn_worker(
         "max_restarts": 0,
         "max_concurrency": 1,
     }
-    return ray.remote(WorkerActor).options(**options).remote(workload)
+    return cast(Any, ray.remote(WorkerActor).options(**options).remote(workload))
 
 
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
-    options = {
+    options: dict[str, Any] = {
         "name": f"{run_id}-rendezvous",
         "namespace": NAMESPACE,
         "lifetime": "detached",
@@ -122,11 +124,11 @@ def start_rendezvous(run_id: str) -> ActorHandle[Any]:
         "max_restarts": -1,
         "max_task_retries": -1,
     }
-    return ray.remote(RendezvousActor).options(**options).remote()
+    return cast(Any, ray.remote(RendezvousActor).options(**options).remote())
 
 
 def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -> ActorHandle[Any]:
-    options = {
+    options: dict[str, Any] = {
         "name": f"{run_id}-controller",
         "namespace": NAMESPACE,
         "lifetime": "detached",
@@ -134,7 +136,7 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
         "max_restarts": 0,
         "max_concurrency": 16,
     }
-    return ray.remote(ControllerActor).options(**options).remote(supervise, order)
+    return cast(Any, ray.remote(ControllerActor).options(**options).remote(supervise, order))
 
 
 def share(content: bytes) -> Any:

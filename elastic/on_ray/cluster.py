@@ -1,5 +1,5 @@
 # Ray is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The controller's hands: carries out commands on Ray actors and links, and says what happened.
 
 Runs inside the controller actor (elastic/on_ray/actors.py). It decides nothing: the decisions are

@@ -1,3 +1,5 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
 
 import os
@@ -5,10 +7,11 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from elastic.on_ray import actors
 from elastic.protocol.errors import WrongInput
@@ -53,7 +56,11 @@ class RayDriver:
 
     def _connect(self) -> None:
         request = self._request
-        quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": actors.NAMESPACE}
+        quiet: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+            "namespace": actors.NAMESPACE,
+        }
         address = request.address or find_cluster()
         if address is not None:
             if request.address is not None:
@@ -136,7 +143,7 @@ class RayDriver:
             return None
         try:
             return ray.get(self._run, timeout=10)
-        except ray.exceptions.RayActorError as error:
+        except RayActorError as error:
             self._end_leftovers()
             raise RuntimeError(
                 f"the run's controller died ({error}); its workers were ended"
@@ -145,7 +152,7 @@ class RayDriver:
     def _keep_alive(self) -> None:
         try:
             self.place = ray.get(self._controller.keep_alive.remote(), timeout=30)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        except (RayActorError, GetTimeoutError):
             return  # the end of run() tells
 
     def stop(self, reason: str) -> None:
@@ -156,7 +163,8 @@ class RayDriver:
 
     def _end_leftovers(self) -> None:
         """After the controller's death: end the run's other actors by their names."""
-        for entry in ray.util.list_named_actors(all_namespaces=True):
+        named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        for entry in named:
             if entry["name"].startswith(f"{self._run_id}-"):
                 actor = ray.get_actor(entry["name"], namespace=entry["namespace"])
                 ray.kill(actor, no_restart=True)
@@ -190,7 +198,7 @@ def find_cluster() -> str | None:
     """
     from ray._private.services import get_ray_address_from_environment
 
-    return get_ray_address_from_environment(None, None)
+    return get_ray_address_from_environment(cast(Any, None), None)
 
 
 def folder_bytes(folder: Path, enough: int) -> int:
