@@ -27,7 +27,7 @@ class Workload:
     """
 
     loader_processes: int = 1
-    """Processes that load samples ahead, in each worker; 0 loads in the worker itself."""
+    """Processes that load samples ahead, in each worker; at least 1."""
 
     def build_model(self) -> "nn.Module":
         """The model, on the CPU; runs under the run's seed, once per run."""

@@ -298,6 +298,8 @@ class Step:
             summed = torch.from_numpy(vector).to(member.device)
             group.all_reduce(summed).wait()
             vector = summed.cpu().numpy()
+            if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
+                raise PeerLost("the generation was given up")
             vote = decode(layout, vector)
             if vote.untracked_buffers:  # all ranks see it: repeat the step with them
                 member.prepared = None

@@ -87,6 +87,10 @@ class Worker:
             os.chdir(spec.folder)
         workload, loop = pickle.loads(self._pickled)  # from our own driver, through Ray
         self._workload = workload
+        if workload.loader_processes < 1:
+            raise WrongInput(
+                f"loader_processes must be at least 1, got {workload.loader_processes}"
+            )
         self._loader = Loader(
             workload, spec.seed, spec.global_batch, spec.micro_batch, workload.loader_processes
         )
