@@ -116,7 +116,34 @@ def run_config(
             pass
     if config.storage is None:
         print(f"run directory: {place}", file=sys.stderr)
+    answer = run_on_ray(
+        workload,
+        config,
+        {"storage": storage, "name": name, "content": content},
+        folder=folder,
+        loop=loop,
+        on_progress=on_progress,
+        detach=detach,
+    )
+    if answer is None:
+        return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
+    return conclude(answer, place)
 
+
+def run_on_ray(
+    workload: Workload,
+    config: RunConfig,
+    record: dict[str, Any],
+    *,
+    folder: Path | None,
+    loop: Callable[[Any], None] | None,
+    on_progress: Progress | None,
+    detach: bool,
+) -> dict[str, Any] | None:
+    """Find or start a cluster, submit the run and wait; the controller's answer as `wait` gives it.
+
+    record: the order's part for the run directory: storage, name, and content (its config.json).
+    """
     from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
     from elastic.supervisor import supervise
 
@@ -136,14 +163,12 @@ def run_config(
             "run_id": f"elastic-{secrets.token_hex(4)}",
             "token": secrets.token_hex(16),
             "config": config,
-            "storage": storage,
-            "name": name,
-            "content": content,
+            **record,
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,
             "workload": driver.pickle(workload, loop),
-            "probe": leave_local_probe(storage, driver),
+            "probe": leave_local_probe(record["storage"], driver),
         }
         driver.submit(supervise, order)
         answer = wait(driver, on_progress, detach)
@@ -151,9 +176,7 @@ def run_config(
             remove_probe(order["probe"])
     finally:
         driver.close()
-    if answer is None:
-        return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
-    return conclude(answer, place)
+    return answer
 
 
 def leave_local_probe(storage: str, driver: Any) -> Any:

@@ -279,7 +279,7 @@ class Supervisor:
                 "node_ip": r.node_ip,
                 "pid": r.pid,
                 "device": r.device,
-                "state": r.state,
+                "state": r.shown_state,
                 "step": max(r.step, ledger.step) if w in ranks else r.step,
             }
             for w, r in sorted(self.cluster.workers.items())

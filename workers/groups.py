@@ -11,16 +11,34 @@ reuses a buffer that an abandoned operation may still write.
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+
+# Public, but missing in the package's `__all__`:
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import PeerLost
 
 _left_behind: list["AnyGroup"] = []
+
+
+class Backend(Protocol):
+    """What a `Group` asks of gloo and NCCL; torch's stub of its Backend has no collectives."""
+
+    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], /
+    ) -> dist.Work: ...
+
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], /
+    ) -> dist.Work: ...
+
+    def abort(self) -> None: ...
 
 
 class Pending:
@@ -66,7 +84,7 @@ class Group:
     Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
     """
 
-    def __init__(self, backend: Any, backend_name: str, rank: int, world_size: int) -> None:
+    def __init__(self, backend: Backend, backend_name: str, rank: int, world_size: int) -> None:
         self.backend, self.backend_name = backend, backend_name
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
@@ -242,14 +260,18 @@ def form(
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=operation_timeout_s)
-            backend = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-            backend.eager_connect_single_device(device)
-            return Group(backend, "nccl", rank, world_size)
-        gloo = cast(Any, dist.ProcessGroupGloo)._Options()
+            nccl = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            nccl.eager_connect_single_device(device)
+            return Group(cast(Any, nccl), "nccl", rank, world_size)
+        gloo = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
         gloo._timeout = timedelta(seconds=operation_timeout_s)
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        backend = dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)
-        return Group(backend, "gloo", rank, world_size)
+        return Group(
+            cast(Any, dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)),
+            "gloo",
+            rank,
+            world_size,
+        )
 
     return Formation(build)
 

@@ -4,6 +4,7 @@
 inside a step is workers/session.py's; what it means for the state is workers/replica.py's.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from workers.reducers import Reduced
 from workers.replica import Replica, Update
 from workers.vitals import Vitals
 from workers.vote import Vote, VoteLayout, decode
+
+log = logging.getLogger(__name__)
 
 
 class RunEnded(BaseException):
@@ -266,6 +269,13 @@ class Member:
         evaluation = header["evaluation"]
         self.peer_evaluation = tuple(evaluation) if evaluation else None
         self.has_joined = True
+        log.info(
+            "generation=%d step=%d rank=%d world_size=%d joined",
+            self.generation,
+            self.replica.step,
+            self.rank,
+            self.world_size,
+        )
         self.link.send(
             "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
         )

@@ -17,5 +17,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return type(batch)(to_device(value, device) for value in batch)  # pyright: ignore
+        # A sequence's type is assumed to take an iterable, as list's and tuple's do.
+        return type(batch)(to_device(value, device) for value in batch)  # pyright: ignore[reportCallIssue]
     return batch

@@ -25,6 +25,7 @@ from elastic.protocol.membership import Membership, worker_name
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
+LATE_S = 0.5
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
 ENDING_GRACE_S = 3.0
@@ -225,8 +226,10 @@ class RayCluster:
                 return await asyncio.wait_for(self.events.get(), left_s)
             except TimeoutError:
                 pass  # time for a tick
+        is_late = time.monotonic() - self._tick_at > LATE_S
         self._tick_at = time.monotonic() + TICK_S
-        self._suspect()
+        if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
+            self._suspect()
         return s.Tick(self.now())
 
     def _emit(self, event: s.Event) -> None:

@@ -35,6 +35,12 @@ class Slot:
     evaluation: tuple[int, int, Any] | None = None
     """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
 
+    @property
+    def shown_state(self) -> str:
+        """`state` as status.json says it."""
+        is_evaluating = self.watch is not None and self.watch.heartbeat.phase == "evaluate"
+        return "evaluating" if is_evaluating and self.state == "training" else self.state
+
 
 def end_process(pid: int) -> None:
     try:

@@ -1,5 +1,7 @@
 """The weights and samples of a run do not see its history: real processes, real SIGKILLs."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -85,3 +87,13 @@ def test_a_warm_standby_takes_over(start, reference):
         assert time.monotonic() - began < 2.5, "a cold start takes longer"
         end = run.finish()
     assert_equals_reference(run, end, reference("Toy", steps=100))
+
+
+def test_a_frozen_worker_is_found_by_its_heartbeats_and_replaced(start, reference):
+    with start("Toy", workers="1..2", steps=150, detect_s=1.5, set=["sleep=0.01"]) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 12)
+        os.kill(status["workers"][1]["pid"], signal.SIGSTOP)
+        run.wait_for(lambda s: s["world_size"] == 1 and s["phase"] == "running")
+        end = run.finish()
+    assert end["result"]["recoveries"][0]["cause"] == "hung"
+    assert_equals_reference(run, end, reference("Toy", steps=150))
