@@ -36,14 +36,23 @@ class Result:
     outcome: str
     """succeeded, failed, stopped; or detached, while it goes on."""
     steps: int = 0
+    """Committed steps."""
     loss: float | None = None
+    """Of the last committed step; None if it was not finite or there was no step."""
     weights_sha256: str = ""
+    """Of the final weights, in hexadecimal; empty if the run did not get that far."""
     generations: int = 0
+    """Memberships that were formed, a count."""
     lost_steps: int = 0
+    """Committed steps that had to be done again."""
     goodput: float = 0.0
+    """The part of the wall time spent on steps that stayed committed, 0 to 1."""
     badput: dict[str, float]
+    """Seconds of the other time, by what it went to."""
     recoveries: list[dict[str, Any]]
+    """One per loss: its cause, the seconds of each phase and in total, lost_steps."""
     run_directory: str = ""
+    """A path or URI; empty if the run ended before it was opened."""
 
 
 class RunFailed(RuntimeError):
@@ -63,7 +72,9 @@ def run(
     """Train `workload`; `settings` are RunConfig's fields. Blocks until the run ends.
 
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
-    Raises ValueError for wrong settings or a workload that cannot work, RunFailed for failure.
+    A run directory that holds a finished run of the same settings gives its result at once.
+    Raises ValueError for wrong settings or a workload that cannot work, RunFailed for failure,
+    RuntimeError if the run's controller died.
     """
     config = RunConfig(**settings)
     target = target_of(workload)
@@ -94,8 +105,9 @@ def run_config(
     on_progress: Progress | None = None,
     detach: bool = False,
 ) -> Result:
-    """As `run`, for a workload that is already constructed; raises WrongInput for wrong input.
+    """As `run`, for settings that are already checked; raises WrongInput for wrong input.
 
+    target, arguments: how the workload was named and constructed, for config.json.
     folder: what every node needs on its path to import the workload by name.
     on_progress: called often with the run directory while the run goes on.
     detach: return as soon as the run has started; it goes on without this process.
@@ -189,7 +201,10 @@ def leave_local_probe(storage: str, driver: Any) -> Any:
 
 
 def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, Any] | None:
-    """Until the run has ended; None if it was left alone after its start."""
+    """The controller's answer at the end of the run; None if it was left alone after its start.
+
+    The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
+    """
     interrupts: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -219,7 +234,7 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
 
 
 def conclude(answer: dict[str, Any], place: str) -> Result:
-    """The controller's answer as a result or an exception."""
+    """The controller's answer as a result. Raises WrongInput; RunFailed from the user's error."""
     if answer["wrong_input"] is not None:
         raise WrongInput(answer["wrong_input"])
     result = Result(**answer["result"], run_directory=place if answer["is_open"] else "")
@@ -229,6 +244,7 @@ def conclude(answer: dict[str, Any], place: str) -> Result:
 
 
 def versions() -> dict[str, str]:
+    """Installed versions by package, for config.json."""
     found = {"elastic": importlib.metadata.version("elastic-ray-trainer")}
     return found | {name: importlib.metadata.version(name) for name in REPORTED_VERSIONS}
 

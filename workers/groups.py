@@ -15,9 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-
-# Public, but missing in the package's `__all__`:
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import PeerLost

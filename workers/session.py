@@ -44,18 +44,22 @@ class Session:
     # --- what a loop reads ---------------------------------------------------------
     @property
     def model(self) -> nn.Module:
+        """On `device`; one object for the whole life of the process."""
         return self._member.replica.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        """commit() steps it; do not step it yourself."""
         return self._member.replica.optimizer
 
     @property
     def scheduler(self) -> Any | None:
+        """What `build_scheduler` returned, None without one; commit() steps it."""
         return self._member.replica.scheduler
 
     @property
     def device(self) -> torch.device:
+        """Where the model and the batches are: the CPU, or this worker's only GPU."""
         return self._member.device
 
     @property
@@ -75,14 +79,17 @@ class Session:
 
     @property
     def world_size(self) -> int:
+        """Members of the current generation; changes with it."""
         return self._joined().world_size
 
     @property
     def generation(self) -> int:
+        """The number of the current membership: 1, then one more with every regroup."""
         return self._joined().generation
 
     @property
     def eval_every(self) -> int | None:
+        """Steps between evaluations, None for none; the loop acts on it."""
         return self._spec.eval_every
 
     def _joined(self) -> Member:
@@ -92,7 +99,10 @@ class Session:
 
     # --- what a loop does ------------------------------------------------------------
     def next_step(self) -> "Step":
-        """The next step's `with` block. Waits while the run regroups."""
+        """The next step's `with` block. Waits while the run regroups.
+
+        RuntimeError if the block before is still open or all steps are committed.
+        """
         if self._open is not None:
             raise RuntimeError("next_step(): the block of the step before is still open")
         member = self._joined()
@@ -107,7 +117,10 @@ class Session:
     def log(self, **values: Any) -> None:
         """Fold named numbers over micro-batches and ranks, as the loss is: their mean goes into
         the `user` field of the step's line in metrics.jsonl. Inside the block: this step's; after
-        it: the next step's."""
+        it: the next step's.
+
+        values: numbers, or tensors of one element; others raise what float() raises.
+        """
         for name, value in values.items():
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             self._logged[name] = number
@@ -117,7 +130,8 @@ class Session:
 
         Every rank must call it, after a step's block. fn returns a number (mean over the batch),
         (sum, weight), or a dict of name to either; the result is the weighted mean over the
-        dataset, of the same form, equal on all ranks. Retried after a loss.
+        dataset: one float, or a dict of name to float; equal on all ranks. Retried after a loss.
+        RuntimeError before the first step or inside a block, ValueError for an empty dataset.
         """
         if not self._member.has_joined:
             raise RuntimeError(
@@ -160,7 +174,11 @@ class Session:
 
 
 class Step:
-    """One attempt at one optimizer step."""
+    """One attempt at one optimizer step.
+
+    A lost peer raises StepCancelled in the block, which swallows it. RuntimeError at the block's
+    end without commit(), and for calls out of order: iterate, backward() for each, commit().
+    """
 
     def __init__(self, session: Session) -> None:
         self._session, self._member = session, session._member
@@ -203,7 +221,10 @@ class Step:
         return False
 
     def microbatches(self) -> Iterator[Any]:
-        """This rank's micro-batches in id order, each to be followed by one `backward(loss)`."""
+        """This rank's micro-batches in id order, each to be followed by one `backward(loss)`.
+
+        Each is what `collate` makes of RunConfig.micro_batch samples, on the session's device.
+        """
         if self._has_iterated:
             raise RuntimeError("microbatches() a second time in one step; iterate it once")
         self._has_iterated = True
@@ -233,7 +254,8 @@ class Step:
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
         """Gradients of one micro-batch's loss.
 
-        loss: a scalar, the mean over the micro-batch; or (sum, weight), two scalars.
+        loss: a scalar, the mean over the micro-batch; or (sum, weight), two scalars. WrongInput
+        for another form and for a loss without a gradient.
         """
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
@@ -250,7 +272,11 @@ class Step:
         session._logged = {}
 
     def commit(self) -> None:
-        """Reduce, divide, clip, vote, step the optimizer and the scheduler, zero the gradients."""
+        """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.
+
+        Gradients that are not finite leave the weights as they are, and the step counts as well;
+        FloatingPointError for more than FaultPolicy.max_nonfinite such steps in a row.
+        """
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
         if self._reducer is None or len(self._losses) != len(self._member.ids):

@@ -194,7 +194,7 @@ def refuse_unreachable(address: str) -> None:
 def find_cluster() -> str | None:
     """The cluster that `ray.init()` without an address would join, None if it would start one.
 
-    Private API of Ray, this place only; tests/cluster/test_submission.py sees it change.
+    Private API of Ray, this place only; every run without an address goes through it.
     """
     from ray._private.services import get_ray_address_from_environment
 
