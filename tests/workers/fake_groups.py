@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 class Done:
@@ -100,27 +101,36 @@ class _All:
 
 
 def run_gloo(world_size: int, folder: Path, body: Callable[[GlooGroup], Any]) -> list[Any]:
-    """body(group) in one forked process per rank; its (picklable) results in rank order."""
-    context = multiprocessing.get_context("fork")
+    """body(group) in one process per rank; its (picklable) results in rank order.
+
+    Spawned, not forked: a test process has threads, and a fork once hung in MKL's allocator.
+    """
+    context = multiprocessing.get_context("spawn")
+    pickled = cloudpickle.dumps(body)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
-        context.Process(target=_gloo_rank, args=(r, world_size, folder, body, pipes[r][1]))
+        context.Process(
+            target=_gloo_rank, args=(r, world_size, folder, pickled, pipes[r][1]), daemon=True
+        )
         for r in range(world_size)
     ]
     for process in processes:
         process.start()
     for _, sender in pipes:
         sender.close()
-    results = [receiver.recv() for receiver, _ in pipes]
+    results: list[Any] = []
+    for receiver, _ in pipes:
+        assert receiver.poll(DEADLINE_S), f"no result in {DEADLINE_S} s"
+        results.append(receiver.recv())
     for process in processes:
         process.join(DEADLINE_S)
     return results
 
 
-def _gloo_rank(rank: int, world_size: int, folder: Path, body: Any, sender: Any) -> None:
+def _gloo_rank(rank: int, world_size: int, folder: Path, pickled: bytes, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    sender.send(body(GlooGroup()))
+    sender.send(cloudpickle.loads(pickled)(GlooGroup()))
     dist.destroy_process_group()
