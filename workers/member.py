@@ -309,10 +309,11 @@ class Member:
         deadline = time.monotonic() + self.spec.join_timeout_s
         while self.replica.step != header["step"]:
             following = self._following
-            has_news = following is not None and not following.received.empty()
-            if has_news:
-                self._apply_received()
-                continue
+            if following is not None:
+                following.arrived.clear()
+                if not following.received.empty():
+                    self._apply_received()
+                    continue
             left_s = deadline - time.monotonic()
             if (
                 following is None
@@ -371,8 +372,6 @@ class Member:
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
         newcomers = self.peers.arrived()
-        if newcomers:
-            header, tensors = self.replica.snapshot()
-            for follower in newcomers:
-                follower.offer(header, tensors)
-            self._followers += newcomers
+        for follower in newcomers:
+            follower.begin(self.replica.snapshot())
+        self._followers += newcomers

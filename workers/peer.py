@@ -10,19 +10,21 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from elastic.protocol import wire
+from workers.snapshot import Snapshot
 
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
 """A follower that lags by more than this is dropped; it may follow again from a new snapshot."""
 
 
-def describe(tensors: Tensors) -> list[list[Any]]:
-    return [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()]
+def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> list[list[Any]]:
+    return [[n, str(d).removeprefix("torch."), list(s)] for n, (d, s) in shapes.items()]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -30,13 +32,23 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def send_tensors(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
+def send_update(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
     on_host = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
-    wire.send(
-        connection,
-        {**header, "tensors": describe(on_host)},
-        [as_bytes(t) for t in on_host.values() if t.numel()],
-    )
+    described = describe({n: (t.dtype, t.shape) for n, t in on_host.items()})
+    chunks = [as_bytes(t) for t in on_host.values() if t.numel()]
+    wire.send(connection, {**header, "tensors": described}, chunks)
+
+
+def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) -> None:
+    """Tensor by tensor, each copied just before it is sent."""
+    shapes = snapshot.shapes
+    size_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes.values())
+    header = {**snapshot.header, "queued": queued, "tensors": describe(shapes)}
+    wire.send_header(connection, header, size_bytes)
+    for name, (_, shape) in shapes.items():
+        tensor = snapshot.take(name)
+        if shape.numel():
+            connection.sendall(as_bytes(tensor))
 
 
 def receive_tensors(connection: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -56,31 +68,46 @@ class Follower:
         self.worker = worker
         self.is_lost = False
         self._connection = connection
-        self._queue: queue.SimpleQueue[tuple[dict[str, Any], Tensors] | None] = queue.SimpleQueue()
+        self._snapshot: Snapshot | None = None
+        self._queue: queue.SimpleQueue[Snapshot | tuple[dict[str, Any], Tensors] | None] = (
+            queue.SimpleQueue()
+        )
         self._queued_bytes = 0
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
+    def begin(self, snapshot: Snapshot) -> None:
+        """The state to start from."""
+        self._snapshot = snapshot
+        self._queue.put(snapshot)
+
     def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
-        """Queue tensors that nobody will change any more."""
-        self._queued_bytes += (size := sum(t.nbytes for t in tensors.values()))
-        if header["type"] == "update" and self._queued_bytes - size > MAX_QUEUED_BYTES:
+        """Queue an update whose tensors nobody will change any more."""
+        if self._queued_bytes > MAX_QUEUED_BYTES:
             self.close()
         elif not self.is_lost:
+            self._queued_bytes += sum(t.nbytes for t in tensors.values())
             self._queue.put((header, tensors))
 
     def close(self) -> None:
         self.is_lost = True
         self._queue.put(None)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # the thread may be in the middle of a send
 
     def _send(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
+                if isinstance(item, Snapshot):
+                    send_snapshot(self._connection, item, self._queue.qsize())
+                    continue
                 header, tensors = item
                 header = {**header, "queued": self._queue.qsize()}
-                send_tensors(self._connection, header, tensors)
+                send_update(self._connection, header, tensors)
                 self._queued_bytes -= sum(t.nbytes for t in tensors.values())
         except OSError:
             self.is_lost = True
+        if self._snapshot is not None:
+            self._snapshot.drop()
         self._connection.close()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from workers import state
 from workers.buffers import TrackedBuffers
 from workers.norm import clip_coefficient, global_norm
+from workers.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,12 @@ class Replica:
         self.log_names: tuple[str, ...] = ()
         """Names given to session.log so far, sorted: the layout of votes."""
         self.gradient_norm: float | None = None
+        self._snapshots: list[Snapshot] = []
 
     def apply(self, update: Update) -> None:
         """Take one step. Raises FloatingPointError after too many steps that are not finite."""
         assert update.step == self.step + 1, (update.step, self.step)
+        self._settle()
         if update.is_finite:
             self._change_weights(update)
         for parameter in self.parameters:
@@ -139,8 +142,8 @@ class Replica:
         self.buffers.track(update.tracked)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Header and copies of all tensors, as of the last committed step."""
+    def snapshot(self) -> Snapshot:
+        """The state of the last committed step; to be asked for between steps."""
         values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",
@@ -150,9 +153,17 @@ class Replica:
             "log_names": list(self.log_names),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        return header, tensors
+        snapshot = Snapshot(header, tensors)
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def _settle(self) -> None:
+        """The state is about to change."""
+        while self._snapshots:
+            self._snapshots.pop().settle()
 
     def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._settle()
         state.restore(self.model, self.optimizer, self.scheduler, header["values"], tensors)
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]

@@ -26,11 +26,17 @@ _SEQUENCE_OF = {name: kind for kind, name in _SEQUENCES.items()}
 def capture(
     model: nn.Module, optimizer: Optimizer, scheduler: Any | None
 ) -> tuple[Json, dict[str, Tensor]]:
-    """(a JSON value, name -> clone): everything that `restore` needs to be equal bit for bit."""
-    tensors = {f"model/{name}": _clone(t) for name, t in model_tensors(model).items()}
+    """(a JSON value, name -> tensor): everything that `restore` needs to be equal bit for bit.
+
+    Parameters, optimizer and scheduler are the live tensors, which the next optimizer step changes;
+    what a forward may change is copied.
+    """
+    tensors = {f"model/{name}": t.detach() for name, t in model.named_parameters()}
+    tensors |= {f"model/{name}": _clone(t) for name, t in model.named_buffers()}
+    passing: dict[str, Tensor] = {}
     header = {
         "extra": {
-            name: encode(module.get_extra_state(), f"extra/{name}", tensors)
+            name: encode(module.get_extra_state(), f"extra/{name}", passing)
             for name, module in _with_extra_state(model)
         },
         "optimizer": _captured_optimizer(_names(model), optimizer, tensors),
@@ -38,7 +44,7 @@ def capture(
         if scheduler is None
         else encode(scheduler.state_dict(), "scheduler", tensors),
     }
-    return header, tensors
+    return header, tensors | {name: _clone(t) for name, t in passing.items()}
 
 
 def restore(
@@ -148,7 +154,7 @@ def _restore_optimizer(
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """JSON for `value`; its tensors are cloned into `tensors` under names that begin with path."""
+    """JSON for `value`; its tensors are put into `tensors` under names that begin with path."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -157,7 +163,7 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
         return number if math.isfinite(number) else {"float": repr(number)}
     if isinstance(value, Tensor):
         assert path not in tensors, path
-        tensors[path] = _clone(value)
+        tensors[path] = value.detach()
         return {"tensor": path, "device": value.device.type}
     if isinstance(value, np.generic):
         return {"numpy": value.dtype.str, "value": encode(value.item(), path, tensors)}

@@ -29,11 +29,15 @@ def pack(header: Header, payload: bytes | memoryview = b"") -> bytes:
 def send(connection: socket.socket, header: Header, chunks: Iterable[memoryview] = ()) -> None:
     """Send one frame; `chunks` are sent without being copied together."""
     parts = [memoryview(c).cast("B") for c in chunks]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    lengths = LENGTHS.pack(len(text), sum(len(p) for p in parts))
-    connection.sendall(lengths + text)
+    send_header(connection, header, sum(len(p) for p in parts))
     for part in parts:
         connection.sendall(part)
+
+
+def send_header(connection: socket.socket, header: Header, payload_bytes: int) -> None:
+    """The beginning of a frame whose payload the caller sends."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    connection.sendall(LENGTHS.pack(len(text), payload_bytes) + text)
 
 
 def receive_header(connection: socket.socket) -> tuple[Header, int]:

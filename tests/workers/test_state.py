@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR
 
 from elastic.protocol.errors import WrongInput
 from workers.digest import weights_sha256
+from workers.snapshot import Snapshot
 from workers.state import capture, decode, encode, restore
 
 
@@ -108,8 +109,13 @@ def test_a_snapshot_is_a_copy_and_holds_shared_tensors_once() -> None:
     _train(model, optimizer, scheduler, steps=1)
     _, tensors = capture(model, optimizer, scheduler)
     before = {n: t.clone() for n, t in tensors.items()}
+    snapshot = Snapshot({}, tensors)
+    early = snapshot.take("model/norm.weight")
+    snapshot.settle()
     _train(model, optimizer, scheduler, steps=1)
-    assert all(torch.equal(t, before[n]) for n, t in tensors.items())
+    assert torch.equal(early, before.pop("model/norm.weight"))
+    assert all(torch.equal(snapshot.take(name), t) for name, t in before.items())
+    assert not all(torch.equal(tensors[name], t) for name, t in before.items())
     assert [n for n in tensors if n.startswith("model/")] == [
         "model/short",
         "model/table.weight",
