@@ -55,12 +55,14 @@ class Member:
         device: torch.device,
         *,
         on_load: Callable[[], None],
+        on_sync: Callable[[], None],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
     ) -> None:
         self.spec, self.replica, self.link, self.peers = spec, replica, link, peers
         self.vitals, self.device = vitals, device
-        self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
+        self._on_load, self._on_sync = on_load, on_sync
+        self._on_log_to, self._on_finish = on_log_to, on_finish
         self.group: AnyGroup | None = None
         self.generation, self.rank, self.world_size = 0, 0, 0
         self.has_joined = False
@@ -194,6 +196,7 @@ class Member:
                 self._on_load()
                 self.link.send("loaded", step=self.replica.step)
             case "sync":
+                self._on_sync()
                 self._follow(header)
             case "log_to":
                 self._on_log_to(header["folder"])
@@ -360,6 +363,7 @@ class Member:
                 self.records.forget()
             elif header["step"] == self.replica.step + 1:
                 self.replica.apply(Update.from_frame(header, tensors, self.device))
+                following.memory.give(tensors)
             self.vitals.step = self.replica.step
             if header["queued"] == 0 and not self._is_synced:
                 self._is_synced = True

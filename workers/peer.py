@@ -9,7 +9,7 @@ nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.p
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,9 +33,9 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def send_update(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
-    on_host = {n: t.detach().contiguous().cpu() for n, t in tensors.items()}
-    described = describe({n: (t.dtype, t.shape) for n, t in on_host.items()})
-    chunks = [as_bytes(t) for t in on_host.values() if t.numel()]
+    """tensors: contiguous, on the host."""
+    described = describe({n: (t.dtype, t.shape) for n, t in tensors.items()})
+    chunks = [as_bytes(t) for t in tensors.values() if t.numel()]
     wire.send(connection, {**header, "tensors": described}, chunks)
 
 
@@ -51,11 +51,32 @@ def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) ->
             connection.sendall(as_bytes(tensor))
 
 
-def receive_tensors(connection: socket.socket) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+class HostMemory:
+    """Host tensors to be used again under the same name: fresh memory costs more than a copy into
+    it, one page fault per 4 KiB. Any thread gives and takes."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, list[torch.Tensor]] = {}
+
+    def take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Undefined content."""
+        free = self._free.setdefault(name, [])
+        if free and (free[-1].dtype, free[-1].shape) == (dtype, torch.Size(shape)):
+            return free.pop()
+        return torch.empty(shape, dtype=dtype)
+
+    def give(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            self._free.setdefault(name, []).append(tensor)
+
+
+def receive_tensors(
+    connection: socket.socket, memory: HostMemory
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     header, _ = wire.receive_header(connection)
     tensors: dict[str, torch.Tensor] = {}
     for name, dtype, shape in header["tensors"]:
-        tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensors[name] = memory.take(name, getattr(torch, dtype), shape)
         if tensors[name].numel():
             wire.receive_into(connection, as_bytes(tensors[name]))
     return header, tensors
@@ -69,6 +90,7 @@ class Follower:
         self.is_lost = False
         self._connection = connection
         self._snapshot: Snapshot | None = None
+        self._memory = HostMemory()
         self._queue: queue.SimpleQueue[Snapshot | tuple[dict[str, Any], Tensors] | None] = (
             queue.SimpleQueue()
         )
@@ -81,12 +103,15 @@ class Follower:
         self._queue.put(snapshot)
 
     def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
-        """Queue an update whose tensors nobody will change any more."""
+        """Queue a copy of an update."""
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self.close()
         elif not self.is_lost:
             self._queued_bytes += sum(t.nbytes for t in tensors.values())
-            self._queue.put((header, tensors))
+            copies = {n: self._memory.take(n, t.dtype, t.shape) for n, t in tensors.items()}
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor.detach())
+            self._queue.put((header, copies))
 
     def close(self) -> None:
         self.is_lost = True
@@ -104,6 +129,7 @@ class Follower:
                 header = {**header, "queued": self._queue.qsize()}
                 send_update(self._connection, header, tensors)
                 self._queued_bytes -= sum(t.nbytes for t in tensors.values())
+                self._memory.give(tensors)
         except OSError:
             self.is_lost = True
         if self._snapshot is not None:
@@ -161,6 +187,8 @@ class Following:
         )
         self.arrived = threading.Event()
         """Set whenever there is news; the reader clears it."""
+        self.memory = HostMemory()
+        """Where updates that were applied may be given back."""
         self.failure = ""
         """Why nothing more will come; empty while it may."""
         self._wake = wake
@@ -172,7 +200,7 @@ class Following:
     def _receive(self) -> None:
         try:
             while True:
-                self.received.put(receive_tensors(self._connection))
+                self.received.put(receive_tensors(self._connection, self.memory))
                 self.arrived.set()
                 self._wake()
         except (OSError, ValueError) as error:

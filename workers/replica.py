@@ -39,7 +39,7 @@ class Update:
     log_names: tuple[str, ...]
 
     def to_frame(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Header and copies of the tensors, for a follower."""
+        """Header and the tensors themselves, for followers."""
         header = {
             "type": "update",
             "step": self.step,
@@ -53,12 +53,12 @@ class Update:
             "num_integers": len(self.integers),
         }
         tensors = {
-            f"g{i}": g.clone()
+            f"g{i}": g
             for i, (g, is_used) in enumerate(zip(self.gradients, self.used, strict=True))
             if is_used and g is not None
         }
-        tensors |= {f"b{i}": b.clone() for i, b in enumerate(self.buffers)}
-        tensors |= {f"i{i}": b.clone() for i, b in enumerate(self.integers)}
+        tensors |= {f"b{i}": b for i, b in enumerate(self.buffers)}
+        tensors |= {f"i{i}": b for i, b in enumerate(self.integers)}
         return header, tensors
 
     @classmethod
@@ -110,8 +110,7 @@ class Replica:
         self._settle()
         if update.is_finite:
             self._change_weights(update)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.drop_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
         self.log_names = update.log_names
@@ -123,6 +122,10 @@ class Replica:
                 f"{self.step}, were not finite; lower the learning rate, set clip_norm, or raise "
                 f"faults.max_nonfinite (now {self.max_nonfinite})"
             )
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _change_weights(self, update: Update) -> None:
         for parameter, gradient, is_used in zip(

@@ -157,6 +157,7 @@ class Session:
         if self._reducer is None or self._reducer_of != key:
             if self._reducer is not None:
                 self._reducer.close()
+                self._reducer = None  # its memory may serve the next one
             assert member.group is not None
             buffers = member.replica.buffers.floating
             if self._spec.reduction == "bitwise":

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Worker:
         self._spec, self._pickled, self._node_id = spec, workload, node_id
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
+        self._is_warm = False
 
     def run(self) -> None:
         """Until the controller ends the process. Raises what the user's code raises."""
@@ -108,6 +110,7 @@ class Worker:
             self._vitals,
             device,
             on_load=self._load,
+            on_sync=self._warm_up,
             on_log_to=self._log_to,
             on_finish=self._finish,
         )
@@ -136,23 +139,34 @@ class Worker:
             self._member.wake()
 
     def _load(self) -> None:
-        """Become the holder of the initial state, after trying one micro-batch of the workload."""
-        rows = self._loader.num_rows
-        assert rows > 0
+        """Become the holder of the initial state. WrongInput if the workload cannot be trained."""
+        self._is_warm = True
+        self._try_microbatch()
+
+    def _warm_up(self) -> None:
+        """A newcomer pays for its first pass (memory, kernels, caches) while the others train."""
+        if not self._is_warm:
+            self._is_warm = True
+            with suppress(WrongInput):  # the first worker's own try has the say
+                self._try_microbatch()
+
+    def _try_microbatch(self) -> None:
+        """Forward and backward of the first micro-batch; nothing of it stays."""
+        replica = self._replica
         loaded = self._loader.fetch(0, 0)
-        batch = to_device(loaded.batch, self._replica_device())
-        self._replica.buffers.begin_step()
+        batch = to_device(loaded.batch, replica.parameters[0].device)
+        replica.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
         try:
-            loss = self._workload.loss(self._replica.model, batch)
+            total, _ = check_loss(self._workload.loss(replica.model, batch))
+            total.backward()
+        except WrongInput:
+            raise
         except Exception:
             return  # step 1 will raise it, with its positions and everything on record
         finally:
-            self._replica.buffers.restore()
-        check_loss(loss)
-
-    def _replica_device(self) -> torch.device:
-        return self._replica.parameters[0].device
+            replica.drop_gradients()
+            replica.buffers.restore()
 
     def _log_to(self, place: str) -> None:
         self._place = place

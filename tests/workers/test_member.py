@@ -83,7 +83,7 @@ class Rig:
         self.replica = build_replica(self.workload, self.spec, CPU)
         self.member = Member(
             self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None),
-            Vitals(), CPU, on_load=lambda: None, on_log_to=lambda place: None,
+            Vitals(), CPU, on_load=lambda: None, on_sync=lambda: None, on_log_to=lambda place: None,
             on_finish=lambda member, place: "hash",
         )  # fmt: skip
         self.session = Session(self.spec, self.workload, self.member, self.loader)
