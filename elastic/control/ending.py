@@ -51,7 +51,8 @@ def lose_at_end(ledger: Ledger, phase: Ending, worker: int) -> Decision:
 
 def conclude(ledger: Ledger, phase: Ending, is_over: bool = False) -> Decision:
     """Finish once everybody has answered, is lost, or is late."""
-    if not is_over and len(phase.ended | phase.lost) < phase.membership.world_size:
+    num_heard = len(phase.ended) + len(phase.lost - phase.ended)
+    if not is_over and num_heard < phase.membership.world_size:
         return Decision(ledger, phase)
     if not phase.ended:
         reason = f"no member lived to say the hash of the final weights of step {ledger.step}"

@@ -5,7 +5,9 @@ What the phases do with them is in capacity.py.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 from itertools import islice
+from operator import or_
 
 from elastic.control.state import (
     NOBODY,
@@ -38,33 +40,30 @@ def explain(reason: str, decision: Decision) -> Decision:
     return decision._replace(reason=whole)
 
 
-def common(a: NumberSet, b: NumberSet) -> NumberSet:
-    return NumberSet(a.bits & b.bits)
-
-
 def first(numbers: NumberSet, count: int) -> tuple[int, ...]:
-    """The `count` lowest, without walking over a large empty beginning for a few."""
-    if count > MAX_NAMES:
-        return tuple(islice(numbers, count))
-    found: list[int] = []
-    bits = numbers.bits
-    while bits and len(found) < count:
-        low = bits & -bits
-        found.append(low.bit_length() - 1)
-        bits ^= low
-    return tuple(found)
+    """The `count` lowest."""
+    return tuple(islice(numbers, count))
+
+
+def lobby_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
+    """Every live worker that is not a member is in exactly one of these."""
+    return (
+        ledger.spawned,
+        ledger.ready,
+        ledger.loading,
+        ledger.syncing,
+        ledger.synced,
+        ledger.holders,
+    )
 
 
 def lobby(ledger: Ledger) -> NumberSet:
     """Every live worker that is not a member."""
-    return NumberSet(
-        ledger.spawned.bits
-        | ledger.ready.bits
-        | ledger.loading.bits
-        | ledger.syncing.bits
-        | ledger.synced.bits
-        | ledger.holders.bits
-    )
+    return reduce(or_, lobby_sets(ledger))
+
+
+def is_in_lobby(ledger: Ledger, worker: int) -> bool:
+    return any(worker in of_kind for of_kind in lobby_sets(ledger))
 
 
 def leave(ledger: Ledger, worker: int) -> Ledger:
@@ -121,7 +120,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
-    alive = len(lobby(ledger)) + num_members(phase)
+    alive = sum(map(len, lobby_sets(ledger))) + num_members(phase)
     missing = limits.max_workers + limits.standby - alive
     if missing <= 0:
         return decision

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elastic.control.capacity import regroup, staff
 from elastic.control.ending import finish
-from elastic.control.lobby import common, explain, leave, names, num_members, top_up
+from elastic.control.lobby import explain, leave, names, num_members, top_up
 from elastic.control.state import (
     NOBODY,
     Abort,
@@ -169,6 +169,10 @@ def answered(phase: Suspending) -> NumberSet:
     return phase.level | phase.behind | phase.stale
 
 
+def has_answered(phase: Suspending, rank: int) -> bool:
+    return rank in phase.level or rank in phase.behind or rank in phase.stale
+
+
 def without_answer(phase: Suspending, rank: int) -> Suspending:
     return replace(
         phase,
@@ -193,7 +197,7 @@ def learn_step(ledger: Ledger, phase: Suspending, step: int) -> tuple[Ledger, Su
 
 
 def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
-    if event.rank in answered(phase):
+    if has_answered(phase, event.rank):
         return Decision(ledger, phase)
     ledger, phase = learn_step(ledger, phase, event.step)
     if event.step == ledger.step:
@@ -230,7 +234,7 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
 
 def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
     workers = phase.membership.workers
-    rolling = common(phase.behind, phase.prepared)
+    rolling = phase.behind & phase.prepared
     usable = phase.level | rolling
     fallen = ""
     if not usable and phase.behind:
@@ -243,7 +247,7 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         ledger,
         tuple(workers[rank] for rank in usable),
         NumberSet.of(workers[rank] for rank in rolling),
-        bool(common(usable, phase.evaluating)),
+        bool(usable & phase.evaluating),
         at,
         limits,
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.ending import conclude, end, finish, hear_end, lose_at_end
-from elastic.control.lobby import explain, is_arriving, is_member, lobby, lost_members, top_up
+from elastic.control.lobby import explain, is_arriving, is_in_lobby, is_member, lost_members, top_up
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
@@ -109,7 +109,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Forming(), SyncFailed(worker=w, reason=reason):
             return abort_arrival(ledger, phase, w, reason)
         # --- losses
-        case _, WorkerLost(worker=w) if w in lobby(ledger):
+        case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
             return lose_outsider(ledger, phase, event, limits)
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
             return lose_member(ledger, phase, event, limits)
@@ -188,7 +188,7 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
         case WorkerLost(worker=w) | UserFailed(worker=w):
-            return w not in lobby(ledger) and not is_member(phase, w)
+            return not is_in_lobby(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):
             return w not in ledger.loading
         case Synced(worker=w):

@@ -6,12 +6,13 @@
 the loss, an answer of each survivor, the next Form and every Joined.
 """
 
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
 from elastic.control.suspicion import Heartbeat, Watch, suspects
+from tests.bench.harness import console, machine, record, report
 from tests.control.many_workers import ManyWorkers
 
 SIZES = (1_000, 10_000, 100_000)
@@ -37,13 +38,28 @@ def measure(size: int) -> dict[str, float]:
     return times
 
 
-def main() -> None:
-    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, median of {REPEATS}, seconds")
+def main() -> int:
+    about = machine(1)
+    console.print(about)
+    columns: dict[int, dict[str, float]] = {}
     for size in SIZES:
         runs = [measure(size) for _ in range(REPEATS)]
-        medians = {name: statistics.median(r[name] for r in runs) for name in runs[0]}
-        print(f"{size:>7}  " + "  ".join(f"{name} {s:.4f}" for name, s in medians.items()))
+        columns[size] = {name: statistics.median(r[name] for r in runs) for name in runs[0]}
+    rows = [[f"{size:,}", *(f"{s:.4f}" for s in times.values())] for size, times in columns.items()]
+    report("The decision core, seconds", ["workers", *columns[SIZES[0]]], rows)
+    small, middle, large = (columns[size] for size in SIZES)
+    results = {
+        "loss": f"{large['loss'] * 1e3:.1f} ms",
+        "gather and form": f"{large['gather'] + large['form']:.2f} s",
+        "recover": f"{large['recover']:.2f} s",
+    }
+    for name in ("gather", "form", "recover"):
+        results[f"{name} per 10x workers"] = (
+            f"{middle[name] / small[name]:.1f}x {large[name] / middle[name]:.1f}x"
+        )
+    record("control_scale", about=about, setting=f"{SIZES[-1]:,} workers", results=results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
