@@ -5,7 +5,7 @@ import sys
 
 from tests.bench.harness import REPOSITORY, environment
 
-BENCHMARKS = ("worlds", "throughput", "startup", "join", "recovery")
+BENCHMARKS = ("control_scale", "worlds", "throughput", "startup", "join", "recovery")
 
 
 def main() -> int:
