@@ -87,6 +87,44 @@ def test_the_first_interrupt_stops_at_a_step_and_the_run_resumes_from_the_start(
     assert "seed was 0 and now is 1" in one_line(refused["err"])
 
 
+def test_a_second_interrupt_ends_the_run_at_once(start):
+    with start("Toy", workers=2, steps=1000, set=["sleep=3.0"]) as run:  # a step takes 12 s
+        status = run.wait_for(lambda s: s["phase"] == "running" and s["world_size"] == 2)
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for(lambda s: "interrupt" in s["reason"].lower() or "SIGINT" in s["reason"])
+        began = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        end = run.finish()
+        assert time.monotonic() - began < 12
+        pids = run.seen_pids | {status["controller"]["pid"]}
+    assert end["status"] == 1
+    assert end["result"]["outcome"] == "stopped"
+    assert leftovers(pids) == []
+
+
+def test_a_spent_failure_budget_ends_the_run_with_the_reason(start):
+    options = {"workers": "1..3", "steps": 1000, "max_failures": 1, "set": ["sleep=0.3"]}
+    with start("Toy", **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
+        for rank in (0, 2):
+            run.kill(rank)
+        end = run.finish()
+        pids = run.seen_pids
+    assert end["status"] == 1
+    assert end["result"]["outcome"] == "failed"
+    assert "2 losses since step" in end["err"]
+    assert "max_failures is 1" in end["err"]
+    assert leftovers(pids) == []
+
+
+def test_more_workers_than_micro_batches_are_capped_with_a_warning(start):
+    with start("Toy", workers="1..3", steps=5, global_batch=12, micro_batch=6) as run:
+        end = run.finish()
+    assert end["status"] == 0
+    assert "capped" in end["err"]
+    assert max(m["world_size"] for m in run.lines("metrics.jsonl")) <= 2
+
+
 def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
     with start("Toy", workers=2, steps=10_000, set=["sleep=0.01"]) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
