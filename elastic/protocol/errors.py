@@ -26,3 +26,14 @@ class UserError(Exception):
 
 class PeerLost(RuntimeError):
     """A collective of ours failed or was given up; the controller decides whether it is a loss."""
+
+
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint is not what was written."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(place, what)
+        self.place, self.what = place, what
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}"

@@ -34,7 +34,7 @@ class Folder:
         return Path(self.path) if isinstance(self.filesystem, arrow_fs.LocalFileSystem) else None
 
     def at(self, name: str) -> "Folder":
-        return Folder(self.filesystem, self._path(name))
+        return Folder(self.filesystem, self.path_of(name))
 
     def create(self) -> None:
         self.filesystem.create_dir(self.path, recursive=True)
@@ -59,7 +59,7 @@ class Folder:
         """The whole file; FileNotFoundError if there is none."""
         if self.local:
             return (self.local / name).read_bytes()
-        with self.filesystem.open_input_stream(self._path(name)) as stream:
+        with self.filesystem.open_input_stream(self.path_of(name)) as stream:
             return stream.read()
 
     def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
@@ -67,18 +67,33 @@ class Folder:
         if self.local:
             write_local(self.local / name, content, is_durable=is_durable)
             return
-        with self.filesystem.open_output_stream(self._path(name)) as stream:
+        with self.filesystem.open_output_stream(self.path_of(name)) as stream:
             stream.write(content)
+
+    def open(self, name: str) -> Any:
+        """The file for reads at any position: pyarrow's NativeFile (`size`, `read_at`, `close`)."""
+        return self.filesystem.open_input_file(self.path_of(name))
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly in this one, sorted; empty if there is no folder."""
+        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        return sorted(i.base_name for i in found if i.type == arrow_fs.FileType.Directory)
+
+    def delete_all(self) -> None:
+        """Delete this folder and everything in it; no error if there is none."""
+        if self.filesystem.get_file_info(self.path).type != arrow_fs.FileType.NotFound:
+            self.filesystem.delete_dir(self.path)
 
     def delete(self, name: str) -> None:
         if self.exists(name):
-            self.filesystem.delete_file(self._path(name))
+            self.filesystem.delete_file(self.path_of(name))
 
-    def _path(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
     def _stat(self, name: str) -> Any:
-        return self.filesystem.get_file_info(self._path(name))
+        return self.filesystem.get_file_info(self.path_of(name))
 
     def __str__(self) -> str:
         return self.path

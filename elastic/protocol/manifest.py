@@ -1,0 +1,166 @@
+"""What a checkpoint consists of: its files with their block checksums, and each tensor's chunks.
+
+`manifest.json` is this value as JSON, ending with the checksum of its own preceding bytes. Reading
+and writing files is elastic/store's; what the tensors mean is workers/state.py's.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic.protocol.errors import DamagedCheckpoint
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 4 * 2**20
+"""Files are checksummed in blocks of this size; a ranged read takes whole blocks."""
+_SEAL = ',"sha256":"'
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A dense box of a tensor in a file, in C order."""
+
+    file: str
+    offset: int
+    """Bytes from the beginning of the file."""
+    start: tuple[int, ...]
+    """The box's lowest index in each dim; empty for a scalar."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and where its chunks are: together they cover it once."""
+
+    name: str
+    dtype: str
+    """As torch says it, without its prefix: `float32`."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    name: str
+    size_bytes: int
+    blocks: tuple[int, ...]
+    """CRC-32 (zlib's) of each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has durably written. Its tensors have the chunks of this part only."""
+
+    file: StoredFile
+    tensors: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A whole checkpoint, after `step` committed steps."""
+
+    step: int
+    generation: int
+    files: tuple[StoredFile, ...]
+    tensors: tuple[StoredTensor, ...]
+    """In the order of the state."""
+    state: Any
+    """JSON: what of the state is no tensor (workers/state.py)."""
+    about: dict[str, Any]
+    """JSON: seed, versions, pins: what a reader may want to know."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def encode(self) -> bytes:
+        """The content of manifest.json."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))[:-1]
+        return f'{text}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()}"}}\n'.encode()
+
+
+def decode(content: bytes, place: str) -> Manifest:
+    """The inverse of `Manifest.encode`. Raises DamagedCheckpoint.
+
+    place: what the error calls the file.
+    """
+    try:
+        text, _, seal = content.decode().rpartition(_SEAL)
+        value = json.loads(content)
+    except ValueError as error:
+        raise DamagedCheckpoint(place, "it is cut off or no JSON") from error
+    if seal != hashlib.sha256(text.encode()).hexdigest() + '"}\n':
+        raise DamagedCheckpoint(place, "its checksum does not match its content")
+    if value.get("format") != FORMAT:
+        raise DamagedCheckpoint(place, f"format {value.get('format')!r}; this version reads 1")
+    return Manifest(
+        step=value["step"],
+        generation=value["generation"],
+        files=tuple(
+            StoredFile(f["name"], f["size_bytes"], tuple(f["blocks"])) for f in value["files"]
+        ),
+        tensors=tuple(_tensor(t) for t in value["tensors"]),
+        state=value["state"],
+        about=value["about"],
+    )
+
+
+def _tensor(value: dict[str, Any]) -> StoredTensor:
+    chunks = tuple(
+        Chunk(c["file"], c["offset"], tuple(c["start"]), tuple(c["shape"])) for c in value["chunks"]
+    )
+    return StoredTensor(value["name"], value["dtype"], tuple(value["shape"]), chunks)
+
+
+def merge(parts: Iterable[Part]) -> tuple[tuple[StoredFile, ...], tuple[StoredTensor, ...]]:
+    """Files and tensors of a checkpoint from every rank's part.
+
+    ValueError if the parts disagree about a tensor, or leave or write an element twice.
+    """
+    files: list[StoredFile] = []
+    found: dict[str, StoredTensor] = {}
+    for part in parts:
+        files.append(part.file)
+        for tensor in part.tensors:
+            known = found.get(tensor.name)
+            if known is not None and (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise ValueError(f"two parts disagree about {tensor.name!r}: {known}, {tensor}")
+            chunks = (known.chunks if known else ()) + tensor.chunks
+            found[tensor.name] = StoredTensor(tensor.name, tensor.dtype, tensor.shape, chunks)
+    for tensor in found.values():
+        check_cover(tensor)
+    return tuple(files), tuple(found.values())
+
+
+def check_cover(tensor: StoredTensor) -> None:
+    """ValueError unless the chunks cover the tensor exactly once."""
+    covered = sum(math.prod(c.shape) for c in tensor.chunks)
+    if covered != math.prod(tensor.shape) or not tensor.chunks:
+        raise ValueError(f"{tensor.name!r}: {covered} of {math.prod(tensor.shape)} elements saved")
+    by_start = sorted(tensor.chunks, key=lambda c: c.start)
+    for i, one in enumerate(by_start):
+        for other in by_start[i + 1 :]:
+            if one.shape and other.start[0] >= one.start[0] + one.shape[0]:
+                break  # sorted: nobody further on touches this one
+            if overlap(one.start, one.shape, other.start, other.shape) is not None:
+                raise ValueError(f"{tensor.name!r} is saved twice: {one} and {other}")
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""start and shape"""
+
+
+def overlap(
+    start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other: Sequence[int]
+) -> Box | None:
+    """The common box of two, None if there is none. Two scalars share themselves."""
+    low = tuple(max(a, b) for a, b in zip(start, other_start, strict=True))
+    ends = zip(start, shape, other_start, other, strict=True)
+    high = tuple(min(a + n, b + m) for a, n, b, m in ends)
+    if any(h <= at for h, at in zip(high, low, strict=True)):
+        return None
+    return low, tuple(h - at for h, at in zip(high, low, strict=True))

@@ -1,0 +1,165 @@
+"""The checkpoints of a run, `<run>/checkpoints/step-00000100/`: published, found, verified, retired.
+
+A checkpoint exists once its manifest does; the manifest is the last file written, by one writer,
+the controller. What is in the files is checkpoint_files.py's.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic.protocol.errors import DamagedCheckpoint
+from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
+from elastic.store.checkpoint_files import PartReader
+from elastic.store.files import Folder
+
+NEVER_DELETED = 2
+"""So many of the newest good checkpoints stay, whatever retention says."""
+_NAME = re.compile(r"step-(\d{8,})")
+ASIDE = ".damaged"
+"""Appended to the folder of a checkpoint that was found damaged; nobody reads it any more."""
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def file_name(generation: int, rank: int, world_size: int) -> str:
+    """A part's file: of another generation it is another file, so that no zombie writes into it."""
+    return f"generation-{generation:06d}-part-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A checkpoint that cannot be used, and why."""
+
+    step: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The folder `checkpoints` of a run."""
+
+    folder: Folder
+
+    def of_step(self, step: int) -> Folder:
+        return self.folder.at(folder_name(step))
+
+    # --- reading ----------------------------------------------------------------
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, ascending, whether they are good or not."""
+        found = [_NAME.fullmatch(name) for name in self.folder.folders()]
+        steps = sorted(int(match[1]) for match in found if match)
+        return [step for step in steps if self.of_step(step).exists(MANIFEST)]
+
+    def manifest(self, step: int) -> Manifest:
+        """Raises DamagedCheckpoint; its files are checked for presence and size only when opened."""
+        folder = self.of_step(step)
+        place = f"{folder}/{MANIFEST}"
+        try:
+            content = folder.read(MANIFEST)
+        except OSError as error:
+            raise DamagedCheckpoint(place, f"cannot be read: {error}") from error
+        manifest = decode(content, place)
+        if manifest.step != step:
+            raise DamagedCheckpoint(place, f"it is of step {manifest.step}: a foreign file")
+        return manifest
+
+    def verify(self, step: int) -> Iterator[int]:
+        """Read every byte again; yields the sizes of the blocks. Raises DamagedCheckpoint."""
+        folder = self.of_step(step)
+        for file in self.manifest(step).files:
+            with PartReader(folder, file) as reader:
+                yield from reader.verify()
+
+    def strangers(self, step: int) -> list[str]:
+        """Files in the folder that the manifest does not name: torn saves, or not ours."""
+        known = {MANIFEST, *(file.name for file in self.manifest(step).files)}
+        return [name for name in self.of_step(step).names() if name not in known]
+
+    # --- writing: the controller only ---------------------------------------------
+    def prepare(self, step: int) -> Folder:
+        """The folder that ranks write their parts to."""
+        folder = self.of_step(step)
+        folder.create()
+        return folder
+
+    def publish(
+        self,
+        step: int,
+        generation: int,
+        parts: Sequence[Part],
+        state: object,
+        about: dict[str, object],
+    ) -> Manifest:
+        """The checkpoint exists once this returns. ValueError if the parts do not make a whole."""
+        files, tensors = merge(parts)
+        manifest = Manifest(step, generation, files, tensors, state, about)
+        self.of_step(step).write(MANIFEST, manifest.encode())
+        self._remove_torn(step, {file.name for file in files})
+        return manifest
+
+    def discard(self, step: int, generation: int) -> None:
+        """Remove what a save that will not be whole has written."""
+        folder = self.of_step(step)
+        prefix = file_name(generation, 0, 0).partition("-part")[0]
+        if not folder.exists(MANIFEST):
+            for name in folder.names():
+                if name.startswith(prefix):
+                    folder.delete(name)
+            if not folder.names():
+                folder.delete_all()
+
+    def set_aside(self, step: int) -> str:
+        """Keep a damaged checkpoint under another name; gives that name."""
+        taken = set(self.folder.folders())
+        names = (f"{folder_name(step)}{ASIDE}{n or ''}" for n in range(len(taken) + 1))
+        name = next(n for n in names if n not in taken)
+        self.folder.filesystem.move(self.of_step(step).path, self.folder.path_of(name))
+        return name
+
+    def sweep(self) -> list[str]:
+        """Remove folders without a manifest: saves that a crash left. When nobody writes."""
+        torn = [
+            name
+            for name in self.folder.folders()
+            if _NAME.fullmatch(name) and not self.folder.at(name).exists(MANIFEST)
+        ]
+        for name in torn:
+            self.folder.at(name).delete_all()
+        return torn
+
+    def retire(self, last: int, every: int | None, pinned: Sequence[int] = ()) -> list[int]:
+        """Delete all but the newest `last`, those at multiples of `every`, and pinned ones.
+
+        The newest two always stay. Gives the deleted steps.
+        """
+        steps = self.steps()
+        kept = set(steps[-max(last, NEVER_DELETED) :]) | set(pinned)
+        gone = [s for s in steps if s not in kept and not (every and s % every == 0)]
+        for step in gone:
+            folder = self.of_step(step)
+            folder.delete(MANIFEST)  # first: half a checkpoint never looks like one
+            folder.delete_all()
+        return gone
+
+    def _remove_torn(self, step: int, kept: set[str]) -> None:
+        folder = self.of_step(step)
+        for name in folder.names():
+            if name.startswith("generation-") and name not in kept:
+                folder.delete(name)
+
+
+def newest_good(catalogue: Catalogue) -> tuple[Manifest | None, list[Damage]]:
+    """The newest checkpoint whose manifest is sound, and the newer ones that are not.
+
+    Its files are verified as they are read; whoever finds one damaged takes the next.
+    """
+    damaged: list[Damage] = []
+    for step in reversed(catalogue.steps()):
+        try:
+            return catalogue.manifest(step), damaged
+        except DamagedCheckpoint as error:
+            damaged.append(Damage(step, str(error)))
+    return None, damaged

@@ -1,0 +1,346 @@
+"""Checkpoint files, manifests and the catalogue: nothing half there, nothing altered is believed."""
+
+import builtins
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from elastic.protocol.errors import DamagedCheckpoint, WrongInput
+from elastic.protocol.manifest import BLOCK_BYTES, MANIFEST, Manifest, Part, decode, merge
+from elastic.store.catalogue import Catalogue, file_name, folder_name, newest_good
+from elastic.store.checkpoint_files import Box, PartReader, write_part
+from elastic.store.files import Folder, open_folder
+
+ROWS, COLUMNS = 700, 1000  # 2.8 MB of float32 per tensor
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    dice = np.random.default_rng(seed)
+    return {
+        "model/a": dice.standard_normal((ROWS, COLUMNS)).astype(np.float32),
+        "model/b": dice.standard_normal((ROWS, COLUMNS)).astype(np.float32),
+        "model/scalar": np.float32(seed).reshape(()),
+        "model/empty": np.zeros((0, 3), np.float32),
+        "optimizer/step": np.arange(5, dtype=np.int64),
+    }
+
+
+def part_of(
+    values: dict[str, np.ndarray], rank: int, world_size: int
+) -> list[tuple[Box, np.ndarray]]:
+    """Every rank's rows of every tensor; what has no rows is rank 0's."""
+    found: list[tuple[Box, np.ndarray]] = []
+    for name, value in values.items():
+        shape = value.shape
+        low, high = 0, shape[0] if shape else 0
+        if shape and shape[0]:
+            low, high = shape[0] * rank // world_size, shape[0] * (rank + 1) // world_size
+            if low == high:
+                continue
+        elif rank:
+            continue
+        piece = value[low:high] if shape else value
+        start = (low, *(0 for _ in shape[1:])) if shape else ()
+        found.append((Box(name, str(value.dtype), shape, start, piece.shape), piece))
+    return found
+
+
+def save(
+    catalogue: Catalogue, step: int, seed: int, world_size: int = 2, generation: int = 1
+) -> Manifest:
+    folder = catalogue.prepare(step)
+    parts: list[Part] = []
+    for rank in range(world_size):
+        pieces = part_of(tensors(seed), rank, world_size)
+        contents = (memoryview(np.ascontiguousarray(v)) for _, v in pieces)
+        name = file_name(generation, rank, world_size)
+        parts.append(write_part(folder, name, [b for b, _ in pieces], contents))
+    return catalogue.publish(step, generation, parts, {"hello": [1]}, {"seed": seed})
+
+
+def load(catalogue: Catalogue, step: int) -> dict[str, np.ndarray]:
+    manifest, folder = catalogue.manifest(step), catalogue.of_step(step)
+    files = {file.name: file for file in manifest.files}
+    found: dict[str, np.ndarray] = {}
+    for stored in manifest.tensors:
+        value = np.zeros(stored.shape, stored.dtype)
+        for chunk in stored.chunks:
+            size = int(np.prod(chunk.shape)) * value.itemsize
+            with PartReader(folder, files[chunk.file]) as reader:
+                content = b"".join(reader.read(chunk.offset, size))
+            where = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True))
+            value[where] = np.frombuffer(content, stored.dtype).reshape(chunk.shape)
+        found[stored.name] = value
+    return found
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(open_folder(str(tmp_path / "checkpoints")))
+
+
+def assert_holds(catalogue: Catalogue, step: int, seed: int) -> None:
+    found, expected = load(catalogue, step), tensors(seed)
+    assert found.keys() == expected.keys()
+    assert all(found[n].tobytes() == expected[n].tobytes() for n in expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_was_saved_is_read_whoever_wrote_it(catalogue: Catalogue, world_size: int) -> None:
+    save(catalogue, 100, seed=1, world_size=world_size)
+    assert catalogue.steps() == [100]
+    assert_holds(catalogue, 100, seed=1)
+    assert sum(catalogue.verify(100)) == catalogue.manifest(100).size_bytes
+    assert catalogue.strangers(100) == []
+
+
+def test_each_file_opens_with_safetensors_alone(catalogue: Catalogue) -> None:
+    manifest = save(catalogue, 1, seed=1, world_size=3)
+    folder = catalogue.of_step(1).local
+    assert folder is not None
+    rows = [load_file(folder / file.name)["model/a"] for file in manifest.files]
+    assert np.array_equal(np.concatenate(rows), tensors(1)["model/a"])
+
+
+def test_a_manifest_comes_back_equal_and_shows_every_alteration(catalogue: Catalogue) -> None:
+    manifest = save(catalogue, 7, seed=1)
+    content = manifest.encode()
+    assert decode(content, "m") == manifest
+    assert json.loads(content)["step"] == 7
+    dice = random.Random(0)
+    for _ in range(200):
+        at, bit = dice.randrange(len(content)), dice.randrange(8)
+        altered = bytearray(content)
+        altered[at] ^= 1 << bit
+        with pytest.raises(DamagedCheckpoint):
+            decode(bytes(altered), "m")
+    for size in (0, 1, len(content) // 2, len(content) - 1):
+        with pytest.raises(DamagedCheckpoint):
+            decode(content[:size], "m")
+
+
+def test_flipped_bits_anywhere_in_the_files_are_found(catalogue: Catalogue) -> None:
+    manifest = save(catalogue, 5, seed=1)
+    folder = catalogue.of_step(5).local
+    assert folder is not None
+    dice = random.Random(1)
+    for _ in range(60):
+        path = folder / dice.choice(manifest.files).name
+        at, bit = dice.randrange(path.stat().st_size), dice.randrange(8)
+        flip(path, at, bit)
+        with pytest.raises(DamagedCheckpoint, match=f"{path.name}: bytes "):
+            list(catalogue.verify(5))
+        flip(path, at, bit)
+    assert_holds(catalogue, 5, seed=1)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_damage_is_named(catalogue: Catalogue) -> None:
+    manifest = save(catalogue, 5, seed=1)
+    folder = catalogue.of_step(5).local
+    assert folder is not None
+    path = folder / manifest.files[1].name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(DamagedCheckpoint, match=f"{len(content) - 1} bytes, {len(content)} were"):
+        list(catalogue.verify(5))
+    path.unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"the file is missing"):
+        list(catalogue.verify(5))
+    path.write_bytes(content)
+    (folder / "stranger.txt").write_text("hello")
+    assert catalogue.strangers(5) == ["stranger.txt"]
+    (catalogue.folder.local / folder_name(6)).mkdir()  # type: ignore[operator]
+    (catalogue.folder.local / folder_name(6) / MANIFEST).write_bytes(manifest.encode())  # type: ignore[operator]
+    with pytest.raises(DamagedCheckpoint, match="of step 5: a foreign file"):
+        catalogue.manifest(6)
+
+
+def test_the_newest_good_one_is_found_and_the_damaged_are_told(catalogue: Catalogue) -> None:
+    save(catalogue, 10, seed=1)
+    save(catalogue, 20, seed=2)
+    save(catalogue, 30, seed=3)
+    local = catalogue.of_step(30).local
+    assert local is not None
+    (local / MANIFEST).write_text("{")
+    found, damaged = newest_good(catalogue)
+    assert found is not None
+    assert (found.step, [d.step for d in damaged]) == (20, [30])
+    assert catalogue.set_aside(30) == "step-00000030.damaged"
+    assert catalogue.steps() == [10, 20]
+    save(catalogue, 30, seed=3)
+    assert catalogue.set_aside(30) == "step-00000030.damaged1"
+    assert newest_good(Catalogue(catalogue.folder.at("none"))) == (None, [])
+
+
+def test_retention_keeps_the_last_the_multiples_and_the_pinned(catalogue: Catalogue) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(catalogue, step, seed=step, world_size=1)
+    assert catalogue.retire(last=2, every=20, pinned=(10,)) == [30]
+    assert catalogue.steps() == [10, 20, 40, 50]
+    assert catalogue.retire(last=0, every=None) == [10, 20]
+    assert catalogue.steps() == [40, 50]
+
+
+def test_a_torn_save_is_no_checkpoint_and_is_swept_away(catalogue: Catalogue) -> None:
+    save(catalogue, 10, seed=1)
+    folder = catalogue.prepare(20)
+    box, value = part_of(tensors(1), 0, 1)[0]
+    write_part(folder, file_name(3, 0, 2), [box], [memoryview(value)])
+    assert catalogue.steps() == [10]
+    catalogue.discard(20, generation=2)  # another generation's files stay
+    assert folder.names() == [file_name(3, 0, 2)]
+    save(catalogue, 20, seed=2, generation=4)  # publishing removes what is torn
+    assert catalogue.strangers(20) == []
+    catalogue.prepare(30)
+    assert catalogue.sweep() == ["step-00000030"]
+    catalogue.prepare(30)
+    catalogue.discard(30, generation=1)
+    assert catalogue.folder.folders() == ["step-00000010", "step-00000020"]
+
+
+def test_parts_that_make_no_whole_are_refused(catalogue: Catalogue) -> None:
+    manifest = save(catalogue, 10, seed=1, world_size=2)
+    one = Part(manifest.files[0], part_tensors(manifest, manifest.files[0].name))
+    two = Part(manifest.files[1], part_tensors(manifest, manifest.files[1].name))
+    assert len(merge([one, two])[1]) == 5
+    with pytest.raises(ValueError, match=r"350000 of 700000 elements saved"):
+        merge([one])
+    with pytest.raises(ValueError, match=r"1050000 of 700000 elements"):
+        merge([one, two, two])
+
+
+def part_tensors(manifest: Manifest, file: str):
+    found = []
+    for t in manifest.tensors:
+        chunks = tuple(c for c in t.chunks if c.file == file)
+        if chunks:
+            found.append(type(t)(t.name, t.dtype, t.shape, chunks))
+    return tuple(found)
+
+
+def test_a_dtype_without_a_word_is_refused_by_name(catalogue: Catalogue) -> None:
+    box = Box("x", "complex128", (1,), (0,), (1,))
+    with pytest.raises(WrongInput, match=r"'x' is complex128"):
+        write_part(catalogue.prepare(1), "f", [box], [memoryview(np.zeros(1, np.complex128))])
+
+
+def test_a_range_reads_whole_blocks_and_nothing_else(catalogue: Catalogue) -> None:
+    value = np.arange(3 * BLOCK_BYTES // 8, dtype=np.int64)
+    box = Box("x", "int64", value.shape, (0,), value.shape)
+    folder = catalogue.prepare(1)
+    part = write_part(folder, "f", [box], [memoryview(value)])
+    assert len(part.file.blocks) == 4
+    flip(Path(folder.path) / "f", part.file.size_bytes - 1, 0)  # in the last block
+    chunk = part.tensors[0].chunks[0]
+    with PartReader(folder, part.file) as reader:
+        pieces = list(reader.read(chunk.offset + 8000, BLOCK_BYTES))
+        assert b"".join(pieces) == value.tobytes()[8000 : 8000 + BLOCK_BYTES]
+        with pytest.raises(DamagedCheckpoint):
+            list(reader.read(chunk.offset, value.nbytes))
+
+
+WRITER = """
+import os, sys
+from tests.store import test_checkpoints as t
+from elastic.store.files import open_folder
+from elastic.store.catalogue import Catalogue
+left = int(sys.argv[2])
+def counted(original):
+    def call(*arguments, **named):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), 9)
+        return original(*arguments, **named)
+    return call
+{patches}
+t.save(Catalogue(open_folder(sys.argv[1])), 20, seed=2)
+print(left)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_writer_killed_at_any_call_leaves_the_previous_checkpoint(catalogue: Catalogue) -> None:
+    """SIGKILL before each write, fsync, open and rename of a save, one by one."""
+    patches = """
+import io, pathlib
+os.fsync = counted(os.fsync)
+pathlib.Path.replace = counted(pathlib.Path.replace)
+pathlib.Path.open = counted(pathlib.Path.open)
+from elastic.store import checkpoint_files
+checkpoint_files.zlib.crc32 = checkpoint_files.zlib.crc32
+checkpoint_files._Output._write_all = counted(checkpoint_files._Output._write_all)
+"""
+    save(catalogue, 10, seed=1)
+    root = Path(__file__).parents[2]
+
+    def run(calls: int) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", WRITER.format(patches=patches), catalogue.folder.path]
+        return subprocess.run(
+            [*command, str(calls)],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            timeout=60,
+            check=False,
+        )
+
+    done = run(10**6)
+    assert done.returncode == 0, done.stderr
+    num_calls = 10**6 - int(done.stdout)
+    catalogue.of_step(20).delete_all()
+    assert num_calls > 10
+    for calls in range(num_calls):
+        killed = run(calls)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        found, damaged = newest_good(catalogue)
+        assert found is not None
+        assert not damaged
+        assert_holds(catalogue, found.step, seed=found.step // 10)
+        catalogue.sweep()
+        if found.step == 20:
+            catalogue.of_step(20).delete_all()
+
+
+def test_no_pickle_is_ever_read(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(catalogue, 10, seed=1)
+    original = builtins.__import__
+
+    def guarded(name: str, *arguments: object, **named: object):
+        assert "pickle" not in name
+        return original(name, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", guarded)
+    for module in ("pickle", "_pickle"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert_holds(catalogue, 10, seed=1)
+
+
+def test_a_checkpoint_of_another_filesystem_object_is_the_same(tmp_path: Path) -> None:
+    """Through a pyarrow filesystem that cannot append, as object stores are."""
+    import pyarrow.fs
+
+    inner = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    catalogue = Catalogue(Folder(inner, "checkpoints"))
+    save(catalogue, 10, seed=1)
+    save(catalogue, 20, seed=2)
+    assert catalogue.steps() == [10, 20]
+    assert_holds(catalogue, 20, seed=2)
+    assert catalogue.set_aside(20) == "step-00000020.damaged"
+    assert_holds(catalogue, 10, seed=1)
