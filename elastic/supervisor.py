@@ -340,6 +340,7 @@ def limits_of(config: RunConfig) -> s.Limits:
         steps=config.steps,
         max_failures=config.max_failures,
         join_timeout_s=10 * detect_s if detect_s else 600.0,
+        end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
         confirm_timeout_s=detect_s or 30.0,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elastic.control.ending import finish
 from elastic.control.lobby import explain, first, names, top_up
+from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
     Decision,
@@ -141,6 +142,7 @@ def form(
         behind=NOBODY,
         synced=ledger.synced - NumberSet.of(newcomers),
     )
+    ledger, dropped = drop_save(ledger)
     roll_forward = tuple(rollers)
     vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
     reason = f"generation {membership.generation}: {membership.world_size} workers"
@@ -151,7 +153,7 @@ def form(
         reason += f", {names(rollers)} roll forward"
     command = Form(membership, ledger.step, roll_forward, vote_of, then_pause)
     forming = Forming(membership, at + limits.join_timeout_s, then_pause)
-    return top_up(Decision(ledger, forming, (command,), reason), at, limits)
+    return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)
 
 
 def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from elastic.control.lobby import lobby, lost_members
+from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -18,7 +19,7 @@ from elastic.control.state import (
     Retire,
     Running,
 )
-from elastic.protocol.membership import NumberSet
+from elastic.protocol.membership import Membership, NumberSet, worker_name
 
 
 def end(
@@ -26,7 +27,7 @@ def end(
 ) -> Decision:
     """All members stand at the last step: no step will follow."""
     membership = phase.membership
-    ending = Ending(membership, outcome, reason, at + limits.join_timeout_s)
+    ending = Ending(membership, outcome, reason, at + limits.end_timeout_s)
     return Decision(ledger, ending, (Finish(membership, outcome),), f"{outcome}: {reason}")
 
 
@@ -39,25 +40,35 @@ def hear_end(ledger: Ledger, phase: Ending, event: Ended) -> Decision:
             f"{event.weights_sha256}, another rank {expected}"
         )
         return finish(ledger, phase, "failed", reason)
-    ended = phase.ended.add(event.rank)
-    return conclude(ledger, replace(phase, ended=ended, weights_sha256=expected))
-
-
-def lose_at_end(ledger: Ledger, phase: Ending, worker: int) -> Decision:
-    """The others hold the same state: a loss only reduces who must still say its hash."""
-    rank = phase.membership.rank_of(worker)
-    return conclude(ledger, replace(phase, lost=phase.lost.add(rank)))
-
-
-def conclude(ledger: Ledger, phase: Ending, is_over: bool = False) -> Decision:
-    """Finish once everybody has answered, is lost, or is late."""
-    num_heard = len(phase.ended) + len(phase.lost - phase.ended)
-    if not is_over and num_heard < phase.membership.world_size:
+    phase = replace(phase, ended=phase.ended.add(event.rank), weights_sha256=expected)
+    if len(phase.ended) < phase.membership.world_size:
         return Decision(ledger, phase)
-    if not phase.ended:
+    return finish(ledger, phase, phase.outcome, phase.reason, expected)
+
+
+def lose_at_end(
+    ledger: Ledger, phase: Ending, worker: int, at: float, limits: Limits
+) -> Decision:
+    """The others hold the same state and write all of it, as another generation."""
+    survivors = tuple(w for w in phase.membership.workers if w != worker)
+    membership = Membership(phase.membership.generation + 1, survivors)
+    ending = replace(
+        phase, membership=membership, deadline=at + limits.end_timeout_s, ended=NOBODY
+    )
+    if not survivors:
         reason = f"no member lived to say the hash of the final weights of step {ledger.step}"
-        return finish(ledger, phase, "failed", reason)
-    return finish(ledger, phase, phase.outcome, phase.reason, phase.weights_sha256)
+        return finish(ledger, ending, "failed", reason)
+    ledger, dropped = drop_save(replace(ledger, generation=membership.generation))
+    reason = f"{worker_name(worker)} lost at the end, the other {len(survivors)} write the state"
+    return Decision(ledger, ending, (*dropped, Finish(membership, phase.outcome)), reason)
+
+
+def end_late(ledger: Ledger, phase: Ending) -> Decision:
+    """The state is as it is; whoever said its hash said it for all."""
+    if phase.weights_sha256:
+        return finish(ledger, phase, phase.outcome, phase.reason, phase.weights_sha256)
+    reason = f"no member said the hash of the final weights of step {ledger.step} in time"
+    return finish(ledger, phase, "failed", reason)
 
 
 def finish(
@@ -67,6 +78,7 @@ def finish(
     everyone = lobby(ledger)
     if isinstance(phase, Active):
         everyone = everyone | (NumberSet.of(phase.membership.workers) - lost_members(phase))
+    ledger, dropped = drop_save(ledger)
     ledger = replace(
         ledger,
         spawned=NOBODY,
@@ -77,6 +89,6 @@ def finish(
         holders=NOBODY,
         behind=NOBODY,
     )
-    commands = (Retire(tuple(everyone)),) if everyone else ()
+    commands = (*dropped, Retire(tuple(everyone))) if everyone else dropped
     first_line = (reason.splitlines() or [outcome])[0]  # of a traceback, too
     return Decision(ledger, Finished(outcome, reason, weights_sha256), commands, first_line)

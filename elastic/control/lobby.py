@@ -13,7 +13,6 @@ from elastic.control.state import (
     NOBODY,
     Active,
     Decision,
-    Ending,
     Forming,
     Ledger,
     Limits,
@@ -81,19 +80,13 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
 
 def lost_members(phase: Active) -> NumberSet:
     """Workers of the membership that are known to be gone."""
-    match phase:
-        case Suspending(lost=lost):
-            return lost
-        case Ending(membership=membership, lost=lost):
-            return NumberSet.of(membership.workers[rank] for rank in lost)
-        case _:
-            return NOBODY
+    return phase.lost if isinstance(phase, Suspending) else NOBODY
 
 
 def num_members(phase: Phase) -> int:
     if not isinstance(phase, Active):
         return 0
-    gone = len(phase.lost) if isinstance(phase, Suspending | Ending) else 0
+    gone = len(lost_members(phase))
     return phase.membership.world_size - gone
 
 

@@ -56,6 +56,7 @@ JOURNAL_TYPES: Registry = registry(
     Membership,
     Limits,
     Ledger,
+    state.Save,
     Started,
     Entry,
     *(c for union in (state.Phase, state.Event, state.Command) for c in get_args(union)),

@@ -18,8 +18,21 @@ class Limits:
     steps: int
     max_failures: int
     join_timeout_s: float
+    end_timeout_s: float
+    """How long members may take to write the final state."""
     confirm_timeout_s: float
     """How long a failed collective waits for the loss that explains it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint that the members of `generation` write after `step` steps; generation 0: none
+    is known of."""
+
+    generation: int = 0
+    step: int = 0
+    saved: NumberSet = NOBODY  # ranks whose part is durable
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,7 @@ class Ledger:
     """Not members, hold the state of `step`."""
     behind: NumberSet = NOBODY
     """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
+    save: Save = Save()
 
 
 # --- phases: what dies with a generation ----------------------------------------
@@ -109,14 +123,13 @@ class Suspending:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Members write the final state and say its hash."""
+    """Members write the final state and say its hash. If one is lost the others do it again."""
 
     membership: Membership
     outcome: str
     reason: str
     deadline: float
     ended: NumberSet = NOBODY  # ranks
-    lost: NumberSet = NOBODY  # ranks
     weights_sha256: str = ""
 
 
@@ -243,6 +256,27 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PartSaved:
+    """The rank's part of the checkpoint of `step` is durable."""
+
+    generation: int
+    rank: int
+    step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    """The rank cannot write its part: the storage is full, away, or refuses."""
+
+    generation: int
+    rank: int
+    step: int
+    message: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class UserFailed:
     """The user's code raised in a worker, member or not: the run ends."""
 
@@ -265,7 +299,17 @@ class Tick:
     at: float
 
 
-Report = Joined | Committed | Paused | CollectiveFailed | Suspended | Done | Ended
+Report = (
+    Joined
+    | Committed
+    | Paused
+    | CollectiveFailed
+    | Suspended
+    | Done
+    | Ended
+    | PartSaved
+    | PartFailed
+)
 Event = (
     WorkerReady
     | WorkerLost
@@ -338,7 +382,23 @@ class Retire:
     workers: tuple[int, ...]
 
 
-Command = Spawn | Load | Sync | Form | Pause | Abort | Finish | Retire
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Write the manifest: all parts of this save are durable."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove what this save has written: it will not be whole."""
+
+    generation: int
+    step: int
+
+
+Command = Spawn | Load | Sync | Form | Pause | Abort | Finish | Retire | Publish | Discard
 
 
 class Decision(NamedTuple):

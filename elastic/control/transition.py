@@ -7,7 +7,7 @@ capacity.py, recovery.py and ending.py.
 from dataclasses import replace
 
 from elastic.control.capacity import formed, regroup, staff, stop_running
-from elastic.control.ending import conclude, end, finish, hear_end, lose_at_end
+from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.lobby import explain, is_arriving, is_in_lobby, is_member, lost_members, top_up
 from elastic.control.recovery import (
     abort_arrival,
@@ -19,6 +19,7 @@ from elastic.control.recovery import (
     lose_outsider,
     suspect_loss,
 )
+from elastic.control.saving import hear_failed_part, hear_part
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -36,6 +37,8 @@ from elastic.control.state import (
     Ledger,
     Limits,
     Loaded,
+    PartFailed,
+    PartSaved,
     Paused,
     Pausing,
     Phase,
@@ -113,8 +116,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return lose_outsider(ledger, phase, event, limits)
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
             return lose_member(ledger, phase, event, limits)
-        case Ending(), WorkerLost(worker=w):
-            return lose_at_end(ledger, phase, w)
+        case Ending(), WorkerLost(worker=w, at=at):
+            return lose_at_end(ledger, phase, w, at, limits)
         case ((Forming() | Running() | Pausing()), CollectiveFailed()):
             return suspect_loss(ledger, phase, event, limits)
         case Suspending(), CollectiveFailed(message=message):
@@ -150,6 +153,10 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return left_step(ledger, done, step, at, limits)
         case Ending(), Ended():
             return hear_end(ledger, phase, event)
+        case _, PartSaved() if isinstance(phase, Active):
+            return hear_part(ledger, phase, event)
+        case _, PartFailed() if isinstance(phase, Active):
+            return hear_failed_part(ledger, phase, event)
         # --- from outside
         case Waiting(), StopRequested(reason=reason, at=at):
             survivors, rollers = tuple(ledger.holders), ledger.behind
@@ -169,7 +176,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
             return expire(ledger, failed, at, limits)
         case Ending(deadline=deadline) as ending, Tick(at=at) if at >= deadline:
-            return conclude(ledger, ending, is_over=True)
+            return end_late(ledger, ending)
         case Ending(), Tick():
             return Decision(ledger, phase)
         case _, Tick(at=at):

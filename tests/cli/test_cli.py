@@ -222,7 +222,7 @@ def test_watching_a_finished_run_ends_with_its_outcome(run_dir, capsys):
 def journal(run_dir: Path, *, reason: str | None = None) -> None:
     """Two starts of a run; `reason` puts a false one on record."""
     limits = Limits(
-        min_workers=1, max_workers=2, standby=0, steps=3, max_failures=1, join_timeout_s=5.0,
+        min_workers=1, max_workers=2, standby=0, steps=3, max_failures=1, join_timeout_s=5.0, end_timeout_s=5.0,
         confirm_timeout_s=1.0,
     )  # fmt: skip
     lines: list[dict[str, Any]] = []

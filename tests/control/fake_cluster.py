@@ -14,6 +14,7 @@ from elastic.control.state import (
     CollectiveFailed,
     Command,
     Committed,
+    Discard,
     Done,
     Ended,
     Event,
@@ -23,7 +24,10 @@ from elastic.control.state import (
     Load,
     Loaded,
     Pause,
+    PartFailed,
+    PartSaved,
     Paused,
+    Publish,
     Retire,
     Spawn,
     StopRequested,
@@ -54,6 +58,8 @@ class FakeCluster:
         self.votes: dict[tuple[int, int], int] = {}  # (generation, step) -> state, as heard
         self.heard_step = 0  # highest that the ledger has called committed
         self.falls = 0
+        self.published: list[int] = []  # steps of checkpoints
+        self.dropped: set[tuple[int, int]] = set()
         self.trace: list[Command] = []
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
@@ -70,7 +76,18 @@ class FakeCluster:
                 self.workers[worker].inbox.append(command)
             case Form():
                 self.form(command)
-            case Pause(membership) | Abort(membership) | Finish(membership=membership):
+            case Publish(generation, step):
+                saved = self.groups[generation].saved[step]
+                assert saved == set(range(len(self.groups[generation].members))), command
+                assert (generation, step) not in self.dropped, "published what was discarded"
+                self.published.append(step)
+            case Discard(generation, step):
+                self.dropped.add((generation, step))
+            case Finish(membership=membership):
+                self.generation = membership.generation
+                for number in membership.workers:
+                    self.workers[number].inbox.append(command)
+            case Pause(membership) | Abort(membership):
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
@@ -255,10 +272,23 @@ class FakeCluster:
                 w.wants_pause = True
             case Finish(membership=membership):
                 assert w.mode in ("paused", "done"), w
+                w.rank = membership.rank_of(w.number)
+                members = [self.workers[number] for number in membership.workers]
+                self.groups.setdefault(membership.generation, Group(members))
+                self.save(w, membership.generation)
                 sha = f"{w.state:x}"
                 self.send(w, Ended(membership.generation, w.rank, sha, self.now))
             case _:
                 raise AssertionError(command)
+
+    def save(self, w: Worker, generation: int) -> None:
+        """This worker's part of the checkpoint of its step."""
+        if self.faults.failing_saves and self.rng.random() < 0.1:
+            self.faults.failing_saves -= 1
+            self.send(w, PartFailed(generation, w.rank, w.step, "disk full", self.now))
+        else:
+            self.groups[generation].saved[w.step].add(w.rank)
+            self.send(w, PartSaved(generation, w.rank, w.step, self.now))
 
     def step_to(self, w: Worker, state: int) -> None:
         """Commit one step; followers were never allowed to stay two steps behind."""
@@ -373,6 +403,8 @@ class FakeCluster:
         self.step_to(w, w.prepared)
         if w.rank == 0:
             self.send(w, Committed(generation, w.step, 0.1, self.now))
+        if w.step % 3 == 0:
+            self.save(w, generation)
         if must_pause and w.step < self.steps:
             w.mode = "paused"
             self.send(w, Paused(generation, w.rank, w.step, self.now))

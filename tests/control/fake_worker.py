@@ -21,6 +21,7 @@ class Faults:
     slots: tuple[tuple[float, int], ...] = ((0.0, 1000),)  # from when on, how many
     eval_every: int = 0
     slow_detection: float = 0.0  # chance
+    failing_saves: int = 0
 
 
 @dataclass(eq=False)
@@ -52,6 +53,7 @@ class Group:
     contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     pause_at: set[int] = field(default_factory=set)
     is_broken: bool = False
+    saved: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # step -> ranks
 
     def has_gap(self) -> bool:
         return self.is_broken or any(not w.is_alive for w in self.members)

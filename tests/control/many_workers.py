@@ -38,6 +38,7 @@ class ManyWorkers:
             steps=100,
             max_failures=8,
             join_timeout_s=60,
+            end_timeout_s=60,
             confirm_timeout_s=3,
         )
         self.decision = start(self.limits, 0.0)

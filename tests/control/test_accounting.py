@@ -32,6 +32,7 @@ LIMITS = Limits(
     steps=4,
     max_failures=2,
     join_timeout_s=30,
+    end_timeout_s=30,
     confirm_timeout_s=3,
 )
 BEGIN: list[Event] = [

@@ -25,6 +25,7 @@ LIMITS = Limits(
     steps=10,
     max_failures=8,
     join_timeout_s=30,
+    end_timeout_s=30,
     confirm_timeout_s=3,
 )
 

@@ -18,6 +18,8 @@ from elastic.control.state import (
     Forming,
     Joined,
     Loaded,
+    PartFailed,
+    PartSaved,
     Paused,
     Pausing,
     Phase,
@@ -63,6 +65,8 @@ SAMPLES: tuple[Event, ...] = (
     suspended(0, 41),
     Done(7, 0, 100, 1.0),
     Ended(7, 0, "ab", 1.0),
+    PartSaved(7, 0, 40, 1.0),
+    PartFailed(7, 0, 40, "disk full", 1.0),
     Tick(1.0),
 )
 # A member answers only Abort with Suspended and only Finish with Ended, and by the order of its

@@ -7,6 +7,7 @@ from elastic.control.state import (
     CollectiveFailed,
     Command,
     Committed,
+    Discard,
     Done,
     Ended,
     Ending,
@@ -21,9 +22,12 @@ from elastic.control.state import (
     Load,
     Loaded,
     Pause,
+    PartFailed,
+    PartSaved,
     Paused,
     Pausing,
     Phase,
+    Publish,
     Retire,
     Running,
     Spawn,
@@ -49,6 +53,7 @@ LIMITS = Limits(
     steps=100,
     max_failures=2,
     join_timeout_s=30,
+    end_timeout_s=30,
     confirm_timeout_s=3,
 )
 ABC = Membership(7, (0, 1, 2))
@@ -376,11 +381,61 @@ def test_the_run_succeeds_when_every_loop_has_returned():
     assert phase == Ending(ABC, "succeeded", why, 32.0)
 
 
-def test_a_member_lost_at_the_end_only_reduces_who_must_say_the_hash():
+def test_when_a_member_is_lost_at_the_end_the_others_write_the_state_again():
     ending = Ending(ABC, "succeeded", "", 32.0, ended=some(0, 1), weights_sha256="ab")
-    _, phase, commands = play(LEDGER, ending, lost(2))
+    saved = PartSaved(7, 0, 40, 2.0)
+    ledger, phase, commands = play(LEDGER, ending, saved, lost(2, at=5.0))
+    two = Membership(8, (0, 1))
+    assert commands == [Discard(7, 40), Finish(two, "succeeded")]
+    assert phase == Ending(two, "succeeded", "", 35.0, weights_sha256="ab")
+    parts = [PartSaved(8, rank, 40, 6.0) for rank in (0, 1)]
+    ended = [Ended(8, rank, "ab", 7.0) for rank in (0, 1)]
+    _, phase, commands = play(ledger, phase, Ended(7, 2, "ab", 5.5), *parts, *ended)
+    assert commands == [Publish(8, 40), Retire((0, 1))]
     assert phase == Finished("succeeded", "", "ab")
-    assert commands == [Retire((0, 1))]
+
+
+def test_the_end_is_not_awaited_for_ever():
+    ending = Ending(ABC, "succeeded", "", 32.0, ended=some(0), weights_sha256="ab")
+    _, phase, _ = play(LEDGER, ending, Tick(32.0))
+    assert phase == Finished("succeeded", "", "ab")
+    _, phase, _ = play(LEDGER, replace(ending, weights_sha256=""), Tick(32.0))
+    assert isinstance(phase, Finished)
+    assert phase.outcome == "failed"
+
+
+# --- checkpoints -------------------------------------------------------------------
+def test_a_checkpoint_is_published_once_every_part_is_durable():
+    parts = [PartSaved(7, rank, 40, 2.0) for rank in (2, 0, 1)]
+    decision = play(LEDGER, Running(ABC), *parts[:2])
+    assert decision[2] == []
+    ledger, _, commands = play(decision[0], decision[1], parts[2])
+    assert commands == [Publish(7, 40)]
+    assert ledger == LEDGER
+
+
+def test_a_save_that_its_generation_did_not_finish_is_discarded_and_never_published():
+    ledger, phase, commands = play(
+        LEDGER, Running(ABC), PartSaved(7, 0, 40, 2.0), PartSaved(7, 1, 40, 2.0), lost(2)
+    )
+    assert commands == [Abort(ABC)]
+    ledger, phase, commands = play(ledger, phase, suspended(0, 40), suspended(1, 40))
+    assert commands == [Discard(7, 40), Form(Membership(8, (0, 1)), 40)]
+    assert play(ledger, phase, PartSaved(7, 2, 40, 9.0)) == (ledger, phase, [])
+
+
+def test_a_part_that_cannot_be_written_discards_the_save_and_training_goes_on():
+    failed = PartFailed(7, 1, 40, "No space left on device", 2.0)
+    decision = transition(LEDGER, Running(ABC), failed, LIMITS)
+    assert decision.commands == (Discard(7, 40),)
+    assert decision.reason == (
+        "the checkpoint of step 40 failed at rank 1: No space left on device"
+    )
+    others = [PartSaved(7, 0, 40, 3.0), PartSaved(7, 2, 40, 3.0), replace(failed, rank=2)]
+    ledger, phase, commands = play(decision.ledger, decision.phase, *others)
+    assert commands == []
+    again = [PartSaved(7, rank, 50, 4.0) for rank in range(3)]
+    assert play(ledger, phase, *again)[2] == [Publish(7, 50)]
 
 
 def test_differing_final_weights_fail_the_run():

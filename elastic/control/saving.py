@@ -1,0 +1,61 @@
+"""Checkpoints: a save belongs to one generation and step, and is published once it is whole.
+
+Who writes is workers/saver.py, who publishes is elastic/store/catalogue.py.
+"""
+
+from dataclasses import replace
+
+from elastic.control.state import (
+    Active,
+    Command,
+    Decision,
+    Discard,
+    Ledger,
+    PartFailed,
+    PartSaved,
+    Publish,
+    Save,
+)
+
+
+def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
+    """A rank's part is durable; with the last one the checkpoint is."""
+    ledger, dropped = save_of(ledger, event)
+    save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
+    world_size = phase.membership.world_size
+    if save.has_failed or len(save.saved) < world_size:
+        return Decision(replace(ledger, save=save), phase, dropped, reason_of(dropped))
+    publish = Publish(save.generation, save.step)
+    reason = f"all {world_size} parts of the checkpoint of step {save.step} are durable"
+    return Decision(replace(ledger, save=Save()), phase, (*dropped, publish), reason)
+
+
+def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decision:
+    """A checkpoint that will not be whole; training goes on."""
+    ledger, dropped = save_of(ledger, event)
+    if ledger.save.has_failed:
+        return Decision(ledger, phase)
+    save = replace(ledger.save, has_failed=True)
+    discard = Discard(save.generation, save.step)
+    reason = f"the checkpoint of step {save.step} failed at rank {event.rank}: {event.message}"
+    return Decision(replace(ledger, save=save), phase, (*dropped, discard), reason)
+
+
+def save_of(ledger: Ledger, event: PartSaved | PartFailed) -> tuple[Ledger, tuple[Command, ...]]:
+    """The save that `event` is about; an older one that is not whole is dropped for it."""
+    save = ledger.save
+    if (save.generation, save.step) == (event.generation, event.step):
+        return ledger, ()
+    ledger, dropped = drop_save(ledger)
+    return replace(ledger, save=Save(event.generation, event.step)), dropped
+
+
+def drop_save(ledger: Ledger) -> tuple[Ledger, tuple[Command, ...]]:
+    """The generation that was writing is over."""
+    save = ledger.save
+    discard = (Discard(save.generation, save.step),) if save.generation else ()
+    return replace(ledger, save=Save()), () if save.has_failed else discard
+
+
+def reason_of(dropped: tuple[Command, ...]) -> str:
+    return "a save was overtaken by the next one" if dropped else ""
