@@ -112,9 +112,9 @@ def check_end(run: Run) -> None:
     assert not lobby(run.ledger)
     generations = [c.membership.generation for c in run.cluster.trace if isinstance(c, Form)]
     assert generations == list(range(1, len(generations) + 1))
-    is_hindered = any(w.is_stuck for w in run.cluster.workers.values()) or any(
-        "PartFailed" in pair for pair in run.seen
-    )
+    faults, workers = run.cluster.faults, run.cluster.workers.values()
+    is_late = faults.slow_detection > 0 or any(w.is_stuck for w in workers)
+    is_hindered = is_late or any("PartFailed" in pair for pair in run.seen)
     if run.phase.outcome == "succeeded" and not is_hindered:
         assert run.cluster.published[-1] == run.ledger.step, "no final checkpoint"
     total = run.account.goodput_s + sum(s for _, s in run.account.badput)
