@@ -73,9 +73,10 @@ class RunConfig:
     name: str | None = None
     """The run's folder in `storage`; default None: the workload's class and UTC time."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; default None: none."""
+    """Steps between checkpoints; default None: only the last step's, where there is `storage`."""
     keep: tuple[int, int | None] = (2, None)
-    """Checkpoints to keep: (the last so many, and every so many steps); default (2, None)."""
+    """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
+    newest two always stay."""
     snapshot_every: int = 1
     """Steps between copies of the state in peer memory; default 1."""
     standby: int = 0
@@ -190,6 +191,7 @@ class RunConfig:
         for name in ("checkpoint_every", "eval_every"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), at_least=1)
+        self._check_keep()
         for name in ("clip_norm", "detect_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
@@ -202,16 +204,21 @@ class RunConfig:
         if self.storage is not None and not self.storage:
             raise ValueError("storage is empty: give a folder or a URI, or leave it out")
 
+    def _check_keep(self) -> None:
+        keep = tuple(self.keep)
+        if len(keep) != 2:
+            raise ValueError(f"keep must be (the last so many, every so many steps), got {keep!r}")
+        check_whole("keep (last)", keep[0], at_least=0)
+        if keep[1] is not None:
+            check_whole("keep (every)", keep[1], at_least=1)
+        object.__setattr__(self, "keep", keep)
+
     def _check_available(self) -> None:
         not_yet("parallel", self.parallel, default="ddp")
         not_yet("precision", self.precision, default="fp32")
         not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
         not_yet("offload", self.offload, default=False)
-        not_yet("checkpoint_every", self.checkpoint_every, default=None)
-        object.__setattr__(self, "keep", tuple(self.keep))
-        not_yet("keep", self.keep, default=(2, None))
         not_yet("snapshot_every", self.snapshot_every, default=1)
-        not_yet("on_storage_error", self.on_storage_error, default="warn")
 
 
 def as_bounds(workers: object) -> int | tuple[int, int]:

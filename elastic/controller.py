@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from elastic.control.state import Command, Decision, Event, Finished, Limits
+from elastic.control.commands import Command
+from elastic.control.state import Decision, Event, Finished, Limits
 from elastic.control.transition import start, transition
 
 Record = Callable[[Event | None, Decision], None]

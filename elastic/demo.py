@@ -221,7 +221,9 @@ def loss_curve(faulty: list[JSON], calm: list[JSON]) -> str:
 
 def show_results(faulty: Job, calm: Job, screen: Screen) -> bool:
     """Print everything; True if the weights of both jobs are equal, bit for bit."""
-    from workers.digest import file_sha256
+    from elastic.store.catalogue import Catalogue
+    from elastic.store.files import open_folder
+    from workers.checkpoint_load import checkpoint_sha256
 
     result, lines = faulty.result(), faulty.metrics()
     curve = loss_curve(lines, calm.metrics())
@@ -234,8 +236,8 @@ def show_results(faulty: Job, calm: Job, screen: Screen) -> bool:
     screen.say(f"committed steps lost: {result['lost_steps']}; loss {result['loss']:.4f}")
     hashes: list[str] = []
     for job in (faulty, calm):
-        sha = file_sha256(job.directory / "weights.safetensors")
-        screen.say(f"{job.name:>6}: SHA-256 of the saved weights {sha}")
+        sha = checkpoint_sha256(Catalogue(open_folder(str(job.directory)).at("checkpoints")))
+        screen.say(f"{job.name:>6}: SHA-256 of the weights in the checkpoint {sha}")
         if sha != job.result()["weights_sha256"]:
             raise DemoFailed(f"{job.name}: result.json claims {job.result()['weights_sha256']}")
         hashes.append(sha)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
+from elastic.checkpoints import Checkpoints
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
@@ -25,6 +26,7 @@ from elastic.on_ray.cluster import Hooks, RayCluster
 from elastic.protocol.encoding import encode
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Damage
 from elastic.store.files import sees_probe
 from elastic.store.run_directory import RunDirectory
 
@@ -57,6 +59,7 @@ class Supervisor:
         self.config: RunConfig = order["config"]
         self.limits = limits_of(self.config)
         self.directory: RunDirectory | None = None
+        self.checkpoints: Checkpoints | None = None
         self.curves: Curves | None = None
         self.lost_steps = 0
         self.last_metrics: dict[str, Any] = {}
@@ -75,7 +78,10 @@ class Supervisor:
             hooks=Hooks(
                 spawn=self._spawn,
                 spec_of=self._spec_of,
+                place=self._place(),
                 on_loaded=self._on_loaded,
+                on_publish=self._on_publish,
+                on_discard=self._on_discard,
                 on_step=self._on_step,
                 on_evaluation=self._on_evaluation,
             ),
@@ -143,6 +149,8 @@ class Supervisor:
             clip_norm=config.clip_norm,
             seed=config.seed,
             eval_every=config.eval_every,
+            checkpoint_every=config.checkpoint_every,
+            has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
             max_nonfinite=config.faults.max_nonfinite,
             detect_s=config.detect_s,
             heartbeat_s=heartbeat_s(config),
@@ -152,15 +160,41 @@ class Supervisor:
         )
 
     # --- what goes on record ----------------------------------------------------------
-    async def _on_loaded(self, step: int) -> str:
+    async def _on_loaded(self, step: int, damaged: list[Damage]) -> str:
         """The run directory stands at `step`; it is created when the first worker is sound."""
-        loop = asyncio.get_running_loop()
+        run = asyncio.get_running_loop().run_in_executor
         directory = self.directory
         if directory is None:
-            directory = await loop.run_in_executor(self._writer, self._open_directory)
+            directory = await run(self._writer, self._open_directory)
             self.directory, self.actor.place = directory, directory.place
-        self.lost_steps += await loop.run_in_executor(self._writer, directory.roll_back, step)
+        self.lost_steps += await run(self._writer, directory.roll_back, step)
+        if self.checkpoints is None:
+            self.checkpoints = Checkpoints(
+                directory,
+                keep=self.config.keep,
+                about=self.order["content"],
+                journal=self._journal_checkpoint,
+            )
+            await run(self._writer, self.checkpoints.open, step, damaged)
         return directory.place
+
+    def _place(self) -> str:
+        """As RunDirectory says it, before there is one."""
+        storage, name = self.order["storage"], self.order["name"]
+        return f"{str(storage).rstrip('/')}/{name}"
+
+    def _on_publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
+        assert self.checkpoints is not None
+        self._write(self.checkpoints.publish, generation, step, parts)
+
+    def _on_discard(self, generation: int, step: int) -> None:
+        assert self.checkpoints is not None
+        self._write(self.checkpoints.discard, generation, step)
+
+    def _journal_checkpoint(self, fields: dict[str, Any]) -> None:
+        """In the writer's thread."""
+        assert self.directory is not None
+        self.directory.append_journal({"at": self.cluster.now(), "checkpoint": fields})
 
     def _open_directory(self) -> RunDirectory:
         probe = self.order["probe"]
@@ -291,7 +325,7 @@ class Supervisor:
             "world_size": len(members),
             "step": ledger.step,
             "steps": self.config.steps,
-            "committed_checkpoint": None,
+            "committed_checkpoint": self.checkpoints.committed if self.checkpoints else None,
             "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
             "standby": [r for r in rows if r["rank"] is None],
             "controller": {"pid": os.getpid(), "node_ip": self._host},

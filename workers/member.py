@@ -16,6 +16,7 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import microbatch_ids, worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Damage
 from workers import groups
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
@@ -23,6 +24,7 @@ from workers.peer import Follower, Following, PeerServer
 from workers.records import Records
 from workers.reducers import Reduced
 from workers.replica import Replica, Update
+from workers.saver import Saver
 from workers.vitals import Vitals
 from workers.vote import Vote, VoteLayout, decode
 
@@ -51,16 +53,17 @@ class Member:
         replica: Replica,
         link: ControllerLink,
         peers: PeerServer,
+        saver: Saver,
         vitals: Vitals,
         device: torch.device,
         *,
-        on_load: Callable[[], None],
+        on_load: Callable[[str], list[Damage]],
         on_sync: Callable[[], None],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
     ) -> None:
         self.spec, self.replica, self.link, self.peers = spec, replica, link, peers
-        self.vitals, self.device = vitals, device
+        self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_sync = on_load, on_sync
         self._on_log_to, self._on_finish = on_log_to, on_finish
         self.group: AnyGroup | None = None
@@ -151,6 +154,8 @@ class Member:
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
         self.records.add(layout, vector, vote, self, prepared.step_s)
+        if self.saver.is_due(replica.step) and not vote.is_saving:
+            self.saver.begin(replica, self)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -193,8 +198,11 @@ class Member:
         """One command. True once a new generation has formed."""
         match header["type"]:
             case "load":
-                self._on_load()
-                self.link.send("loaded", step=self.replica.step)
+                damaged = self._on_load(header["place"])
+                self.vitals.step = self.replica.step
+                self.link.send(
+                    "loaded", step=self.replica.step, damaged=[[d.step, d.what] for d in damaged]
+                )
             case "sync":
                 self._on_sync()
                 self._follow(header)
@@ -225,9 +233,19 @@ class Member:
         )
 
     def _end(self, header: dict[str, Any]) -> None:
-        sha256 = self._on_finish(self, header["log_folder"])
-        self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
+        self.end(header)
         raise RunEnded
+
+    def end(self, header: dict[str, Any]) -> None:
+        """Write the final state and say its hash; once more if a member was lost meanwhile."""
+        self.generation, self.rank = header["generation"], header["rank"]
+        self.world_size = header["world_size"]
+        self.saver.give_up(self.generation - 1)
+        self.vitals.enter("save")
+        self.saver.save_now(self.replica, self)
+        sha256 = self._on_finish(self, header["log_folder"])
+        self.vitals.enter("lobby")
+        self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
 
     # --- forming ---------------------------------------------------------------------------
     def _form(self, header: dict[str, Any], payload: bytes) -> bool:
@@ -239,6 +257,7 @@ class Member:
         if self.group is not None:
             groups.leave(self.group)
         self.group = None
+        self.saver.give_up(self.generation - 1)
         if self._aborted >= self.generation:
             return False
         began = time.monotonic()

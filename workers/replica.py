@@ -3,7 +3,7 @@
 Members and followers apply the same updates with the same code, so they hold the same bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,18 +145,24 @@ class Replica:
         self.buffers.track(update.tracked)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
-    def snapshot(self) -> Snapshot:
-        """The state of the last committed step; to be asked for between steps."""
+    def snapshot(
+        self, select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
+    ) -> Snapshot:
+        """The state of the last committed step; to be asked for between steps.
+
+        select: gives those tensors, or views of them, that the reader wants.
+        """
         values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",
             "step": self.step,
             "values": values,
+            "weights": state.weight_names(self.model),
             "tracked": list(self.buffers.tracked),
             "log_names": list(self.log_names),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        snapshot = Snapshot(header, tensors)
+        snapshot = Snapshot(header, select(tensors))
         self._snapshots.append(snapshot)
         return snapshot
 

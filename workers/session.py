@@ -318,6 +318,7 @@ class Step:
                 used=used,
                 untracked=untracked,
                 wants_pause=member.wants_pause,
+                is_saving=member.saver.is_busy,
                 is_finite=is_finite,
             )
             step_s = time.perf_counter() - self._began

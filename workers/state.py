@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput
+from workers.digest import plain_name
 
 Json = Any
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -66,6 +67,13 @@ def restore(
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers, non-persistent ones too, each once under its first name."""
     return {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def weight_names(model: nn.Module) -> dict[str, str]:
+    """Name in the state dict -> name in `capture`, for what counts as the model's weights."""
+    stored = {id(t): f"model/{n}" for n, t in (*model.named_parameters(), *model.named_buffers())}
+    state = cast(dict[str, object], model.state_dict(keep_vars=True))
+    return {plain_name(n): stored[id(t)] for n, t in state.items() if isinstance(t, Tensor)}
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -18,6 +18,7 @@ PHASES = (
     "vote",
     "apply",
     "evaluate",
+    "save",
     "user",
     "form",
 )
@@ -25,7 +26,7 @@ PHASES = (
 backward. A worker in `reduce`, `vote` or `form` waits for its peers."""
 
 WAITING = ("reduce", "vote", "form")
-UNUSUAL = ("starting", "lobby", "user", "form")
+UNUSUAL = ("starting", "lobby", "save", "user", "form")
 """Phases without a usual time."""
 LAYOUT = struct.Struct("<QqqIdd")  # sequence, generation, step, phase, since (monotonic), p95 or -1
 SIZE_BYTES = 4096

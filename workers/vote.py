@@ -14,7 +14,7 @@ import numpy as np
 
 from workers.reduction import fold_scalars
 
-_COUNTS = 4  # pause, non-finite, unknown log names, untracked buffers
+_COUNTS = 5  # pause, non-finite, unknown log names, untracked buffers, busy savers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class Vote:
     """What all members agreed on for one step. Numbers per micro-batch are in id order."""
 
     should_pause: bool
+    is_saving: bool
+    """Somebody still writes an earlier checkpoint."""
     is_finite: bool
     has_unknown_names: bool
     untracked_buffers: tuple[int, ...]
@@ -81,13 +83,14 @@ def encode(
     used: Sequence[bool],
     untracked: Sequence[bool],
     wants_pause: bool,
+    is_saving: bool,
     is_finite: bool,
 ) -> np.ndarray:
     """This rank's contribution: int64, (layout.size,)."""
     vector = np.zeros(layout.size, np.int64)
     known = set(layout.log_names)
     has_unknown = any(name not in known for r in records for name in r.logged)
-    vector[:_COUNTS] = wants_pause, not is_finite, has_unknown, any(untracked)
+    vector[:_COUNTS] = wants_pause, not is_finite, has_unknown, any(untracked), is_saving
     at = _COUNTS
     vector[at : at + layout.num_parameters] = used
     at += layout.num_parameters
@@ -139,6 +142,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     total = fold_scalars(losses)
     return Vote(
         should_pause=bool(counts[0]),
+        is_saving=bool(counts[4]),
         is_finite=not counts[1],
         has_unknown_names=bool(counts[2]),
         untracked_buffers=untracked,

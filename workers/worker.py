@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +19,12 @@ import torch
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import open_folder
 from workers import pulse
 from workers.build import build_replica
-from workers.digest import full_state, weights_sha256
+from workers.checkpoint_load import load_newest
+from workers.digest import weights_sha256
 from workers.link import ControllerLink
 from workers.loader import Loader
 from workers.loop import fit
@@ -31,11 +32,10 @@ from workers.member import Member, RunEnded
 from workers.peer import PeerServer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
+from workers.saver import Saver
 from workers.session import Session, check_loss
 from workers.vitals import Vitals
 from workers.worker_log import WorkerLog
-
-WEIGHTS_FILE = "weights.safetensors"
 
 
 class Worker:
@@ -102,11 +102,13 @@ class Worker:
             make_deterministic(spec)
         self._replica = build_replica(workload, spec, device)
         peers = PeerServer(spec.host, spec.token, self._wake)
+        self._saver = Saver(self._link, spec)
         self._member = member = Member(
             spec,
             self._replica,
             self._link,
             peers,
+            self._saver,
             self._vitals,
             device,
             on_load=self._load,
@@ -138,10 +140,19 @@ class Worker:
         if self._member is not None:
             self._member.wake()
 
-    def _load(self) -> None:
-        """Become the holder of the initial state. WrongInput if the workload cannot be trained."""
+    def _load(self, place: str) -> list[Damage]:
+        """Become the holder of the state that the run starts from, and the damaged checkpoints.
+
+        place: the run directory, which need not exist. WrongInput if the workload cannot be
+        trained, or no checkpoint is good.
+        """
         self._is_warm = True
         self._try_microbatch()
+        catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        try:
+            return load_newest(catalogue, self._replica)
+        except ValueError as error:  # the files are good, but of another model
+            raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
 
     def _warm_up(self) -> None:
         """A newcomer pays for its first pass (memory, kernels, caches) while the others train."""
@@ -170,6 +181,7 @@ class Worker:
 
     def _log_to(self, place: str) -> None:
         self._place = place
+        self._saver.open(place)
         folder = open_folder(place).local
         self._log.move_to(folder / "logs" if folder else Path(os.getcwd()) / "elastic-logs")
 
@@ -182,20 +194,20 @@ class Worker:
                 folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
 
     def _finish(self, member: Member, place: str | None) -> str:
-        """The hash of the final weights; the lowest rank also writes them down."""
-        if member.rank == 0 and place is not None:
-            from safetensors.torch import save
-
-            tensors = {
-                n: t.detach().cpu().clone() for n, t in full_state(member.replica.model).items()
-            }
-            open_folder(place).write(WEIGHTS_FILE, save(tensors))
+        """The hash of the final weights."""
         self._keep_log()
         return weights_sha256(member.replica.model)
 
     def _rest(self) -> None:
-        """Wait to be ended: the controller closes the link, which ends the process."""
-        threading.Event().wait()
+        """Wait to be ended: the controller closes the link, which ends the process.
+
+        Until then a member may be lost, and the others write the final state once more.
+        """
+        assert self._member is not None
+        while True:
+            header, _ = self._link.commands.get()
+            if header["type"] == "finish":
+                self._member.end(header)
 
     def _describe(self, error: Exception) -> str:
         """What went wrong, in which step and micro-batch, and the user's own traceback."""

@@ -5,22 +5,19 @@ Losses are in recovery.py, the end of the run is in ending.py.
 
 from dataclasses import replace
 
+from elastic.control.commands import Form, Load, Pause, Sync
 from elastic.control.ending import finish
 from elastic.control.lobby import explain, first, names, top_up
 from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
     Decision,
-    Form,
     Forming,
     Ledger,
     Limits,
-    Load,
-    Pause,
     Pausing,
     Phase,
     Running,
-    Sync,
     Waiting,
 )
 from elastic.protocol.membership import Membership, NumberSet, worker_name

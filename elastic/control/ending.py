@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from elastic.control.commands import Finish, Retire
 from elastic.control.lobby import lobby, lost_members
 from elastic.control.saving import drop_save
 from elastic.control.state import (
@@ -10,13 +11,11 @@ from elastic.control.state import (
     Decision,
     Ended,
     Ending,
-    Finish,
     Finished,
     Ledger,
     Limits,
     Pausing,
     Phase,
-    Retire,
     Running,
 )
 from elastic.protocol.membership import Membership, NumberSet, worker_name
@@ -46,15 +45,11 @@ def hear_end(ledger: Ledger, phase: Ending, event: Ended) -> Decision:
     return finish(ledger, phase, phase.outcome, phase.reason, expected)
 
 
-def lose_at_end(
-    ledger: Ledger, phase: Ending, worker: int, at: float, limits: Limits
-) -> Decision:
+def lose_at_end(ledger: Ledger, phase: Ending, worker: int, at: float, limits: Limits) -> Decision:
     """The others hold the same state and write all of it, as another generation."""
     survivors = tuple(w for w in phase.membership.workers if w != worker)
     membership = Membership(phase.membership.generation + 1, survivors)
-    ending = replace(
-        phase, membership=membership, deadline=at + limits.end_timeout_s, ended=NOBODY
-    )
+    ending = replace(phase, membership=membership, deadline=at + limits.end_timeout_s, ended=NOBODY)
     if not survivors:
         reason = f"no member lived to say the hash of the final weights of step {ledger.step}"
         return finish(ledger, ending, "failed", reason)

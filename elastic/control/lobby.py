@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 from itertools import islice
-from operator import or_
 
+from elastic.control.commands import Spawn
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -17,7 +17,6 @@ from elastic.control.state import (
     Ledger,
     Limits,
     Phase,
-    Spawn,
     Suspending,
     Waiting,
 )
@@ -58,7 +57,8 @@ def lobby_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
 
 def lobby(ledger: Ledger) -> NumberSet:
     """Every live worker that is not a member."""
-    return reduce(or_, lobby_sets(ledger))
+    spawned, *others = lobby_sets(ledger)
+    return reduce(NumberSet.__or__, others, spawned)
 
 
 def is_in_lobby(ledger: Ledger, worker: int) -> bool:

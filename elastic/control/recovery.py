@@ -7,11 +7,11 @@ who holds neither goes back to the lobby. Only if nobody alive can reach the ste
 from dataclasses import replace
 
 from elastic.control.capacity import regroup, staff
+from elastic.control.commands import Abort, Retire
 from elastic.control.ending import finish
 from elastic.control.lobby import explain, leave, names, num_members, top_up
 from elastic.control.state import (
     NOBODY,
-    Abort,
     CollectiveFailed,
     Decision,
     Forming,
@@ -19,7 +19,6 @@ from elastic.control.state import (
     Limits,
     Pausing,
     Phase,
-    Retire,
     Running,
     Suspended,
     Suspending,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from elastic.control import state
-from elastic.control.state import Command, Decision, Event, Ledger, Limits, Phase, Tick
+from elastic.control import commands, state
+from elastic.control.commands import Command
+from elastic.control.state import Decision, Event, Ledger, Limits, Phase, Tick
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import Registry, registry
 from elastic.protocol.membership import Membership
@@ -59,7 +60,7 @@ JOURNAL_TYPES: Registry = registry(
     state.Save,
     Started,
     Entry,
-    *(c for union in (state.Phase, state.Event, state.Command) for c in get_args(union)),
+    *(c for union in (state.Phase, state.Event, commands.Command) for c in get_args(union)),
 )
 """For `elastic.protocol.encoding.decode`."""
 

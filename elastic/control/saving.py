@@ -5,17 +5,8 @@ Who writes is workers/saver.py, who publishes is elastic/store/catalogue.py.
 
 from dataclasses import replace
 
-from elastic.control.state import (
-    Active,
-    Command,
-    Decision,
-    Discard,
-    Ledger,
-    PartFailed,
-    PartSaved,
-    Publish,
-    Save,
-)
+from elastic.control.commands import Command, Discard, Publish
+from elastic.control.state import Active, Decision, Ledger, PartFailed, PartSaved, Save
 
 
 def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:

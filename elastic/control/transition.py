@@ -7,6 +7,7 @@ capacity.py, recovery.py and ending.py.
 from dataclasses import replace
 
 from elastic.control.capacity import formed, regroup, staff, stop_running
+from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.lobby import explain, is_arriving, is_in_lobby, is_member, lost_members, top_up
 from elastic.control.recovery import (
@@ -43,9 +44,7 @@ from elastic.control.state import (
     Pausing,
     Phase,
     Report,
-    Retire,
     Running,
-    Spawn,
     StopRequested,
     Suspended,
     Suspending,

@@ -7,6 +7,7 @@ elastic/control's.
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -17,11 +18,14 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from elastic.control import commands as c
 from elastic.control import state as s
 from elastic.control.suspicion import Heartbeat, suspects, watch
 from elastic.on_ray.links import LinkServer
+from elastic.on_ray.reports import STATES, event_of
 from elastic.on_ray.slots import Slot, end_process, is_running
 from elastic.protocol.membership import Membership, worker_name
+from elastic.store.catalogue import Damage
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -40,9 +44,14 @@ class Hooks:
     spawn: Callable[[int], ActorHandle[Any]]
     """Make the pending actor of worker number n."""
     spec_of: Callable[[int], Any]
-    on_loaded: Callable[[int], Awaitable[str | None]]
+    place: str
+    """The run directory, whether it exists already or not."""
+    on_loaded: Callable[[int, list[Damage]], Awaitable[str]]
     """The first worker's checks passed, or a later one starts again from an earlier step: make
-    the run directory stand at that step. Returns the folder of the logs, None if remote."""
+    the run directory stand at that step, the damaged checkpoints set aside. Gives its place."""
+    on_publish: Callable[[int, int, list[dict[str, Any]]], None]
+    """generation, step, what the ranks reported of their parts"""
+    on_discard: Callable[[int, int], None]
     on_step: Callable[[dict[str, Any]], None]
     """A committed step's record, exactly once per step, in order."""
     on_evaluation: Callable[[dict[str, Any]], None]
@@ -71,22 +80,17 @@ class RayCluster:
         self._tick_at = time.monotonic() + TICK_S
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
+        self._parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
             "user_failed": self._on_user_failed,
-            "synced": self._on_synced,
-            "sync_failed": self._on_sync_failed,
-            "joined": self._on_joined,
             "committed": self._on_committed,
-            "paused": self._on_paused,
-            "collective_failed": self._on_collective_failed,
             "suspended": self._on_suspended,
             "evaluated": self._on_evaluated,
-            "done": self._on_done,
-            "ended": self._on_ended,
+            "part_saved": self._on_part_saved,
         }
 
     def now(self) -> float:
@@ -94,47 +98,61 @@ class RayCluster:
         return self._started + time.monotonic()
 
     # --- commands -----------------------------------------------------------------
-    async def execute(self, command: s.Command) -> None:
+    async def execute(self, command: c.Command) -> None:
         match command:
-            case s.Spawn(workers=workers):
+            case c.Spawn(workers=workers):
                 self._spawn_all(workers)
-            case s.Load(worker=worker):
-                self.links.send(worker, {"type": "load"})
-            case s.Sync(worker=worker, source=source):
+            case c.Load(worker=worker):
+                self.links.send(worker, {"type": "load", "place": self.hooks.place})
+            case c.Sync(worker=worker, source=source):
                 address = self.workers[source].peer_address if source in self.workers else None
                 self.workers[worker].state = "syncing"
                 self.links.send(worker, {"type": "sync", "address": address, "source": source})
-            case s.Pause(membership=membership):
-                self._tell(membership, {"type": "pause", "generation": membership.generation})
-            case s.Abort(membership=membership):
-                self._tell(membership, {"type": "abort", "generation": membership.generation})
-                self._open_store(membership.generation + 1)
-            case s.Form():
+            case c.Pause() | c.Abort():
+                self._interrupt(command)
+            case c.Form():
                 await self._form(command)
-            case s.Finish(membership=membership, outcome=outcome):
-                self._tell(
-                    membership,
-                    {
-                        "type": "finish",
-                        "generation": membership.generation,
-                        "outcome": outcome,
-                        "log_folder": self.log_folder,
-                    },
-                )
-            case s.Retire(workers=workers):
-                self._retire_all(workers)
+            case c.Finish(membership=membership, outcome=outcome):
+                self._finish(membership, outcome)
+            case c.Retire(workers=workers):
+                for worker in workers:
+                    self.retire(worker)
+            case c.Publish() | c.Discard():
+                self._conclude_save(command)
+
+    def _interrupt(self, command: c.Pause | c.Abort) -> None:
+        generation = command.membership.generation
+        kind = "pause" if isinstance(command, c.Pause) else "abort"
+        self._tell(command.membership, {"type": kind, "generation": generation})
+        if isinstance(command, c.Abort):
+            self._open_store(generation + 1)
+
+    def _conclude_save(self, command: c.Publish | c.Discard) -> None:
+        generation, step = command.generation, command.step
+        parts = self._parts.pop((generation, step), [])
+        if isinstance(command, c.Publish):
+            self.hooks.on_publish(generation, step, parts)
+        else:
+            self.hooks.on_discard(generation, step)
 
     def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
         for worker in membership.workers:
             self.links.send(worker, header)
 
+    def _finish(self, membership: Membership, outcome: str) -> None:
+        common = {
+            "type": "finish",
+            "generation": membership.generation,
+            "world_size": membership.world_size,
+            "outcome": outcome,
+            "log_folder": self.log_folder,
+        }
+        for rank, worker in enumerate(membership.workers):
+            self.links.send(worker, {**common, "rank": rank})
+
     def _spawn_all(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._spawn(worker)
-
-    def _retire_all(self, workers: tuple[int, ...]) -> None:
-        for worker in workers:
-            self.retire(worker)
 
     def _spawn(self, worker: int) -> None:
         record = Slot(self.hooks.spawn(worker), last_seen=self.now())
@@ -168,10 +186,10 @@ class RayCluster:
         if generation not in self._stores:
             self._stores = {generation: self.rendezvous.open.remote(generation)}
 
-    async def _form(self, form: s.Form) -> None:
+    async def _form(self, form: c.Form) -> None:
         membership = form.membership
         if form.step < self.recorded_step:  # its last holder is lost
-            await self.hooks.on_loaded(form.step)
+            await self.hooks.on_loaded(form.step, [])
             self.recorded_step = form.step
         if membership.world_size > 1:
             self._open_store(membership.generation)
@@ -269,7 +287,8 @@ class RayCluster:
         record = self.workers.get(worker)
         if record is not None:
             record.last_seen = self.now()
-            self._handlers[header["type"]](worker, record, header, payload)
+            handle = self._handlers.get(header["type"], self._on_report)
+            handle(worker, record, header, payload)
 
     def _on_heartbeat(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         beat = Heartbeat(
@@ -297,7 +316,8 @@ class RayCluster:
 
     def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         async def open_then_say() -> None:
-            self.log_folder = await self.hooks.on_loaded(header["step"])
+            damaged = [Damage(step, what) for step, what in header["damaged"]]
+            self.log_folder = await self.hooks.on_loaded(header["step"], damaged)
             self.recorded_step = header["step"]
             self.vote = None
             for other in self.workers:
@@ -324,19 +344,6 @@ class RayCluster:
         loop = asyncio.get_running_loop()
         loop.call_later(FAILURE_GRACE_S, self._user_failed, worker, header["message"])
 
-    def _on_synced(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = "ready"
-        self._emit(s.Synced(worker, self.now()))
-
-    def _on_sync_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = "standby"
-        self._emit(s.SyncFailed(worker, header["reason"], self.now()))
-
-    def _on_joined(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = "training"
-        generation, rank = header["generation"], header["rank"]
-        self._emit(s.Joined(generation, rank, header["state_s"], self.now()))
-
     def _on_committed(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
         self._keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], payload)
@@ -349,41 +356,22 @@ class RayCluster:
                 self._emit(s.Committed(header["generation"], step, step_s, self.now()))
         record.step = max(record.step, self.recorded_step)
 
-    def _on_paused(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = "paused"
-        generation, rank, step = header["generation"], header["rank"], header["step"]
-        self._emit(s.Paused(generation, rank, step, self.now()))
-
-    def _on_collective_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        generation, rank = header["generation"], header["rank"]
-        self._emit(s.CollectiveFailed(generation, rank, header["message"], self.now()))
-
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        record.state = "suspended"
         self._keep_vote(header["step"], header["vote"], payload)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
-        self._emit(
-            s.Suspended(
-                header["generation"],
-                header["rank"],
-                header["step"],
-                header["is_prepared"],
-                header["is_evaluating"],
-                self.now(),
-            )
-        )
+        self._on_report(worker, record, header, payload)
+
+    def _on_part_saved(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
+        save = header["generation"], header["step"]
+        self._parts.setdefault(save, []).append(json.loads(payload))
+        self._on_report(worker, record, header, payload)
+
+    def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
+        record.state = STATES.get(header["type"], record.state)
+        self._emit(event_of(worker, header, self.now()))
 
     def _on_evaluated(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.hooks.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
-
-    def _on_done(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = "done"
-        generation, rank, step = header["generation"], header["rank"], header["step"]
-        self._emit(s.Done(generation, rank, step, self.now()))
-
-    def _on_ended(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        generation, rank = header["generation"], header["rank"]
-        self._emit(s.Ended(generation, rank, header["weights_sha256"], self.now()))
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

@@ -100,13 +100,15 @@ def decode(content: bytes, place: str) -> Manifest:
     return Manifest(
         step=value["step"],
         generation=value["generation"],
-        files=tuple(
-            StoredFile(f["name"], f["size_bytes"], tuple(f["blocks"])) for f in value["files"]
-        ),
+        files=tuple(_file(f) for f in value["files"]),
         tensors=tuple(_tensor(t) for t in value["tensors"]),
         state=value["state"],
         about=value["about"],
     )
+
+
+def _file(value: dict[str, Any]) -> StoredFile:
+    return StoredFile(value["name"], value["size_bytes"], tuple(value["blocks"]))
 
 
 def _tensor(value: dict[str, Any]) -> StoredTensor:
@@ -114,6 +116,11 @@ def _tensor(value: dict[str, Any]) -> StoredTensor:
         Chunk(c["file"], c["offset"], tuple(c["start"]), tuple(c["shape"])) for c in value["chunks"]
     )
     return StoredTensor(value["name"], value["dtype"], tuple(value["shape"]), chunks)
+
+
+def part_from_json(value: dict[str, Any]) -> Part:
+    """The inverse of `dataclasses.asdict`."""
+    return Part(_file(value["file"]), tuple(_tensor(t) for t in value["tensors"]))
 
 
 def merge(parts: Iterable[Part]) -> tuple[tuple[StoredFile, ...], tuple[StoredTensor, ...]]:

@@ -25,6 +25,10 @@ class WorkerSpec:
     clip_norm: float | None
     seed: int
     eval_every: int | None
+    checkpoint_every: int | None
+    """Steps between checkpoints, None for none but the last."""
+    has_checkpoints: bool
+    """Whether the run ends with a checkpoint."""
     max_nonfinite: int
     detect_s: float | None
     heartbeat_s: float

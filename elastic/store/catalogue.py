@@ -1,4 +1,6 @@
-"""The checkpoints of a run, `<run>/checkpoints/step-00000100/`: published, found, verified, retired.
+"""The checkpoints of a run: published, found, verified, retired.
+
+One is a folder `<run>/checkpoints/step-00000100/`.
 
 A checkpoint exists once its manifest does; the manifest is the last file written, by one writer,
 the controller. What is in the files is checkpoint_files.py's.
@@ -54,7 +56,7 @@ class Catalogue:
         return [step for step in steps if self.of_step(step).exists(MANIFEST)]
 
     def manifest(self, step: int) -> Manifest:
-        """Raises DamagedCheckpoint; its files are checked for presence and size only when opened."""
+        """Raises DamagedCheckpoint; its files are looked at only when they are read."""
         folder = self.of_step(step)
         place = f"{folder}/{MANIFEST}"
         try:

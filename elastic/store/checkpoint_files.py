@@ -111,7 +111,8 @@ class _Output:
         self._folder, self._name = folder, name
         self.size_bytes = 0
         self.blocks: list[int] = []
-        self._crc, self._filled = 0, 0
+        self._crc: int = 0
+        self._filled: int = 0
 
     def __enter__(self) -> "_Output":
         local = self._folder.local

@@ -43,6 +43,10 @@ class LineFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def sync(self) -> None:
+        """What was appended survives the machine's crash."""
+        os.fsync(self._file.fileno())
+
     def truncate(self, size_bytes: int) -> None:
         """Drop everything after `size_bytes`, a line's end."""
         self._file.flush()

@@ -156,6 +156,11 @@ class RunDirectory:
             self.last_step = step
         return lost
 
+    def sync(self) -> None:
+        """What is on record survives the machine's crash, as far as it is local."""
+        for lines in (self._metrics, self._samples):
+            lines.sync()
+
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:

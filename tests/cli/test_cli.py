@@ -63,7 +63,6 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", DIGITS, *SIZES, "--workers", "9"], "min 9 is above V"),
         (["run", DIGITS, *SIZES, "--micro-batch", "5"], "is not a multiple of micro_batch=5"),
         (["run", DIGITS, *SIZES, "--parallel", "fsdp"], "parallel='fsdp' is not available yet"),
-        (["run", DIGITS, *SIZES, "--checkpoint-every", "5"], "checkpoint_every=5 is not available"),
         (["run", DIGITS, *SIZES, "--detect-s", "soon"], "--detect-s 'soon': give seconds, or none"),
         (["run", DIGITS, *SIZES, "--set", "x"], "--set 'x' is no key=value"),
         (["run", DIGITS, *SIZES, "--set", "bogus=1"], "--set does not fit Digits"),
@@ -222,8 +221,8 @@ def test_watching_a_finished_run_ends_with_its_outcome(run_dir, capsys):
 def journal(run_dir: Path, *, reason: str | None = None) -> None:
     """Two starts of a run; `reason` puts a false one on record."""
     limits = Limits(
-        min_workers=1, max_workers=2, standby=0, steps=3, max_failures=1, join_timeout_s=5.0, end_timeout_s=5.0,
-        confirm_timeout_s=1.0,
+        min_workers=1, max_workers=2, standby=0, steps=3, max_failures=1, join_timeout_s=5.0,
+        end_timeout_s=5.0, confirm_timeout_s=1.0,
     )  # fmt: skip
     lines: list[dict[str, Any]] = []
     for at in (10.0, 20.0):

@@ -71,10 +71,11 @@ def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
         ({"precision": "bf16"}, "precision='bf16' is not available yet"),
         ({"activation_checkpointing": True}, "activation_checkpointing=True is not available yet"),
         ({"offload": True}, "offload=True is not available yet"),
-        ({"checkpoint_every": 50}, "checkpoint_every=50 is not available yet"),
-        ({"keep": (1, None)}, "keep=(1, None) is not available yet"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1"),
+        ({"keep": (1,)}, "keep must be (the last so many, every so many steps)"),
+        ({"keep": (1, 0)}, "keep (every) must be a whole number of at least 1"),
         ({"snapshot_every": 2}, "snapshot_every=2 is not available yet"),
-        ({"on_storage_error": "fail"}, "on_storage_error='fail' is not available yet"),
+        ({"on_storage_error": "ignore"}, "on_storage_error='ignore' is unknown"),
     ],
 )
 def test_settings_that_cannot_work_are_one_line_that_names_them(changes, says):

@@ -9,30 +9,32 @@ import random
 from collections import deque
 from dataclasses import replace
 
-from elastic.control.state import (
+from elastic.control.commands import (
     Abort,
-    CollectiveFailed,
     Command,
-    Committed,
     Discard,
-    Done,
-    Ended,
-    Event,
     Finish,
     Form,
-    Joined,
     Load,
-    Loaded,
     Pause,
-    PartFailed,
-    PartSaved,
-    Paused,
     Publish,
     Retire,
     Spawn,
+    Sync,
+)
+from elastic.control.state import (
+    CollectiveFailed,
+    Committed,
+    Done,
+    Ended,
+    Event,
+    Joined,
+    Loaded,
+    PartFailed,
+    PartSaved,
+    Paused,
     StopRequested,
     Suspended,
-    Sync,
     Synced,
     SyncFailed,
     Tick,
@@ -76,13 +78,8 @@ class FakeCluster:
                 self.workers[worker].inbox.append(command)
             case Form():
                 self.form(command)
-            case Publish(generation, step):
-                saved = self.groups[generation].saved[step]
-                assert saved == set(range(len(self.groups[generation].members))), command
-                assert (generation, step) not in self.dropped, "published what was discarded"
-                self.published.append(step)
-            case Discard(generation, step):
-                self.dropped.add((generation, step))
+            case Publish() | Discard():
+                self.conclude_save(command)
             case Finish(membership=membership):
                 self.generation = membership.generation
                 for number in membership.workers:
@@ -91,6 +88,16 @@ class FakeCluster:
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
+
+    def conclude_save(self, command: Publish | Discard) -> None:
+        save = command.generation, command.step
+        assert save not in self.dropped, "it was discarded"
+        if isinstance(command, Discard):
+            self.dropped.add(save)
+            return
+        group = self.groups[command.generation]
+        assert group.saved[command.step] == set(range(len(group.members))), command
+        self.published.append(command.step)
 
     def retire(self, workers: tuple[int, ...]) -> None:
         for number in workers:

@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from elastic.control.state import Command, Form
+from elastic.control.commands import Command, Form
 
 
 @dataclass(kw_only=True)

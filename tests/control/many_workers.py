@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from elastic.control.commands import Command, Form
 from elastic.control.state import (
-    Command,
     Committed,
     Decision,
     Done,
     Ended,
     Event,
     Finished,
-    Form,
     Joined,
     Limits,
     Loaded,

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.control import state
+from elastic.control.commands import Form, Spawn
 from elastic.control.replay import JOURNAL_TYPES, Entry
-from elastic.control.state import Form, Ledger, Spawn, Suspended, Waiting
+from elastic.control.state import Ledger, Suspended, Waiting
 from elastic.protocol.encoding import UndecodableValue, decode, dumps, encode, loads
 from elastic.protocol.membership import Membership, NumberSet
 

@@ -1,6 +1,7 @@
 """The decision core with thousands of workers decides what it decides with three."""
 
-from elastic.control.state import Forming, Retire, Running
+from elastic.control.commands import Retire
+from elastic.control.state import Forming, Running
 from tests.control.many_workers import ManyWorkers
 
 SIZE = 3000

@@ -7,18 +7,10 @@ from random import Random
 import pytest
 
 from elastic.control.accounting import Account, account, open_account
+from elastic.control.commands import Form
 from elastic.control.lobby import lobby
 from elastic.control.replay import Entry, Started, is_news, replay
-from elastic.control.state import (
-    Active,
-    Ending,
-    Finished,
-    Form,
-    Ledger,
-    Limits,
-    Phase,
-    Suspending,
-)
+from elastic.control.state import Active, Finished, Ledger, Limits, Phase, Suspending
 from elastic.control.transition import start, transition
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_worker import Faults

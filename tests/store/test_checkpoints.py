@@ -1,4 +1,4 @@
-"""Checkpoint files, manifests and the catalogue: nothing half there, nothing altered is believed."""
+"""Checkpoint files, manifests, the catalogue: nothing is half there, no alteration is believed."""
 
 import builtins
 import json

@@ -14,6 +14,7 @@ from workers.digest import weights_sha256
 from workers.loader import Loader
 from workers.member import Member, RunEnded
 from workers.peer import PeerServer
+from workers.saver import Saver
 from workers.session import Session
 from workers.vitals import Vitals
 
@@ -69,7 +70,8 @@ def spec(reduction="bitwise"):
     return WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
-        reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, max_nonfinite=1,
+        reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
+        has_checkpoints=False, max_nonfinite=1,
         detect_s=3.0, heartbeat_s=0.5, join_timeout_s=5.0, operation_timeout_s=60.0, lease_s=30.0,
     )  # fmt: skip
 
@@ -83,7 +85,8 @@ class Rig:
         self.replica = build_replica(self.workload, self.spec, CPU)
         self.member = Member(
             self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None),
-            Vitals(), CPU, on_load=lambda: None, on_sync=lambda: None, on_log_to=lambda place: None,
+            Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place: [],
+            on_sync=lambda: None, on_log_to=lambda place: None,
             on_finish=lambda member, place: "hash",
         )  # fmt: skip
         self.session = Session(self.spec, self.workload, self.member, self.loader)
@@ -200,7 +203,8 @@ def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig.step()
     rig.member.interrupt({"type": "pause", "generation": 1})
     rig.step()
-    finish = {"type": "finish", "generation": 1, "outcome": "stopped", "log_folder": None}
+    finish = {"type": "finish", "generation": 1, "rank": 0, "world_size": 1, "outcome": "stopped"}
+    finish["log_folder"] = None
     rig.link.commands.put((finish, b""))
     with pytest.raises(RunEnded):
         rig.step()

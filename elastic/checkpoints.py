@@ -1,0 +1,69 @@
+"""The controller's side of checkpoints: it publishes, retires, and sets damaged ones aside.
+
+All of it runs in the writer's thread: a decision never waits for storage. Who writes the parts is
+workers/saver.py; which save is whole is elastic/control/saving.py's.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic.protocol.manifest import part_from_json
+from elastic.store.catalogue import Catalogue, Damage
+from elastic.store.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+Content = dict[str, Any]
+"""A part as its rank reported it: {"part": ..., "state": JSON or None}."""
+
+
+class Checkpoints:
+    """The checkpoints of a run, in the hands of its only publisher."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        keep: tuple[int, int | None],
+        about: dict[str, Any],
+        journal: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """about: goes into every manifest. journal: takes a line's fields."""
+        self._directory = directory
+        self._catalogue = Catalogue(directory.folder.at("checkpoints"))
+        self._keep, self._about, self._journal = keep, about, journal
+        self.committed: int | None = None
+        """Step of the newest good checkpoint."""
+
+    def open(self, step: int, damaged: list[Damage]) -> None:
+        """The run stands at `step`, after these newer checkpoints could not be used."""
+        for damage in damaged:
+            name = self._catalogue.set_aside(damage.step)
+            log.warning('checkpoint=%d damaged reason="%s" kept=%s', damage.step, damage.what, name)
+            self._journal({"damaged": damage.step, "reason": damage.what, "kept": name})
+        for name in self._catalogue.sweep():
+            self._journal({"removed": name, "reason": "a save that was never whole"})
+        self.committed = step or None
+
+    def publish(self, generation: int, step: int, contents: list[Content]) -> None:
+        """Raises OSError; the save stays unpublished then."""
+        began = time.monotonic()
+        self._directory.sync()  # the records of its steps are not less durable than it is
+        parts = [part_from_json(content["part"]) for content in contents]
+        state = next(c["state"] for c in contents if c["state"] is not None)
+        manifest = self._catalogue.publish(step, generation, parts, state, self._about)
+        self.committed = max(step, self.committed or 0)
+        retired = self._catalogue.retire(*self._keep)
+        self._journal(
+            {
+                "published": step,
+                "size_bytes": manifest.size_bytes,
+                "publish_s": time.monotonic() - began,
+                "retired": retired,
+            }
+        )
+
+    def discard(self, generation: int, step: int) -> None:
+        self._catalogue.discard(step, generation)

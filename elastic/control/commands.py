@@ -1,0 +1,84 @@
+"""What the controller tells its shell to do, in order: plain values, no behaviour.
+
+What happened, and what is known, is in state.py.
+"""
+
+from dataclasses import dataclass
+
+from elastic.protocol.membership import Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take the state the run starts from: the newest good checkpoint, else the initial one."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Copy the state of `source` and follow it step by step, instead of any earlier source."""
+
+    worker: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    membership: Membership
+    step: int
+    """Every member stands at this many committed steps before it joins."""
+    roll_forward: tuple[int, ...] = ()
+    """Workers that apply their prepared step first..."""
+    vote_of: int | None = None
+    """...with the vote of this worker, which has committed it. None: everybody who had is lost,
+    but the vote of `step` came with its Committed or Suspended."""
+    then_pause: bool = False
+    """Pause at the next boundary (newcomers wait there while survivors finish an evaluation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Give the generation up: abandon collectives and sources, answer Suspended."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    membership: Membership
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Write the manifest: all parts of this save are durable."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove what this save has written: it will not be whole."""
+
+    generation: int
+    step: int
+
+
+Command = Spawn | Load | Sync | Form | Pause | Abort | Finish | Retire | Publish | Discard

@@ -1,0 +1,45 @@
+"""What members say, as events: the plain reports, those that bring nothing but themselves.
+
+Reports with a payload or an effect on the cluster are handled in cluster.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic.control import state as s
+
+STATES = {
+    "synced": "ready",
+    "sync_failed": "standby",
+    "joined": "training",
+    "paused": "paused",
+    "suspended": "suspended",
+    "done": "done",
+}
+"""What a report says about the worker's state in status.json."""
+
+
+REPORTS: dict[str, tuple[Callable[..., s.Event], tuple[str, ...]]] = {
+    "joined": (s.Joined, ("state_s",)),
+    "paused": (s.Paused, ("step",)),
+    "collective_failed": (s.CollectiveFailed, ("message",)),
+    "suspended": (s.Suspended, ("step", "is_prepared", "is_evaluating")),
+    "done": (s.Done, ("step",)),
+    "ended": (s.Ended, ("weights_sha256",)),
+    "part_saved": (s.PartSaved, ("step",)),
+    "part_failed": (s.PartFailed, ("step", "message")),
+}
+"""The event, and its fields between generation, rank and time."""
+
+
+def event_of(worker: int, header: dict[str, Any], at: float) -> s.Event:
+    """The event of a report; KeyError if it is none of ours."""
+    match header["type"]:
+        case "synced":
+            return s.Synced(worker, at)
+        case "sync_failed":
+            return s.SyncFailed(worker, header["reason"], at)
+        case kind:
+            event, fields = REPORTS[kind]
+            said = (header[field] for field in fields)
+            return event(header["generation"], header["rank"], *said, at)

@@ -1,0 +1,131 @@
+"""Checkpoints of real runs: resumed by the same command, whatever was killed or damaged."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.cluster.live import assert_complete, leftovers
+from workers.checkpoint_load import checkpoint_sha256
+
+pytestmark = pytest.mark.cluster
+
+OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.01"]}
+
+
+def catalogue(run) -> Catalogue:
+    return Catalogue(open_folder(str(run.directory)).at("checkpoints"))
+
+
+def kill_everything(run) -> int:
+    """SIGKILL of every process of the run, the controller included; the step it stood at."""
+    status = run.status()
+    pids = [w["pid"] for w in (*status["workers"], *status["standby"]) if w["pid"]]
+    for pid in (status["controller"]["pid"], *pids):
+        os.kill(pid, signal.SIGKILL)
+    run.process.kill()
+    run.process.wait(30)
+    deadline = time.monotonic() + 20
+    while leftovers(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)  # polling, bounded by the deadline
+    assert leftovers(pids) == []
+    return status["step"]
+
+
+def assert_equals(run, end, expected) -> None:
+    sha256, samples = expected
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, len(samples))
+    assert checkpoint_sha256(catalogue(run)) == sha256
+    assert run.status()["committed_checkpoint"] == len(samples)
+
+
+def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference):
+    with start("Toy", workers=3, **OPTIONS) as run:
+        run.wait_for(lambda s: s["step"] > 50 and s["committed_checkpoint"] == 40)
+        stood_at = kill_everything(run)
+    with start("Toy", workers=2, **OPTIONS) as again:
+        end = again.finish()
+    assert_equals(again, end, reference("Toy", steps=120))
+    rolled_back = [m["step"] for m in again.lines("metrics.rolledback.jsonl")]
+    assert rolled_back == list(range(41, rolled_back[-1] + 1))
+    assert stood_at <= rolled_back[-1] < 60
+    assert end["result"]["lost_steps"] == len(rolled_back)
+
+
+def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, reference):
+    with start("Toy", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["step"] > 25)
+        run.process.send_signal(signal.SIGINT)
+        stopped = run.finish()
+    assert stopped["result"]["outcome"] == "stopped"
+    assert catalogue(run).steps()[-1] == stopped["result"]["steps"]
+    assert checkpoint_sha256(catalogue(run)) == stopped["result"]["weights_sha256"]
+    with start("Toy", workers="1..3", **OPTIONS) as again:
+        end = again.finish()
+    assert_equals(again, end, reference("Toy", steps=120))
+    assert end["result"]["lost_steps"] == 0
+    assert not (again.directory / "metrics.rolledback.jsonl").exists()
+    with start("Toy", workers=1, **{**OPTIONS, "steps": 150}) as longer:
+        end = longer.finish()
+    assert_equals(longer, end, reference("Toy", steps=150))
+
+
+def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, reference):
+    with start("Toy", workers=1, **OPTIONS) as run:
+        run.wait_for(lambda s: s["step"] > 50 and s["committed_checkpoint"] == 40)
+        run.kill(rank=0)
+        end = run.finish()
+    assert_equals(run, end, reference("Toy", steps=120))
+    assert 0 < end["result"]["lost_steps"] < 20
+    assert end["result"]["recoveries"][0]["lost_steps"] == end["result"]["lost_steps"]
+
+
+def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(start, reference):
+    with start("Toy", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["committed_checkpoint"] == 60)
+        kill_everything(run)
+    newest = catalogue(run).steps()[-1]
+    folder = catalogue(run).of_step(newest).local
+    assert folder is not None
+    path = next(iter(sorted(folder.glob("*.safetensors"))))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    with start("Toy", workers=2, **OPTIONS) as again:
+        end = again.finish()
+    assert_equals(again, end, reference("Toy", steps=120))
+    lines = [line["checkpoint"] for line in again.lines("journal.jsonl") if "checkpoint" in line]
+    damaged = next(line for line in lines if "damaged" in line)
+    assert damaged["damaged"] == newest
+    assert path.name in damaged["reason"]
+    assert (again.directory / "checkpoints" / damaged["kept"] / path.name).exists()
+
+
+def test_with_every_checkpoint_damaged_nothing_is_started_over_silently(start):
+    with start("Toy", workers=1, steps=10, checkpoint_every=5) as run:
+        assert run.finish()["status"] == 0
+    for step in catalogue(run).steps():
+        (run.directory / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{")
+    with start("Toy", workers=1, steps=20, checkpoint_every=5) as again:
+        end = again.finish()
+    assert end["status"] == 2
+    assert "all 2 checkpoints" in end["err"]
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(start, reference):
+    with start("Toy", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["step"] > 5)
+        (run.directory / "checkpoints").mkdir(exist_ok=True)
+        (run.directory / "checkpoints" / "step-00000040").write_text("in the way")
+        end = run.finish()
+    sha256, _ = reference("Toy", steps=120)
+    assert end["result"]["weights_sha256"] == sha256
+    assert catalogue(run).steps() == [100, 120]
+    reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]
+    assert any("checkpoint of step 40 failed" in reason for reason in reasons)

@@ -1,0 +1,164 @@
+"""This rank's part of checkpoints: copied while the next step computes, written in a thread.
+
+The state is replicated, so the ranks divide its bytes evenly, by rows; nobody is special. What a
+checkpoint is made of is elastic/protocol/manifest.py's; loading is in checkpoint_load.py.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Catalogue, file_name
+from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.files import open_folder
+from workers.link import ControllerLink
+from workers.peer import as_bytes
+from workers.records import Standing
+from workers.replica import Replica
+from workers.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.05
+
+
+class _GivenUp(Exception):
+    """The save's generation is over."""
+
+
+@dataclass(eq=False)
+class _Job:
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    boxes: list[Box]
+    snapshot: Snapshot
+    is_given_up: bool = False
+
+    def contents(self) -> Iterator[memoryview]:
+        for box in self.boxes:
+            if self.is_given_up:
+                raise _GivenUp
+            tensor = self.snapshot.take(box.name)
+            yield as_bytes(tensor) if tensor.numel() else memoryview(b"")
+
+
+class Saver:
+    """At most one save at a time; reports its part's end to the controller."""
+
+    def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
+        self._link, self._spec = link, spec
+        self._catalogue: Catalogue | None = None
+        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._saved = (0, 0)  # generation, step
+
+    def open(self, place: str) -> None:
+        """place: the run directory."""
+        self._catalogue = Catalogue(open_folder(place).at("checkpoints"))
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def is_due(self, step: int) -> bool:
+        """After `step` committed ones. The last state is saved when the loop has returned."""
+        every = self._spec.checkpoint_every
+        return every is not None and step % every == 0 and step < self._spec.steps
+
+    def begin(self, replica: Replica, by: Standing) -> None:
+        """Save the state of the last committed step, between steps. The saver must not be busy."""
+        generation, rank, world_size = by.generation, by.rank, by.world_size
+        assert self._catalogue is not None
+        assert not self.is_busy
+        boxes: list[Box] = []
+
+        def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            pieces = share(tensors, rank, world_size)
+            boxes.extend(box for box, _ in pieces)
+            return {box.name: piece for box, piece in pieces}
+
+        snapshot = replica.snapshot(mine)
+        job = _Job(generation, replica.step, rank, world_size, boxes, snapshot)
+        self._job, self._saved = job, (generation, replica.step)
+        self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
+        self._thread.start()
+
+    def give_up(self, generation: int) -> None:
+        """Generations up to this one are over; what they write is removed by the controller."""
+        if self._job is not None and self._job.generation <= generation:
+            self._job.is_given_up = True
+
+    def save_now(self, replica: Replica, by: Standing) -> None:
+        """Return once this state's part is written or has failed; an older save ends first."""
+        self._wait()
+        if self._spec.has_checkpoints and self._saved != (by.generation, replica.step):
+            self.begin(replica, by)
+            self._wait()
+
+    def _wait(self) -> None:
+        """The deadline is the controller's: it gives up a run that does not end."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_POLL_S)
+
+    def _write(self, job: _Job) -> None:
+        assert self._catalogue is not None
+        where: dict[str, Any] = {"generation": job.generation, "rank": job.rank, "step": job.step}
+        try:
+            folder = self._catalogue.prepare(job.step)
+            name = file_name(job.generation, job.rank, job.world_size)
+            part = write_part(folder, name, job.boxes, job.contents())
+            state = job.snapshot.header if job.rank == 0 else None
+            content = json.dumps({"part": asdict(part), "state": state}).encode()
+            self._link.send("part_saved", content, **where)
+        except _GivenUp:
+            log.info("generation=%d step=%d save given up", job.generation, job.step)
+        except (OSError, WrongInput) as error:
+            message = f"{type(error).__name__}: {error}"
+            log.warning(
+                'generation=%d step=%d save failed reason="%s"', job.generation, job.step, message
+            )
+            self._link.send("part_failed", message=message, **where)
+        finally:
+            job.snapshot.drop()
+
+
+def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:
+    """What `rank` writes of a replicated state: every rank about the same number of bytes.
+
+    The bytes of all tensors, in their order, are cut into `world_size` equal stretches; a row of a
+    tensor (an element of dim 0) belongs to the stretch that it begins in.
+    """
+    total = sum(t.nbytes for t in tensors.values())
+    low, high = (total * r // world_size for r in (rank, rank + 1))
+    if rank == world_size - 1:
+        high = total + 1  # empty tensors at the end, too
+    pieces: list[tuple[Box, Tensor]] = []
+    at = 0
+    for name, tensor in tensors.items():
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if not shape or not tensor.numel():
+            if low <= at < high:
+                start = (0,) * len(shape)
+                pieces.append((Box(name, dtype, shape, start, shape), tensor))
+        else:
+            row = tensor.nbytes // shape[0]
+            first, last = (min(max(-((at - edge) // row), 0), shape[0]) for edge in (low, high))
+            if first < last:
+                box = Box(
+                    name,
+                    dtype,
+                    shape,
+                    (first, *(0,) * (len(shape) - 1)),
+                    (last - first, *shape[1:]),
+                )
+                pieces.append((box, tensor[first:last]))
+        at += tensor.nbytes
+    return pieces
