@@ -24,7 +24,8 @@ from elastic.control.replay import replay as replay_journal
 from elastic.control.transition import UnexpectedEvent
 from elastic.progress import Progress, decision_line, is_told, worker_table
 from elastic.protocol.encoding import decode
-from elastic.protocol.errors import UserError, WrongInput
+from elastic.protocol.errors import ControllerLost, UserError, WrongInput
+from elastic.resume import read_past_run
 from elastic.store.files import Folder, encode, open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RESULT_FIELDS
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(f"{message}; see `elastic --help`") if message else WRONG_INPUT
     except WrongInput as error:
         return refuse(str(error))
+    except ControllerLost as error:
+        return refuse(str(error), status=FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return refuse("interrupted", status=FAILED)
     return status if isinstance(status, int) else 0
@@ -98,7 +101,7 @@ def run(
         str | None, typer.Option(help="The run's folder in storage; the same again resumes it.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints (not available yet).")
+        int | None, typer.Option(help="Steps between checkpoints; the last state is always saved.")
     ] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
@@ -316,6 +319,11 @@ def watch(run_dir: RunDir) -> int:
     try:
         while (result := read_json(folder, "result.json")) is None:
             progress(run_dir)
+            past = read_past_run(folder)
+            if past is not None and past.status is not None and not past.is_alive:
+                progress.close()
+                why = f"no word of its controller for {past.silent_s:.0f} s; it may be gone"
+                return refuse(f"{run_dir}: {why}", status=FAILED)
             time.sleep(WATCH_EVERY_S)
         progress(run_dir)
     except KeyboardInterrupt:

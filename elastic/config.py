@@ -18,6 +18,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
+MIN_DETECT_S = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPolicy:
@@ -196,6 +198,11 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
+        if self.detect_s is not None and self.detect_s < MIN_DETECT_S:
+            raise ValueError(
+                f"detect_s={self.detect_s:g} is shorter than a busy machine may be silent: give at "
+                f"least {MIN_DETECT_S:g}, or None for no detection of hangs"
+            )
         if self.name is not None and not RUN_NAME.fullmatch(self.name):
             raise ValueError(
                 f"name={self.name!r} is no folder name: use letters, digits, '.', '_' and '-', "

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, encode, read_json
@@ -82,10 +82,26 @@ def config_json(
 ) -> dict[str, Any]:
     """The content of config.json: the fields of RunConfig, and what was run with them.
 
-    Exactly what reading it back gives; an argument that JSON cannot hold is its repr.
+    Exactly what reading it back gives; an argument that JSON cannot hold is its type.
     """
-    values = {**config, "target": target, "arguments": arguments, "versions": versions}
-    return json.loads(encode(json.loads(json.dumps(values, default=repr))))
+    values = {**config, "target": target, "arguments": plain(arguments), "versions": versions}
+    return json.loads(encode(values))
+
+
+def plain(value: object) -> object:
+    """`value` as JSON, the same in every process: of what JSON cannot hold, its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        pairs = cast("dict[object, object]", value).items()
+        return {str(plain(key)): plain(item) for key, item in pairs}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in cast("set[object]", value)), key=str)
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -152,7 +168,11 @@ def is_gone(controller: dict[str, Any]) -> bool:
     pid, node_ip = controller.get("pid"), controller.get("node_ip")
     if not isinstance(pid, int) or node_ip not in own_addresses():
         return False
-    return not os.path.exists(f"/proc/{pid}")
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def own_addresses() -> frozenset[str]:

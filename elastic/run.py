@@ -5,13 +5,16 @@ passes Ctrl-C on, and cleans up whatever a dead controller left.
 """
 
 import importlib.metadata
+import math
+import pickle
 import secrets
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -26,6 +29,8 @@ from elastic.workload import Workload
 
 Progress = Callable[[str], object]
 POLL_S = 0.2
+END_NOW_S = 10.0
+"""How long a controller may take to end a run at once, before it is ended without it."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
 
 
@@ -74,7 +79,7 @@ def run(
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
     A run directory that holds a finished run of the same settings gives its result at once.
     Raises ValueError for wrong settings or a workload that cannot work, RunFailed for failure,
-    RuntimeError if the run's controller died.
+    ControllerLost, a RuntimeError, if the run's controller died.
     """
     config = RunConfig(**settings)
     target = target_of(workload)
@@ -126,6 +131,12 @@ def run_config(
             return Result(**finished.result, run_directory=place)
         case _:
             pass
+    check_writable(storage)
+    if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
+        raise WrongInput(
+            f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
+            "evaluate(self, session); define it, or leave eval_every out"
+        )
     if config.storage is None:
         print(f"run directory: {place}", file=sys.stderr)
     answer = run_on_ray(
@@ -193,11 +204,15 @@ def run_on_ray(
 
 def leave_local_probe(storage: str, driver: Any) -> Any:
     """A file that every node must see, where storage is a local path and there are other nodes."""
-    folder = open_folder(storage)
-    if folder.local is None or driver.is_embedded:
+    if open_folder(storage).local is None or driver.is_embedded:
         return None
-    folder.create()
     return leave_probe(storage)
+
+
+def check_writable(storage: str) -> None:
+    """WrongInput if nothing can be written there; object stores say so when the run begins."""
+    if open_folder(storage).local is not None:
+        remove_probe(leave_probe(storage))
 
 
 def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, Any] | None:
@@ -213,7 +228,7 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     previous = {number: signal.signal(number, on_signal) for number in numbers}
-    told = 0
+    told, end_by = 0, math.inf
     try:
         while (answer := driver.poll(POLL_S)) is None:
             place = driver.place
@@ -223,6 +238,9 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
                 told = len(interrupts)
                 reason = signal.Signals(interrupts[0]).name
                 (driver.stop if told == 1 else driver.end_now)(f"{reason} at the driver")
+                end_by = math.inf if told == 1 else time.monotonic() + END_NOW_S
+            if time.monotonic() > end_by:
+                driver.abandon()
             if on_progress is not None and place:
                 on_progress(place)
         if on_progress is not None and driver.place:
@@ -239,7 +257,7 @@ def conclude(answer: dict[str, Any], place: str) -> Result:
         raise WrongInput(answer["wrong_input"])
     result = Result(**answer["result"], run_directory=place if answer["is_open"] else "")
     if result.outcome == "failed":
-        raise RunFailed(answer["reason"], result) from answer["user_error"]
+        raise RunFailed(answer["reason"], result) from unpickled(answer["user_error"])
     return result
 
 
@@ -249,6 +267,12 @@ def versions() -> dict[str, str]:
     return found | {name: importlib.metadata.version(name) for name in REPORTED_VERSIONS}
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """What result.json holds."""
-    return {k: v for k, v in asdict(result).items() if k != "run_directory"}
+def unpickled(content: bytes) -> BaseException | None:
+    """The user's exception, from our own worker through Ray; None if there is none, or if its
+    class cannot be had here (the reason tells it)."""
+    if not content:
+        return None
+    try:
+        return pickle.loads(content)
+    except Exception:
+        return None

@@ -19,11 +19,12 @@ from elastic.control import state as s
 from elastic.control.accounting import account, open_account
 from elastic.control.replay import Entry, Started, is_news
 from elastic.control.state import Decision
-from elastic.control.transition import UnexpectedEvent
 from elastic.curves import Curves
 from elastic.on_ray import actors
-from elastic.on_ray.cluster import Hooks, RayCluster
+from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.host import Host
 from elastic.protocol.encoding import encode
+from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
@@ -75,7 +76,7 @@ class Supervisor:
             token=order["token"],
             detect_s=self.config.detect_s,
             rendezvous=actors.start_rendezvous(order["run_id"]),
-            hooks=Hooks(
+            host=Host(
                 spawn=self._spawn,
                 spec_of=self._spec_of,
                 place=self._place(),
@@ -100,8 +101,8 @@ class Supervisor:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self.cluster.now()
             )
-        except UnexpectedEvent as error:
-            log.exception("the decision core has no answer")
+        except Exception as error:  # whatever it is, the run ends with a result
+            log.exception("the controller failed")
             finished = s.Finished("failed", f"internal error: {error!r}")
         finally:
             self._is_over = True
@@ -112,7 +113,7 @@ class Supervisor:
             "result": result,
             "reason": finished.reason,
             "wrong_input": self.cluster.wrong_input,
-            "user_error": picklable(self.cluster.user_error),
+            "user_error": self.cluster.user_error,
             "is_open": self.directory is not None,
         }
 
@@ -199,8 +200,9 @@ class Supervisor:
     def _open_directory(self) -> RunDirectory:
         probe = self.order["probe"]
         if probe is not None and not sees_probe(probe):
-            raise OSError(
-                f"storage {self.order['storage']!r} is not visible from the controller's node"
+            raise WrongInput(
+                f"storage {self.order['storage']!r} is not visible from the controller's node; "
+                "choose a folder that every node sees, or a URI"
             )
         directory = RunDirectory(self.order["storage"], self.order["name"])
         directory.begin(self.order["content"])
@@ -309,10 +311,10 @@ class Supervisor:
             {
                 "id": worker_name(w),
                 "rank": ranks.get(w),
-                "node_id": r.node_id,
-                "node_ip": r.node_ip,
-                "pid": r.pid,
-                "device": r.device,
+                "node_id": r.node_id or None,
+                "node_ip": r.node_ip or None,
+                "pid": r.pid or None,
+                "device": r.device or None,
                 "state": r.shown_state,
                 "step": max(r.step, ledger.step) if w in ranks else r.step,
             }
@@ -381,16 +383,3 @@ def limits_of(config: RunConfig) -> s.Limits:
 
 def heartbeat_s(config: RunConfig) -> float:
     return min(0.5, (config.detect_s or 3.0) / 6)
-
-
-def picklable(error: BaseException | None) -> BaseException | None:
-    """The user's exception as it can reach the driver."""
-    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
-
-    if error is None:
-        return None
-    try:
-        cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportUnknownMemberType]
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -22,15 +22,13 @@ class Workload:
     - `build_scheduler(self, optimizer)`: a torch scheduler; it counts committed steps.
     - `collate(self, samples)`: a list of samples to a batch; default: torch's `default_collate`.
     - `evaluate(self, session)`: called every `eval_every` steps, see `session.evaluate`.
-    - `init_weights(self, module, name)`: then the model is built without memory and initialised
-      module by module, with randomness that depends on the seed and the module's name only.
     """
 
     loader_processes: int = 1
     """Processes that load samples ahead, in each worker; at least 1."""
 
     def build_model(self) -> "nn.Module":
-        """The model, on the CPU; runs under the run's seed, once per run."""
+        """The model, on the CPU; runs under the run's seed, in every worker."""
         raise missing(self, "build_model(self)")
 
     def build_optimizer(self, params: "list[nn.Parameter]") -> "Optimizer":

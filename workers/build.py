@@ -17,11 +17,13 @@ BUILD_STEP = -1
 
 def build_replica(workload: Any, spec: WorkerSpec, device: torch.device) -> Replica:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
+    if hasattr(workload, "init_weights"):
+        raise WrongInput("init_weights() is not available yet; initialise in build_model()")
     seed_microbatch(spec.seed, BUILD_STEP, 0)
     model = workload.build_model()
     if not isinstance(model, nn.Module):
         raise WrongInput(f"build_model() must return a torch nn.Module, not {type(model).__name__}")
-    model = model.to(device).train()
+    model = model.to(device)
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")

@@ -65,6 +65,7 @@ def _evaluate_once(
         raise ValueError("evaluate(): the dataset has no samples")
     ids = microbatch_ids(num_batches, member.world_size, member.rank)
     rows = _evaluate_ids(member, workload, spec, dataset, fn, ids)
+    member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows, member.device)
     return fold([row for of_rank in gathered for row in of_rank])
 
@@ -76,7 +77,7 @@ def _evaluate_ids(
     model, collate = member.replica.model, getattr(workload, "collate", None)
     if collate is None:
         from torch.utils.data import default_collate as collate
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     rows: list[list[Any]] = []
     try:
@@ -89,7 +90,8 @@ def _evaluate_ids(
                 batch = to_device(collate([dataset[k] for k in at]), member.device)
                 rows.append([i, as_sums(fn(model, batch), len(at))])
     finally:
-        model.train(was_training)
+        for module, is_training in modes.items():
+            module.training = is_training
         member.replica.buffers.restore()
     return rows
 

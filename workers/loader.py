@@ -37,6 +37,10 @@ class LoadedBatch:
     batch: Any
 
 
+class LoaderLost(RuntimeError):
+    """A loader process is gone; its worker cannot go on, another one can."""
+
+
 class _Child:
     """One loader process and this side of its socket."""
 
@@ -91,7 +95,7 @@ class _Child:
         how = "still runs" if code is None else f"exited with status {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        raise RuntimeError(
+        raise LoaderLost(
             f"loader process {self.process.pid} {how}; its output is in this worker's log "
             "(SIGKILL without a sender usually means out of memory)"
         )
@@ -143,7 +147,7 @@ class Loader:
         """One micro-batch of the assignment, in its order (going back needs a new `assign`).
 
         StepCancelled within milliseconds of is_cancelled turning true; UserError if the user's
-        code raised for this micro-batch; RuntimeError if the loader process is gone.
+        code raised for this micro-batch; LoaderLost if the loader process is gone.
         """
         assert microbatch_id in self._ids, f"{microbatch_id} is not assigned: {self._ids}"
         if is_cancelled():

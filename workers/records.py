@@ -37,16 +37,15 @@ class Records:
     def add(
         self, layout: VoteLayout, vector: np.ndarray, vote: Vote, by: Standing, step_s: float
     ) -> None:
-        """The step that `by` has just committed with this vote."""
+        """The step that `by` has just committed with this vote; `tell` reports it."""
         self.last_vote = dump(layout, vector)
         step, batch = by.step, self._global_batch
-        is_finite = vote.is_finite and math.isfinite(vote.loss)
         self._unrecorded.append(
             {
                 "metrics": {
                     "step": step,
                     "time": time.time(),
-                    "loss": vote.loss if is_finite else None,
+                    "loss": vote.loss if math.isfinite(vote.loss) else None,
                     "generation": by.generation,
                     "world_size": by.world_size,
                     "samples": step * batch,
@@ -64,6 +63,9 @@ class Records:
         )
         while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:
             self._unrecorded.popleft()
+
+    def tell(self, by: Standing) -> None:
+        """The lowest rank says what was committed last, as a member that has joined."""
         if by.rank == 0 and self._unrecorded:
             self._say(by.generation, [self._unrecorded[-1]])
 

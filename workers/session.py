@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers import evaluation
 from workers.exchange import gather_json
 from workers.loader import LoadedBatch, Loader
+from workers.loss import check_loss
 from workers.member import Member, Prepared
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
@@ -125,6 +126,10 @@ class Session:
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             self._logged[name] = number
 
+    def forget_logged(self) -> None:
+        """Drop what was logged and belongs to no step."""
+        self._logged = {}
+
     def evaluate(self, dataset: Any, fn: Any) -> Any:
         """Run `fn(model, batch)` over a map-style dataset, shared among the ranks, in eval mode.
 
@@ -196,6 +201,7 @@ class Step:
 
     def __enter__(self) -> "Step":
         self._session._open = self
+        self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
         return self
@@ -209,10 +215,13 @@ class Step:
         self._session._open = None
         self._vitals.enter("user")
         if isinstance(error, StepCancelled):
+            self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
             if not isinstance(error, _Repeat):
                 self._member.wait_for_generation()
             self.committed = self._member.replica.step > self._from_step
+            if self.committed:
+                self._session.forget_logged()
             return True
         if error is None and not self.committed:
             raise RuntimeError(
@@ -340,6 +349,7 @@ class Step:
             replica.log_names = tuple(sorted(found | set(replica.log_names)))
         prepared = Prepared(reduced, layout, time.perf_counter() - self._began)
         member.commit(prepared, vote, vector)
+        member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
 
@@ -367,32 +377,6 @@ class Step:
 
 class _Repeat(StepCancelled):
     """The step is done again by all ranks alike, without regrouping."""
-
-
-def check_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss as (scalar to differentiate, weight or None). Raises WrongInput."""
-    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
-    if not isinstance(total, torch.Tensor) or total.numel() != 1 or total.is_complex():
-        found = (
-            f"a tensor of shape {tuple(total.shape)}"
-            if isinstance(total, torch.Tensor)
-            else type(total).__name__
-        )
-        raise WrongInput(
-            f"loss() must return a scalar tensor (the mean over the micro-batch) or (sum, weight), "
-            f"not {found}; reduce it, for example with .mean()"
-        )
-    if not total.requires_grad:
-        raise WrongInput(
-            "loss() returned a tensor without a gradient; compute it from the model's output"
-        )
-    if weight is not None:
-        weight = torch.as_tensor(weight).detach()
-        if weight.numel() != 1:
-            raise WrongInput(
-                f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}"
-            )
-    return total.reshape(()), weight
 
 
 def _names_in(records: list[MicrobatchRecord]) -> list[str]:

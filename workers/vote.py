@@ -143,7 +143,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     return Vote(
         should_pause=bool(counts[0]),
         is_saving=bool(counts[4]),
-        is_finite=not counts[1],
+        is_finite=not counts[1] and divisor != 0 and math.isfinite(divisor),
         has_unknown_names=bool(counts[2]),
         untracked_buffers=untracked,
         used=tuple(bool(u) for u in used),

@@ -12,7 +12,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,16 +26,19 @@ from workers.build import build_replica
 from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
 from workers.link import ControllerLink
-from workers.loader import Loader
+from workers.loader import Loader, LoaderLost
 from workers.loop import fit
+from workers.loss import check_loss
 from workers.member import Member, RunEnded
 from workers.peer import PeerServer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.saver import Saver
-from workers.session import Session, check_loss
+from workers.session import Session
 from workers.vitals import Vitals
 from workers.worker_log import WorkerLog
+
+EXIT_WITHOUT_LOADER = 72
 
 
 class Worker:
@@ -72,11 +75,21 @@ class Worker:
         except WrongInput as error:
             self._link.send("wrong_input", message=str(error))
             raise
-        except Exception as error:
-            self._link.send("user_failed", message=self._describe(error))
-            traceback.print_exc()
+        except LoaderLost as error:  # as if it were this process: the run goes on without it
+            print(f'leaving reason="{error}"', file=sys.stderr, flush=True)
             self._keep_log()
-            raise
+            os._exit(EXIT_WITHOUT_LOADER)
+        except SystemExit as error:
+            self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """The user's code raised: the run ends with it."""
+        self._link.send("user_failed", message=self._describe(error))
+        traceback.print_exc()
+        self._keep_log()
+        raise error
 
     def _on_interrupt(self, header: dict[str, Any]) -> None:
         if self._member is not None:
@@ -178,11 +191,18 @@ class Worker:
         finally:
             replica.drop_gradients()
             replica.buffers.restore()
+            if self._session is not None:
+                self._session.forget_logged()
 
     def _log_to(self, place: str) -> None:
         self._place = place
         self._saver.open(place)
         folder = open_folder(place).local
+        if folder is not None and not (folder / "config.json").exists():
+            raise WrongInput(
+                f"run directory {place} is not visible from node {self._spec.host}; choose a "
+                "storage that every node sees, or a URI"
+            )
         self._log.move_to(folder / "logs" if folder else Path(os.getcwd()) / "elastic-logs")
 
     def _keep_log(self) -> None:

@@ -13,7 +13,6 @@ from elastic.control.state import (
     NOBODY,
     Active,
     Decision,
-    Forming,
     Ledger,
     Limits,
     Phase,
@@ -95,13 +94,6 @@ def is_member(phase: Phase, worker: int) -> bool:
     if not isinstance(phase, Active) or worker not in phase.membership.workers:
         return False
     return worker not in lost_members(phase)
-
-
-def is_arriving(phase: Phase, worker: int) -> bool:
-    """A member that has not joined yet."""
-    if not isinstance(phase, Forming) or worker not in phase.membership.workers:
-        return False
-    return phase.membership.rank_of(worker) not in phase.joined
 
 
 def top_up(decision: Decision, at: float, limits: Limits) -> Decision:

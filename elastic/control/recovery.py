@@ -140,7 +140,9 @@ def abort_late(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Dec
     return Decision(ledger, suspending, (Abort(membership),), complaint)
 
 
-def abort_arrival(ledger: Ledger, phase: Forming, worker: int, reason: str) -> Decision:
+def abort_arrival(
+    ledger: Ledger, phase: Forming | Running | Pausing, worker: int, reason: str
+) -> Decision:
     """A newcomer cannot get the last step: nobody failed, the others form without it."""
     suspending = Suspending(phase.membership, NOBODY, None, was_forming=True)
     why = f"{worker_name(worker)} cannot join, it needs another source: {reason}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
-from elastic.control.lobby import explain, is_arriving, is_in_lobby, is_member, lost_members, top_up
+from elastic.control.lobby import explain, is_in_lobby, is_member, lost_members, top_up
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
@@ -108,7 +108,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             syncing, synced = ledger.syncing.remove(w), ledger.synced.remove(w)
             ledger = replace(ledger, syncing=syncing, synced=synced, ready=ledger.ready.add(w))
             return Decision(ledger, phase)  # the next Tick finds a source: this one may be dead
-        case Forming(), SyncFailed(worker=w, reason=reason):
+        case ((Forming() | Running() | Pausing()), SyncFailed(worker=w, reason=reason)):
             return abort_arrival(ledger, phase, w, reason)
         # --- losses
         case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
@@ -200,7 +200,8 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
         case Synced(worker=w):
             return w not in ledger.syncing
         case SyncFailed(worker=w):
-            return w not in ledger.syncing and w not in ledger.synced and not is_arriving(phase, w)
+            may_step = isinstance(phase, Forming | Running | Pausing) and is_member(phase, w)
+            return w not in ledger.syncing and w not in ledger.synced and not may_step
         case _:
             return False
 

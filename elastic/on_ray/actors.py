@@ -12,16 +12,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.actor import ActorHandle
 
+from elastic.protocol.errors import WorkerFailed
 from elastic.protocol.seams import WorkerSpec
 
 NAMESPACE = "elastic"
-KEEP_ALIVE_S = 1.0
 LAST_WORDS_S = 5.0
 """How long a controller stays for its driver to fetch the result."""
-DRIVER_LEASE_S = 6.0
+DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 
 Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -35,7 +36,7 @@ class ControllerActor:
         self.on_stop: Callable[[str], None] | None = None
         self.on_end: Callable[[str], None] | None = None
         self._heard = time.monotonic()
-        self._stop_reason = ""
+        self._is_abandoned = False
         self.place = ""
         """The run directory as a person would name it, once it exists."""
 
@@ -48,7 +49,8 @@ class ControllerActor:
             if watch is not None:
                 watch.cancel()
             me = ray.get_runtime_context().current_actor
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, end, me)
+            stay_s = 0.0 if self._is_abandoned else LAST_WORDS_S
+            asyncio.get_running_loop().call_later(stay_s, end, me)
 
     async def keep_alive(self) -> str:
         """The driver lives. Returns the run directory's place, empty while there is none."""
@@ -69,6 +71,7 @@ class ControllerActor:
     async def _watch_driver(self) -> None:
         while time.monotonic() - self._heard < DRIVER_LEASE_S:
             await asyncio.sleep(0.5)
+        self._is_abandoned = True
         await self.end_now("the driver is gone")
 
 
@@ -84,7 +87,11 @@ class WorkerActor:
 
         spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
-        Worker(spec, self._workload, node_id=node_id).run()
+        try:
+            Worker(spec, self._workload, node_id=node_id).run()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
 
 
 class RendezvousActor:
@@ -142,6 +149,16 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
 def share(content: bytes) -> Any:
     """A reference to `content` that every actor may be given."""
     return ray.put(content)
+
+
+def pickled(error: BaseException) -> bytes:
+    """Empty if it does not survive pickling."""
+    try:
+        content: bytes = cloudpickle.dumps(error)
+        cloudpickle.loads(content)
+    except Exception:
+        return b""
+    return content
 
 
 def this_host() -> str:

@@ -10,22 +10,24 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import state as s
 from elastic.control.suspicion import Heartbeat, suspects, watch
+from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of
 from elastic.on_ray.slots import Slot, end_process, is_running
+from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
 from elastic.store.catalogue import Damage
+from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 TICK_S = 0.25
@@ -37,26 +39,6 @@ FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What the composition root supplies."""
-
-    spawn: Callable[[int], ActorHandle[Any]]
-    """Make the pending actor of worker number n."""
-    spec_of: Callable[[int], Any]
-    place: str
-    """The run directory, whether it exists already or not."""
-    on_loaded: Callable[[int, list[Damage]], Awaitable[str]]
-    """The first worker's checks passed, or a later one starts again from an earlier step: make
-    the run directory stand at that step, the damaged checkpoints set aside. Gives its place."""
-    on_publish: Callable[[int, int, list[dict[str, Any]]], None]
-    """generation, step, what the ranks reported of their parts"""
-    on_discard: Callable[[int, int], None]
-    on_step: Callable[[dict[str, Any]], None]
-    """A committed step's record, exactly once per step, in order."""
-    on_evaluation: Callable[[dict[str, Any]], None]
-
-
 @dataclass
 class RayCluster:
     """The `Cluster` of elastic/controller.py over real actors."""
@@ -64,10 +46,11 @@ class RayCluster:
     token: str
     detect_s: float | None
     rendezvous: ActorHandle[Any]
-    hooks: Hooks
+    host: Host
     workers: dict[int, Slot] = field(default_factory=dict[int, Slot])
     wrong_input: str | None = None
-    user_error: BaseException | None = None
+    user_error: bytes = b""
+    """Pickled; the driver knows its class."""
     recorded_step: int = 0
     log_folder: str | None = None
     vote: tuple[int, dict[str, Any], bytes] | None = None
@@ -80,6 +63,7 @@ class RayCluster:
         self._tick_at = time.monotonic() + TICK_S
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
+        self.has_formed = False
         self._parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._handlers = {
             "heartbeat": self._on_heartbeat,
@@ -103,11 +87,9 @@ class RayCluster:
             case c.Spawn(workers=workers):
                 self._spawn_all(workers)
             case c.Load(worker=worker):
-                self.links.send(worker, {"type": "load", "place": self.hooks.place})
+                self.links.send(worker, {"type": "load", "place": self.host.place})
             case c.Sync(worker=worker, source=source):
-                address = self.workers[source].peer_address if source in self.workers else None
-                self.workers[worker].state = "syncing"
-                self.links.send(worker, {"type": "sync", "address": address, "source": source})
+                self._sync(worker, source)
             case c.Pause() | c.Abort():
                 self._interrupt(command)
             case c.Form():
@@ -120,6 +102,12 @@ class RayCluster:
             case c.Publish() | c.Discard():
                 self._conclude_save(command)
 
+    def _sync(self, worker: int, source: int) -> None:
+        address = self.workers[source].peer_address if source in self.workers else None
+        if worker in self.workers:  # its loss may wait among the events
+            self.workers[worker].state = "syncing"
+        self.links.send(worker, {"type": "sync", "address": address, "source": source})
+
     def _interrupt(self, command: c.Pause | c.Abort) -> None:
         generation = command.membership.generation
         kind = "pause" if isinstance(command, c.Pause) else "abort"
@@ -131,9 +119,9 @@ class RayCluster:
         generation, step = command.generation, command.step
         parts = self._parts.pop((generation, step), [])
         if isinstance(command, c.Publish):
-            self.hooks.on_publish(generation, step, parts)
+            self.host.on_publish(generation, step, parts)
         else:
-            self.hooks.on_discard(generation, step)
+            self.host.on_discard(generation, step)
 
     def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
         for worker in membership.workers:
@@ -155,7 +143,7 @@ class RayCluster:
             self._spawn(worker)
 
     def _spawn(self, worker: int) -> None:
-        record = Slot(self.hooks.spawn(worker), last_seen=self.now())
+        record = Slot(self.host.spawn(worker), last_seen=self.now())
         self.workers[worker] = record
         record.task = asyncio.create_task(self._watch(worker, record))
         record.task.add_done_callback(self._on_background_done)
@@ -164,13 +152,15 @@ class RayCluster:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
         cause = "process_died"
         try:
-            await cast(Any, record.actor).run.remote(self.hooks.spec_of(worker))
+            await cast(Any, record.actor).run.remote(self.host.spec_of(worker))
         except RayTaskError as error:
-            if self.user_error is None:
-                self.user_error = error.cause if isinstance(error.cause, Exception) else error
-            self._user_failed(worker, f"{worker_name(worker)} failed: {error.cause}\n{error}")
+            failed = error.cause if isinstance(error.cause, WorkerFailed) else None
+            if failed is not None and not self.user_error:
+                self.user_error = failed.pickled
+            self._user_failed(worker, f"{worker_name(worker)} failed: {failed or error}")
             return
-        except RayActorError:
+        except RayError as error:  # dead, out of memory, no environment on its node
+            log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
             if record.state == "pending":
                 cause = "start_failed"
         self._lost(worker, cause)
@@ -187,9 +177,9 @@ class RayCluster:
             self._stores = {generation: self.rendezvous.open.remote(generation)}
 
     async def _form(self, form: c.Form) -> None:
-        membership = form.membership
+        membership, self.has_formed = form.membership, True
         if form.step < self.recorded_step:  # its last holder is lost
-            await self.hooks.on_loaded(form.step, [])
+            await self.host.on_loaded(form.step, [])
             self.recorded_step = form.step
         if membership.world_size > 1:
             self._open_store(membership.generation)
@@ -317,7 +307,7 @@ class RayCluster:
     def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         async def open_then_say() -> None:
             damaged = [Damage(step, what) for step, what in header["damaged"]]
-            self.log_folder = await self.hooks.on_loaded(header["step"], damaged)
+            self.log_folder = await self.host.on_loaded(header["step"], damaged)
             self.recorded_step = header["step"]
             self.vote = None
             for other in self.workers:
@@ -331,12 +321,21 @@ class RayCluster:
 
     def _on_background_done(self, task: "asyncio.Task[None]") -> None:
         self._background.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("controller error", exc_info=task.exception())
-            self.cancel("failed", f"internal error: {task.exception()!r}")
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WrongInput):
+            self.wrong_input = str(error)
+            self.cancel("failed", str(error))
+        elif error is not None:
+            log.error("controller error", exc_info=error)
+            self.cancel("failed", f"internal error: {error!r}")
 
     def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        self.wrong_input = record.failure = header["message"]
+        record.failure = header["message"]
+        if self.has_formed:  # the run goes on; this node is of no use to it
+            log.warning('worker=%s reason="%s"', worker_name(worker), header["message"])
+            self._lost(worker, "start_failed")
+            return
+        self.wrong_input = header["message"]
         self._user_failed(worker, header["message"])
 
     def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
@@ -351,7 +350,7 @@ class RayCluster:
             step = line["metrics"]["step"]
             if step == self.recorded_step + 1:
                 self.recorded_step = step
-                self.hooks.on_step(line)
+                self.host.on_step(line)
                 step_s = line["metrics"]["step_s"]
                 self._emit(s.Committed(header["generation"], step, step_s, self.now()))
         record.step = max(record.step, self.recorded_step)
@@ -371,7 +370,7 @@ class RayCluster:
         self._emit(event_of(worker, header, self.now()))
 
     def _on_evaluated(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        self.hooks.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
+        self.host.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

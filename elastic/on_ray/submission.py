@@ -7,18 +7,20 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from elastic.on_ray import actors
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import ControllerLost, WrongInput
 
 MAX_FOLDER_BYTES = 100 * 2**20
 REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
+KEEP_ALIVE_S = 2.0
+"""How long the driver waits for a word of a controller that may be busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +63,20 @@ class RayDriver:
             "logging_level": "ERROR",
             "namespace": actors.NAMESPACE,
         }
-        address = request.address or find_cluster()
+        address = None if request.address == "local" else request.address or find_cluster()
         if address is not None:
-            if request.address is not None:
-                refuse_unreachable(request.address)
+            refuse_unreachable(address)
             runtime_env = self._runtime_env(request.folder)
             try:
                 ray.init(address=address, runtime_env=runtime_env, **quiet)
                 self._shipped = bool(runtime_env)
                 return
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                if request.address is not None:
-                    line = str(error).strip().splitlines()[0]
-                    raise WrongInput(
-                        f"no Ray cluster answers at address {request.address!r}: {line}; check it "
-                        "with `ray status --address ...`, or leave --address out"
-                    ) from error
+                line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise WrongInput(
+                    f"Ray cannot be joined at address {address!r}: {line}; check it with "
+                    "`ray status --address ...`, or use --address local"
+                ) from error
         if request.detach:
             raise WrongInput(
                 "--detach needs a Ray cluster that outlives this process; give --address, or "
@@ -143,15 +143,17 @@ class RayDriver:
             return None
         try:
             return ray.get(self._run, timeout=10)
-        except RayActorError as error:
+        except RayError as error:
             self._end_leftovers()
-            raise RuntimeError(
-                f"the run's controller died ({error}); its workers were ended"
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ControllerLost(
+                f"the run's controller is gone ({line}); its workers were ended, and the same "
+                "command resumes the run"
             ) from error
 
     def _keep_alive(self) -> None:
         try:
-            self.place = ray.get(self._controller.keep_alive.remote(), timeout=30)
+            self.place = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
         except (RayActorError, GetTimeoutError):
             return  # the end of run() tells
 
@@ -160,6 +162,12 @@ class RayDriver:
 
     def end_now(self, reason: str) -> None:
         self._controller.end_now.remote(reason)
+
+    def abandon(self) -> NoReturn:
+        """The controller does not answer: end the run without it."""
+        ray.kill(self._controller, no_restart=True)
+        self._end_leftovers()
+        raise ControllerLost("the run's controller did not answer; all its processes were ended")
 
     def _end_leftovers(self) -> None:
         """After the controller's death: end the run's other actors by their names."""

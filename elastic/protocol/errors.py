@@ -24,6 +24,22 @@ class UserError(Exception):
         return f"{self.message}\n{self.traceback_text}"
 
 
+class WorkerFailed(Exception):
+    """A worker's process raised. `pickled` is the exception, for those who can import its class
+    (the driver); empty if it cannot be pickled. `text` tells it to everybody else."""
+
+    def __init__(self, text: str, pickled: bytes) -> None:
+        super().__init__(text, pickled)
+        self.text, self.pickled = text, pickled
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ControllerLost(RuntimeError):
+    """The run's controller died or does not answer; the run has ended without a result."""
+
+
 class PeerLost(RuntimeError):
     """A collective of ours failed or was given up; the controller decides whether it is a loss."""
 

@@ -162,6 +162,8 @@ def read_json(folder: Folder, name: str) -> dict[str, Any] | None:
         content = folder.read(name)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise WrongInput(f"{folder}/{name} cannot be read: {first_line(error)}") from error
     try:
         value = json.loads(content)
     except ValueError:

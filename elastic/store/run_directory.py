@@ -3,13 +3,14 @@
 Readers (status, watch, replay, resume) use files.py and journal.py; decisions are elsewhere.
 """
 
+import fcntl
 import json
 import logging
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, first_line, open_folder, write_json
@@ -18,6 +19,8 @@ from elastic.store.journal import LineFile, lines_backwards
 UPLOAD_EVERY_S = 5.0
 REMOTE_STATUS_EVERY_S = 10.0
 ROLLED_BACK = "metrics.rolledback.jsonl"
+LOCK = ".lock"
+"""Held by the process that writes the run."""
 
 STATUS_FIELDS = frozenset(
     [
@@ -71,6 +74,7 @@ class RunDirectory:
                 f"run directory {self.place!r} cannot be created: {first_line(error)}; "
                 "choose another storage or change its permissions"
             ) from error
+        self._lock_file = lock(self.folder.local, self.place) if self.folder.local else None
         self._remote = None if self.folder.local else self.folder
         self.directory = self.folder.local or spool or Path(tempfile.mkdtemp(prefix="elastic-"))
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -181,6 +185,9 @@ class RunDirectory:
             lines.close()
         if self._remote is not None:
             self._bring_logs(self._remote.at("logs"))
+        if self._lock_file is not None:
+            (self.directory / LOCK).unlink(missing_ok=True)
+            self._lock_file.close()
 
     def _open(self, name: str) -> LineFile:
         return LineFile(self.directory / name, self._remote)
@@ -211,6 +218,19 @@ class RunDirectory:
         remote.create()
         for path in sorted(self.logs.iterdir()):
             remote.write(path.name, path.read_bytes())
+
+
+def lock(directory: Path, place: str) -> IO[bytes]:
+    """Only one process writes a run: the lock is gone with it. WrongInput if another holds it."""
+    file = (directory / LOCK).open("wb")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise WrongInput(
+            f"{place} is being written by a live run; wait for it, or use another name"
+        ) from error
+    return file
 
 
 def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> None:

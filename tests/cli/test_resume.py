@@ -86,7 +86,7 @@ def test_arguments_that_json_cannot_hold_compare_equal_to_themselves():
     arguments = {"sizes": (1, 2), "names": {3}, "rate": float("inf")}
     assert content(arguments=arguments)["arguments"] == {
         "sizes": [1, 2],
-        "names": "{3}",
+        "names": [3],
         "rate": None,
     }
     past = replace(PAST, config=content(arguments=arguments))

@@ -283,6 +283,19 @@ def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
     assert (ledger.ready, ledger.failures) == (some(2), 0)
 
 
+def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_lobby():
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        SyncFailed(2, "source is gone", 5.0),
+        suspended(0, 40),
+        suspended(1, 40),
+        suspended(2, 39),
+    )
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
+    assert (ledger.ready, ledger.failures) == (some(2), 0)
+
+
 def test_a_newcomer_that_holds_the_step_counts_as_a_survivor():
     _, _, commands = play(LEDGER, Forming(ABC, 30.0), lost(0), suspended(1, 40), suspended(2, 40))
     assert commands[1] == Form(Membership(8, (1, 2)), 40)

@@ -1,0 +1,32 @@
+"""What the composition root supplies to the cluster: where the run is kept, how it is recorded.
+
+The implementation is elastic/supervisor.py's.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from elastic.store.catalogue import Damage
+
+
+@dataclass(frozen=True)
+class Host:
+    """Functions and facts of elastic/supervisor.py, the composition root."""
+
+    spawn: Callable[[int], ActorHandle[Any]]
+    """Make the pending actor of worker number n."""
+    spec_of: Callable[[int], Any]
+    place: str
+    """The run directory, whether it exists already or not."""
+    on_loaded: Callable[[int, list[Damage]], Awaitable[str]]
+    """The first worker's checks passed, or a later one starts again from an earlier step: make
+    the run directory stand at that step, the damaged checkpoints set aside. Gives its place."""
+    on_publish: Callable[[int, int, list[dict[str, Any]]], None]
+    """generation, step, what the ranks reported of their parts"""
+    on_discard: Callable[[int, int], None]
+    on_step: Callable[[dict[str, Any]], None]
+    """A committed step's record, exactly once per step, in order."""
+    on_evaluation: Callable[[dict[str, Any]], None]
