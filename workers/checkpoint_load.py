@@ -20,13 +20,13 @@ from workers.replica import Replica
 
 
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
-    """Restore the newest good checkpoint into `replica`; without any it stays as it is.
+    """Restore the newest good checkpoint that is newer than `replica`, else leave it as it is.
 
-    Gives those that were found damaged on the way. WrongInput if all are.
+    Gives those that were found damaged on the way. WrongInput if all are, and nothing else is left
+    but to start over.
     """
     damaged: list[Damage] = []
-    steps = catalogue.steps()
-    for step in reversed(steps):
+    for step in reversed([s for s in catalogue.steps() if s > replica.step]):
         try:
             manifest = catalogue.manifest(step)
             tensors = read_tensors(catalogue, manifest)
@@ -35,7 +35,7 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
             continue
         replica.restore(manifest.state, tensors)
         return damaged
-    if damaged:
+    if damaged and replica.step == 0:
         raise WrongInput(
             f"all {len(damaged)} checkpoints in {catalogue.folder} are damaged, the newest: "
             f"{damaged[0].what}; move the folder away to start at step 0"

@@ -57,7 +57,7 @@ class Member:
         vitals: Vitals,
         device: torch.device,
         *,
-        on_load: Callable[[str], list[Damage]],
+        on_load: Callable[[str, int], list[Damage]],
         on_sync: Callable[[], None],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
@@ -198,7 +198,7 @@ class Member:
         """One command. True once a new generation has formed."""
         match header["type"]:
             case "load":
-                damaged = self._on_load(header["place"])
+                damaged = self._on_load(header["place"], header["recorded_step"])
                 self.vitals.step = self.replica.step
                 self.link.send(
                     "loaded", step=self.replica.step, damaged=[[d.step, d.what] for d in damaged]

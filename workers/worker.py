@@ -113,6 +113,7 @@ class Worker:
         if device.type == "cuda":
             device = torch.device("cuda", 0)
             make_deterministic(spec)
+        self._device = device
         self._replica = build_replica(workload, spec, device)
         peers = PeerServer(spec.host, spec.token, self._wake)
         self._saver = Saver(self._link, spec)
@@ -153,14 +154,19 @@ class Worker:
         if self._member is not None:
             self._member.wake()
 
-    def _load(self, place: str) -> list[Damage]:
-        """Become the holder of the state that the run starts from, and the damaged checkpoints.
+    def _load(self, place: str, recorded_step: int) -> list[Damage]:
+        """Become the holder of the state that the run goes on from: the newest good checkpoint, or
+        what this worker has from peers if that is newer, else the initial state.
 
-        place: the run directory, which need not exist. WrongInput if the workload cannot be
-        trained, or no checkpoint is good.
+        place: the run directory, which need not exist. recorded_step: steps on record there; a
+        later state has a gap behind it. Gives the damaged checkpoints. WrongInput if the workload
+        cannot be trained, or no checkpoint is good.
         """
         self._is_warm = True
         self._try_microbatch()
+        if self._replica.step > recorded_step:
+            fresh = build_replica(self._workload, self._spec, self._device).snapshot()
+            self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
         try:
             return load_newest(catalogue, self._replica)

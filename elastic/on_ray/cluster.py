@@ -87,7 +87,8 @@ class RayCluster:
             case c.Spawn(workers=workers):
                 self._spawn_all(workers)
             case c.Load(worker=worker):
-                self.links.send(worker, {"type": "load", "place": self.host.place})
+                where = {"place": self.host.place, "recorded_step": self.recorded_step}
+                self.links.send(worker, {"type": "load", **where})
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
             case c.Pause() | c.Abort():

@@ -1,0 +1,118 @@
+"""`elastic checkpoint ls | show | verify | hash`: what a run's checkpoints hold, from outside.
+
+Reading one executes nothing, whoever wrote it. Writing is workers/saver.py's.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from elastic.protocol.errors import DamagedCheckpoint, WrongInput
+from elastic.protocol.manifest import Manifest
+from elastic.store.catalogue import ASIDE, Catalogue
+from elastic.store.files import open_folder
+
+app = typer.Typer(no_args_is_help=True, help="List, show, verify and hash a run's checkpoints.")
+
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run directory, path or URI.")]
+Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the newest.")]
+
+
+def catalogue_of(run_dir: str) -> Catalogue:
+    """WrongInput if there is no checkpoint."""
+    catalogue = Catalogue(open_folder(run_dir).at("checkpoints"))
+    if not catalogue.folder.folders():
+        raise WrongInput(f"{run_dir} has no checkpoints")
+    return catalogue
+
+
+def chosen(catalogue: Catalogue, step: int | None) -> int:
+    steps = catalogue.steps()
+    if not steps:
+        raise WrongInput(f"{catalogue.folder} has no published checkpoint")
+    if step is not None and step not in steps:
+        raise WrongInput(f"there is no checkpoint of step {step}; there are {steps}")
+    return steps[-1] if step is None else step
+
+
+@app.command()
+def ls(run_dir: RunDir) -> int:
+    """The checkpoints, oldest first. Says which manifests are damaged; reads no tensors."""
+    catalogue = catalogue_of(run_dir)
+    table = Table("step", "size", "files", "tensors", "generation", "manifest")
+    for step in catalogue.steps():
+        try:
+            m = catalogue.manifest(step)
+        except DamagedCheckpoint as error:
+            table.add_row(str(step), "-", "-", "-", "-", f"DAMAGED: {error.what}")
+            continue
+        counts = (decimal(m.size_bytes), str(len(m.files)), str(len(m.tensors)))
+        table.add_row(str(step), *counts, str(m.generation), "good")
+    Console().print(table)
+    for name in catalogue.folder.folders():
+        if ASIDE in name:
+            print(f"set aside as damaged: {name}")
+    return 0
+
+
+@app.command()
+def show(run_dir: RunDir, step: Step = None) -> int:
+    """The tensors of a checkpoint: name, dtype, shape, chunks."""
+    catalogue = catalogue_of(run_dir)
+    manifest = read_manifest(catalogue, chosen(catalogue, step))
+    table = Table("tensor", "dtype", "shape", "chunks")
+    for tensor in manifest.tensors:
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        table.add_row(tensor.name, tensor.dtype, shape, str(len(tensor.chunks)))
+    Console().print(table)
+    print(f"step {manifest.step}, {decimal(manifest.size_bytes)} in {len(manifest.files)} files")
+    return 0
+
+
+@app.command()
+def verify(run_dir: RunDir, step: Step = None) -> int:
+    """Read every byte again and compare it with its checksum; exit status 1 if any differs."""
+    catalogue = catalogue_of(run_dir)
+    steps = catalogue.steps() if step is None else [chosen(catalogue, step)]
+    num_damaged = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
+        for each in steps:
+            task = progress.add_task(f"step {each}", total=None)
+            try:
+                progress.update(task, total=catalogue.manifest(each).size_bytes)
+                for size_bytes in catalogue.verify(each):
+                    progress.advance(task, size_bytes)
+            except DamagedCheckpoint as error:
+                num_damaged += 1
+                print(f"step {each}: DAMAGED: {error}")
+                continue
+            strangers = ", ".join(catalogue.strangers(each))
+            print(f"step {each}: good" + (f"; foreign files: {strangers}" if strangers else ""))
+    return 1 if num_damaged else 0
+
+
+@app.command("hash")
+def weights_hash(run_dir: RunDir, step: Step = None) -> int:
+    """weights_sha256 of the weights in a checkpoint, every byte verified."""
+    from workers.checkpoint_load import checkpoint_sha256  # torch loads here
+
+    catalogue = catalogue_of(run_dir)
+    try:
+        print(checkpoint_sha256(catalogue, chosen(catalogue, step)))
+    except DamagedCheckpoint as error:
+        print(f"DAMAGED: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_manifest(catalogue: Catalogue, step: int) -> Manifest:
+    try:
+        return catalogue.manifest(step)
+    except DamagedCheckpoint as error:
+        raise WrongInput(str(error)) from error

@@ -1,0 +1,91 @@
+"""`elastic checkpoint ...` on a checkpoint made in this process."""
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.cli import main
+from elastic.protocol.manifest import MANIFEST
+from elastic.store.catalogue import Catalogue, file_name
+from elastic.store.checkpoint_files import write_part
+from elastic.store.files import open_folder
+from workers.digest import weights_sha256
+from workers.peer import as_bytes
+from workers.replica import Replica
+from workers.saver import share
+
+WORLD_SIZE = 3
+
+
+def replica(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    model(torch.randn(4, 7)).sum().backward()
+    optimizer.step()
+    return Replica(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+
+
+def save(run_dir, step, made):
+    catalogue = Catalogue(open_folder(str(run_dir)).at("checkpoints"))
+    snapshot = made.snapshot()
+    tensors = {name: snapshot.take(name) for name in snapshot.shapes}
+    parts = []
+    for rank in range(WORLD_SIZE):
+        pieces = share(tensors, rank, WORLD_SIZE)
+        contents = (as_bytes(t.contiguous()) if t.numel() else memoryview(b"") for _, t in pieces)
+        name = file_name(1, rank, WORLD_SIZE)
+        parts.append(write_part(catalogue.prepare(step), name, [b for b, _ in pieces], contents))
+    catalogue.publish(step, 1, parts, snapshot.header, {})
+    return catalogue
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    save(tmp_path, 10, replica(0))
+    save(tmp_path, 20, replica(1))
+    return tmp_path
+
+
+def test_ls_show_and_verify_tell_what_is_there(run_dir, capsys):
+    assert main(["checkpoint", "ls", str(run_dir)]) == 0
+    assert "good" in capsys.readouterr().out
+    assert main(["checkpoint", "show", str(run_dir), "--step", "10"]) == 0
+    shown = capsys.readouterr().out
+    assert "model/0.weight" in shown
+    assert "5x7" in shown
+    assert main(["checkpoint", "verify", str(run_dir)]) == 0
+    assert capsys.readouterr().out == "step 10: good\nstep 20: good\n"
+
+
+def test_hash_is_that_of_the_model(run_dir, capsys):
+    assert main(["checkpoint", "hash", str(run_dir)]) == 0
+    assert capsys.readouterr().out.strip() == weights_sha256(replica(1).model)
+
+
+def test_verify_names_the_damage_and_exits_with_1(run_dir, capsys):
+    folder = run_dir / "checkpoints" / "step-00000020"
+    path = folder / file_name(1, 1, WORLD_SIZE)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert main(["checkpoint", "verify", str(run_dir)]) == 1
+    out = capsys.readouterr().out
+    assert "step 10: good" in out
+    assert f"step 20: DAMAGED: {path}" in out
+    assert main(["checkpoint", "hash", str(run_dir), "--step", "20"]) == 1
+    (folder / MANIFEST).write_text("{")
+    assert main(["checkpoint", "ls", str(run_dir)]) == 0
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["ls"], "has no checkpoints"), (["show", "--step", "3"], "there is no checkpoint of step 3")],
+)
+def test_wrong_input_is_one_line(run_dir, tmp_path, capsys, arguments, said):
+    place = str(run_dir) if "--step" in arguments else str(tmp_path / "nothing")
+    command = ["checkpoint", arguments[0], place, *arguments[1:]]
+    assert main(command) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""The shares of a replicated state, and a state that goes through files and comes back."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.protocol.manifest import check_cover, merge, part_from_json
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.workers.test_member import spec
+from workers.checkpoint_load import load_newest
+from workers.digest import weights_sha256
+from workers.replica import Replica
+from workers.saver import Saver, share
+
+TENSORS = {
+    "a": torch.arange(24.0).reshape(6, 4),
+    "scalar": torch.tensor(3),
+    "empty": torch.zeros(0, 5),
+    "b": torch.arange(1000.0).reshape(1, 1000),
+    "c": torch.arange(90).reshape(30, 3).t(),
+    "last": torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 50])
+def test_shares_cover_everything_once_and_are_about_equal(world_size: int) -> None:
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
+    for rank in range(world_size):
+        for box, piece in share(TENSORS, rank, world_size):
+            assert box.shape == tuple(piece.shape)
+            assert box.size_bytes == piece.nbytes
+            found[box.name].append(piece)
+    for name, tensor in TENSORS.items():
+        whole = torch.cat(found[name]) if tensor.ndim else found[name][0]
+        assert torch.equal(whole, tensor), name
+    rows = {f"r{i}": torch.zeros(100, 10) for i in range(7)}
+    sizes = [sum(t.nbytes for _, t in share(rows, r, world_size)) for r in range(world_size)]
+    assert max(sizes) - min(sizes) <= 40
+
+
+class Link:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict, bytes]] = []
+        self.has_news = threading.Event()
+
+    def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
+        self.said.append((kind, fields, payload))
+        self.has_news.set()
+
+
+class By:
+    generation, world_size, step = 4, 3, 9
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def make(seed: int, steps: int = 3) -> Replica:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1, bias=False))
+    model[2].weight = nn.Parameter(torch.randn(5, 1).t())  # not contiguous
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
+    replica = Replica(model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1)
+    for _ in range(steps):
+        model(torch.randn(4, 7)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    replica.step = 9
+    replica.buffers.refresh()
+    return replica
+
+
+def test_a_state_saved_by_three_ranks_is_restored_bit_for_bit(tmp_path) -> None:
+    import json
+
+    replica, link = make(0), Link()
+    expected = weights_sha256(replica.model)
+    savers = [Saver(link, spec()) for _ in range(3)]  # type: ignore[arg-type]
+    for rank, saver in enumerate(savers):
+        saver.open(str(tmp_path))
+        saver.begin(replica, By(rank))
+    replica._settle()
+    with torch.no_grad():
+        for parameter in replica.parameters:
+            parameter.zero_()  # the next step must not show in the checkpoint
+    for saver in savers:
+        saver._wait()
+    assert [kind for kind, _, _ in link.said] == ["part_saved"] * 3
+    contents = [json.loads(payload) for _, _, payload in link.said]
+    parts = [part_from_json(content["part"]) for content in contents]
+    states = [content["state"] for content in contents if content["state"] is not None]
+    assert len(states) == 1
+    for tensor in merge(parts)[1]:
+        check_cover(tensor)
+    catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
+    catalogue.publish(9, 4, parts, states[0], {})
+    other = make(1, steps=1)
+    other.step = 0
+    assert load_newest(catalogue, other) == []
+    assert other.step == 9
+    assert weights_sha256(other.model) == expected
+    assert other.scheduler.state_dict() == make(0).scheduler.state_dict()
+    assert load_newest(catalogue, other) == [], "nothing newer"
+
+
+def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
+    link = Link()
+    saver = Saver(link, spec())  # type: ignore[arg-type]
+    (tmp_path / "checkpoints").write_text("in the way")
+    saver.open(str(tmp_path))
+    saver.begin(make(0), By(1))
+    saver._wait()
+    ((kind, fields, _),) = link.said
+    assert kind == "part_failed"
+    assert (fields["generation"], fields["rank"], fields["step"]) == (4, 1, 9)
+    assert "checkpoints" in fields["message"]
