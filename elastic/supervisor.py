@@ -378,6 +378,7 @@ def limits_of(config: RunConfig) -> s.Limits:
         join_timeout_s=10 * detect_s if detect_s else 600.0,
         end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
         confirm_timeout_s=detect_s or 30.0,
+        must_save=config.on_storage_error == "fail",
     )
 
 

@@ -22,7 +22,7 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
 
 
 def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decision:
-    """A checkpoint that will not be whole; training goes on."""
+    """A checkpoint that will not be whole; training goes on, unless `Limits.must_save`."""
     ledger, dropped = save_of(ledger, event)
     if ledger.save.has_failed:
         return Decision(ledger, phase)

@@ -26,6 +26,8 @@ class Limits:
     """How long members may take to write the final state."""
     confirm_timeout_s: float
     """How long a failed collective waits for the loss that explains it."""
+    must_save: bool = False
+    """A checkpoint that cannot be written ends the run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,10 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return hear_end(ledger, phase, event)
         case _, PartSaved() if isinstance(phase, Active):
             return hear_part(ledger, phase, event)
-        case _, PartFailed() if isinstance(phase, Active):
+        case _, PartFailed(step=step, message=message) if isinstance(phase, Active):
+            if limits.must_save:
+                why = f"the checkpoint of step {step} failed: {message}"
+                return finish(ledger, phase, "failed", why)
             return hear_failed_part(ledger, phase, event)
         # --- from outside
         case Waiting(), StopRequested(reason=reason, at=at):

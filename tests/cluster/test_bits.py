@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,24 @@ def test_fast_reduction_uses_the_same_samples_and_divisor(start, reference):
     assert run.lines("samples.jsonl") == bitwise.lines("samples.jsonl")
     losses = [[m["loss"] for m in r.lines("metrics.jsonl")] for r in (run, bitwise)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_killed_loader_process_costs_its_worker_and_no_bit(start, reference):
+    with start("Toy", workers="1..2", steps=100, set=["sleep=0.01"]) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 5)
+        for child in forked_children(status["workers"][0]["pid"]):
+            os.kill(child, signal.SIGKILL)
+        end = run.finish()
+    assert len(end["result"]["recoveries"]) == 1
+    assert_equals_reference(run, end, reference("Toy", steps=100))
+
+
+def forked_children(pid):
+    """The loader processes of a worker: they share its command line."""
+    proc = Path("/proc")
+    line = (proc / str(pid) / "cmdline").read_bytes()
+    children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
+    return [int(c) for c in children if (proc / c / "cmdline").read_bytes() == line]
 
 
 def test_below_min_the_run_waits_and_says_so(start, reference):

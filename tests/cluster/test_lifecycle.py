@@ -43,7 +43,11 @@ def test_an_unreachable_address_is_one_line(start):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("Raises", "the user's own mistake"), ("RaisesInDataset", "sample 17 is unreadable")],
+    [
+        ("Raises", "the user's own mistake"),
+        ("RaisesItsOwn", "Mistake: nonsense in the labels"),
+        ("RaisesInDataset", "sample 17 is unreadable"),
+    ],
 )
 def test_a_users_exception_surfaces_with_traceback_positions_and_step(start, target, said):
     with start(target, workers=2, steps=60) as run:
@@ -127,7 +131,6 @@ def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
     with start("Toy", workers=2, steps=10_000, set=["sleep=0.01"]) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
         pids = run.seen_pids | {status["controller"]["pid"]}
-        os.killpg(run.process.pid, 0)
         run.process.kill()
         deadline = time.monotonic() + 10
         while leftovers(pids) and time.monotonic() < deadline:

@@ -451,6 +451,10 @@ def test_a_part_that_cannot_be_written_discards_the_save_and_training_goes_on():
     assert commands == []
     again = [PartSaved(7, rank, 50, 4.0) for rank in range(3)]
     assert play(ledger, phase, *again)[2] == [Publish(7, 50)]
+    strict = transition(LEDGER, Running(ABC), failed, replace(LIMITS, must_save=True))
+    assert strict.phase == Finished(
+        "failed", "the checkpoint of step 40 failed: No space left on device"
+    )
 
 
 def test_differing_final_weights_fail_the_run():

@@ -129,6 +129,20 @@ class Raises(Toy):
         return super().loss(model, batch)
 
 
+class Mistake(ValueError):
+    """Known only to this file, and lost by a plain pickle."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} in {where}")
+
+
+class RaisesItsOwn(Toy):
+    def loss(self, model, batch):
+        if int(model[1].num_batches_tracked) >= 3:
+            raise Mistake("nonsense", "the labels")
+        return super().loss(model, batch)
+
+
 class RaisesInDataset(Toy):
     def dataset(self):
         samples = Samples(self.count)
