@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.protocol.manifest import part_from_json
-from elastic.store.catalogue import Catalogue, Damage
+from elastic.store.catalogue import PINNED, Catalogue, Damage
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ class Checkpoints:
         self._directory.sync()  # the records of its steps are not less durable than it is
         parts = [part_from_json(content["part"]) for content in contents]
         state = next(c["state"] for c in contents if c["state"] is not None)
-        manifest = self._catalogue.publish(step, generation, parts, state, self._about)
+        about = {**self._about, PINNED: any(c["is_pinned"] for c in contents)}
+        manifest = self._catalogue.publish(step, generation, parts, state, about)
         self.committed = max(step, self.committed or 0)
         retired = self._catalogue.retire(*self._keep)
         self._journal(

@@ -186,11 +186,17 @@ class Supervisor:
 
     def _on_publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
         assert self.checkpoints is not None
-        self._write(self.checkpoints.publish, generation, step, parts)
+        publishing = self._write(self.checkpoints.publish, generation, step, parts)
+        publishing.add_done_callback(functools.partial(self._on_published, step))
+
+    def _on_published(self, step: int, publishing: "Future[Any]") -> None:
+        is_published = publishing.exception() is None
+        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, is_published)
 
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None
         self._write(self.checkpoints.discard, generation, step)
+        self.cluster.tell_of_save(step, False)
 
     def _journal_checkpoint(self, fields: dict[str, Any]) -> None:
         """In the writer's thread."""
@@ -275,9 +281,11 @@ class Supervisor:
     def _on_evaluation(self, values: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), "evaluation": values})
 
-    def _write(self, function: Any, *arguments: Any) -> None:
+    def _write(self, function: Any, *arguments: Any) -> "Future[Any]":
         """In the writer's thread: a decision never waits for storage."""
-        self._writer.submit(function, *arguments).add_done_callback(self._on_written)
+        future = self._writer.submit(function, *arguments)
+        future.add_done_callback(self._on_written)
+        return future
 
     def _on_written(self, future: "Future[Any]") -> None:
         error = future.exception()

@@ -35,6 +35,8 @@ class ControllerLink:
         self.commands: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
         self.recorded_step = 0
         """Steps that the controller has put on record."""
+        self.concluded_saves: dict[int, bool] = {}
+        """Step -> whether its newest save was published."""
         self._connection = socket.create_connection(address, timeout=lease_s)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._on_interrupt = on_interrupt
@@ -57,6 +59,9 @@ class ControllerLink:
                 header, payload = wire.receive(self._connection)
                 if header["type"] == "word":
                     self.recorded_step = header["recorded_step"]
+                    continue
+                if header["type"] == "save_concluded":
+                    self.concluded_saves[header["step"]] = header["is_published"]
                     continue
                 if header["type"] in ("abort", "pause"):
                     self._on_interrupt(header)

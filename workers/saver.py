@@ -6,8 +6,10 @@ checkpoint is made of is elastic/protocol/manifest.py's; loading is in checkpoin
 
 import json
 import logging
+import math
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +42,7 @@ class _Job:
     world_size: int
     boxes: list[Box]
     snapshot: Snapshot
+    is_pinned: bool
     is_given_up: bool = False
 
     def contents(self) -> Iterator[memoryview]:
@@ -48,6 +51,29 @@ class _Job:
                 raise _GivenUp
             tensor = self.snapshot.take(box.name)
             yield as_bytes(tensor) if tensor.numel() else memoryview(b"")
+
+
+class Saving:
+    """A checkpoint on its way, asked for by `session.save`."""
+
+    def __init__(self, step: int, link: ControllerLink, is_over: Callable[[], bool]) -> None:
+        self.step = step
+        self._link, self._is_over = link, is_over
+
+    @property
+    def is_durable(self) -> bool:
+        """Its manifest is published: every rank's part is safe."""
+        return self._link.concluded_saves.get(self.step, False)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until it is durable; False once it cannot be any more (a lost worker, a full disk), or
+        after `timeout_s`. The other ranks wait for this one at their next step."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.step not in self._link.concluded_saves:
+            if self._is_over() or time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return self.is_durable
 
 
 class Saver:
@@ -73,7 +99,17 @@ class Saver:
         every = self._spec.checkpoint_every
         return every is not None and step % every == 0 and step < self._spec.steps
 
-    def begin(self, replica: Replica, by: Standing) -> None:
+    def save(
+        self, replica: Replica, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
+    ) -> Saving:
+        """Begin once an earlier save has been written."""
+        self._wait()
+        if self._saved != (by.generation, replica.step):
+            self._link.concluded_saves.pop(replica.step, None)
+            self.begin(replica, by, is_pinned=is_pinned)
+        return Saving(replica.step, self._link, is_over)
+
+    def begin(self, replica: Replica, by: Standing, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
         generation, rank, world_size = by.generation, by.rank, by.world_size
         assert self._catalogue is not None
@@ -86,7 +122,7 @@ class Saver:
             return {box.name: piece for box, piece in pieces}
 
         snapshot = replica.snapshot(mine)
-        job = _Job(generation, replica.step, rank, world_size, boxes, snapshot)
+        job = _Job(generation, replica.step, rank, world_size, boxes, snapshot, is_pinned)
         self._job, self._saved = job, (generation, replica.step)
         self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
         self._thread.start()
@@ -116,7 +152,8 @@ class Saver:
             name = file_name(job.generation, job.rank, job.world_size)
             part = write_part(folder, name, job.boxes, job.contents())
             state = job.snapshot.header if job.rank == 0 else None
-            content = json.dumps({"part": asdict(part), "state": state}).encode()
+            said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
+            content = json.dumps(said).encode()
             self._link.send("part_saved", content, **where)
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)

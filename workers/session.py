@@ -23,6 +23,7 @@ from workers.member import Member, Prepared
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.saver import Saving
 from workers.vote import MicrobatchRecord, VoteLayout, decode, encode
 
 
@@ -125,6 +126,18 @@ class Session:
         for name, value in values.items():
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
             self._logged[name] = number
+
+    def save(self, *, pin: bool = False) -> Saving:
+        """Save a checkpoint of this step in the background. Every rank must call it, after the
+        same step's block. pin: retention never deletes it. `wait()` on the result tells when it
+        is durable. RuntimeError inside a block, and for a run without storage.
+        """
+        if self._open is not None or not self._spec.has_checkpoints:
+            why = "inside a step's block" if self._open is not None else "without storage"
+            raise RuntimeError(f"save() {why}; call it after the block, in a run with storage")
+        member = self._joined()
+        is_over = lambda: member.is_cancelled  # noqa: E731
+        return member.saver.save(member.replica, member, is_over, is_pinned=pin)
 
     def forget_logged(self) -> None:
         """Drop what was logged and belongs to no step."""

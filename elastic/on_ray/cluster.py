@@ -207,6 +207,11 @@ class RayCluster:
                 _, vote, payload = self.vote
             self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
 
+    def tell_of_save(self, step: int, is_published: bool) -> None:
+        for worker in tuple(self.workers):
+            header = {"type": "save_concluded", "step": step, "is_published": is_published}
+            self.links.send(worker, header)
+
     def _keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
         if layout is not None and (self.vote is None or step >= self.vote[0]):
             self.vote = (step, layout, content)

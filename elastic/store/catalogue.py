@@ -7,8 +7,9 @@ the controller. What is in the files is checkpoint_files.py's.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
@@ -18,6 +19,8 @@ from elastic.store.files import Folder
 NEVER_DELETED = 2
 """So many of the newest good checkpoints stay, whatever retention says."""
 _NAME = re.compile(r"step-(\d{8,})")
+PINNED = "is_pinned"
+"""In a manifest's `about`: retention never deletes it."""
 ASIDE = ".damaged"
 """Appended to the folder of a checkpoint that was found damaged; nobody reads it any more."""
 
@@ -93,11 +96,11 @@ class Catalogue:
         generation: int,
         parts: Sequence[Part],
         state: object,
-        about: dict[str, object],
+        about: Mapping[str, Any],
     ) -> Manifest:
         """The checkpoint exists once this returns. ValueError if the parts do not make a whole."""
         files, tensors = merge(parts)
-        manifest = Manifest(step, generation, files, tensors, state, about)
+        manifest = Manifest(step, generation, files, tensors, state, dict(about))
         self.of_step(step).write(MANIFEST, manifest.encode())
         self._remove_torn(step, {file.name for file in files})
         return manifest
@@ -132,19 +135,27 @@ class Catalogue:
             self.folder.at(name).delete_all()
         return torn
 
-    def retire(self, last: int, every: int | None, pinned: Sequence[int] = ()) -> list[int]:
+    def retire(self, last: int, every: int | None) -> list[int]:
         """Delete all but the newest `last`, those at multiples of `every`, and pinned ones.
 
-        The newest two always stay. Gives the deleted steps.
+        The newest two good ones always stay. Gives the deleted steps.
         """
-        steps = self.steps()
-        kept = set(steps[-max(last, NEVER_DELETED) :]) | set(pinned)
-        gone = [s for s in steps if s not in kept and not (every and s % every == 0)]
+        good = [step for step in self.steps() if self._is_sound(step)]
+        kept = set(good[-max(last, NEVER_DELETED) :])
+        gone = [s for s in good if s not in kept and not (every and s % every == 0)]
+        gone = [s for s in gone if not self.manifest(s).about.get(PINNED)]
         for step in gone:
             folder = self.of_step(step)
             folder.delete(MANIFEST)  # first: half a checkpoint never looks like one
             folder.delete_all()
         return gone
+
+    def _is_sound(self, step: int) -> bool:
+        try:
+            self.manifest(step)
+        except DamagedCheckpoint:
+            return False
+        return True
 
     def _remove_torn(self, step: int, kept: set[str]) -> None:
         folder = self.of_step(step)

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.cluster.live import assert_complete, leftovers
+from tests.cluster.live import JOBS, assert_complete, environment, leftovers
 from workers.checkpoint_load import checkpoint_sha256
 
 pytestmark = pytest.mark.cluster
@@ -74,6 +76,32 @@ def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, r
     with start("Toy", workers=1, **{**OPTIONS, "steps": 150}) as longer:
         end = longer.finish()
     assert_equals(longer, end, reference("Toy", steps=150))
+
+
+def test_a_loop_saves_when_it_likes_and_its_pin_is_never_retired(tmp_path, ray_temp):
+    script = tmp_path / "train.py"
+    options = "workers=2, steps=30, global_batch=48, micro_batch=6, checkpoint_every=5"
+    script.write_text(
+        (JOBS / "toy.py").read_text()
+        + f"""
+if __name__ == "__main__":
+    result = elastic.run(Toy(), loop=saving_loop, {options}, storage={str(tmp_path)!r}, name="run")
+    print(result.weights_sha256)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(ray_temp),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = Catalogue(open_folder(str(tmp_path / "run")).at("checkpoints"))
+    assert found.steps() == [7, 25, 30]
+    assert found.manifest(7).about["is_pinned"]
+    assert checkpoint_sha256(found) == done.stdout.split()[-1]
 
 
 def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, reference):

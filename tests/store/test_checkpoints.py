@@ -53,7 +53,12 @@ def part_of(
 
 
 def save(
-    catalogue: Catalogue, step: int, seed: int, world_size: int = 2, generation: int = 1
+    catalogue: Catalogue,
+    step: int,
+    seed: int,
+    world_size: int = 2,
+    generation: int = 1,
+    is_pinned: bool = False,
 ) -> Manifest:
     folder = catalogue.prepare(step)
     parts: list[Part] = []
@@ -62,7 +67,9 @@ def save(
         contents = (memoryview(np.ascontiguousarray(v)) for _, v in pieces)
         name = file_name(generation, rank, world_size)
         parts.append(write_part(folder, name, [b for b, _ in pieces], contents))
-    return catalogue.publish(step, generation, parts, {"hello": [1]}, {"seed": seed})
+    return catalogue.publish(
+        step, generation, parts, {"hello": [1]}, {"seed": seed, "is_pinned": is_pinned}
+    )
 
 
 def load(catalogue: Catalogue, step: int) -> dict[str, np.ndarray]:
@@ -189,11 +196,12 @@ def test_the_newest_good_one_is_found_and_the_damaged_are_told(catalogue: Catalo
 
 def test_retention_keeps_the_last_the_multiples_and_the_pinned(catalogue: Catalogue) -> None:
     for step in (10, 20, 30, 40, 50):
-        save(catalogue, step, seed=step, world_size=1)
-    assert catalogue.retire(last=2, every=20, pinned=(10,)) == [30]
+        save(catalogue, step, seed=step, world_size=1, is_pinned=step == 10)
+    assert catalogue.retire(last=2, every=20) == [30]
     assert catalogue.steps() == [10, 20, 40, 50]
-    assert catalogue.retire(last=0, every=None) == [10, 20]
-    assert catalogue.steps() == [40, 50]
+    (Path(catalogue.of_step(50).path) / MANIFEST).write_text("{")  # damaged, so not one of the two
+    assert catalogue.retire(last=0, every=None) == []
+    assert catalogue.steps() == [10, 20, 40, 50]
 
 
 def test_a_torn_save_is_no_checkpoint_and_is_swept_away(catalogue: Catalogue) -> None:

@@ -84,6 +84,17 @@ def logging_loop(session):
             workload.evaluate(session)
 
 
+def saving_loop(session):
+    """Saves when it likes, and waits until it is durable."""
+    while session.step < session.steps:
+        with session.next_step() as step:
+            for batch in step.microbatches():
+                step.backward(session.workload.loss(session.model, batch))
+            step.commit()
+        if step.committed and session.step == 7:
+            assert session.save(pin=True).wait(60)
+
+
 class DiesOnce(Toy):
     """The process that reaches step `at` first with `rank`'s micro-batch dies in `where`."""
 
