@@ -366,12 +366,13 @@ class Supervisor:
         }
 
     async def _close_files(self, result: dict[str, Any]) -> None:
-        if self.directory is None or self.decision is None:
+        directory, decision = self.directory, self.decision
+        if directory is None or decision is None:
             return
-        self._write(self.directory.write_status, self._status(self.decision))
-        self._write(self.directory.write_result, result)
+        self._write(lambda: directory.write_status(self._status(decision)))  # after publishing
+        self._write(directory.write_result, result)
         self._write(lambda: self.curves.close() if self.curves is not None else None)
-        self._write(self.directory.close)
+        self._write(directory.close)
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
 
 

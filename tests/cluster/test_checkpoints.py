@@ -15,7 +15,7 @@ from workers.checkpoint_load import checkpoint_sha256
 
 pytestmark = pytest.mark.cluster
 
-OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.01"]}
+OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
 
 
 def catalogue(run) -> Catalogue:
@@ -49,14 +49,15 @@ def assert_equals(run, end, expected) -> None:
 
 def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference):
     with start("Toy", workers=3, **OPTIONS) as run:
-        run.wait_for(lambda s: s["step"] > 50 and s["committed_checkpoint"] == 40)
+        run.wait_for(lambda s: s["step"] % 20 > 5 and (s.get("committed_checkpoint") or 0) >= 40)
         stood_at = kill_everything(run)
+    saved = catalogue(run).steps()[-1]
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
     assert_equals(again, end, reference("Toy", steps=120))
     rolled_back = [m["step"] for m in again.lines("metrics.rolledback.jsonl")]
-    assert rolled_back == list(range(41, rolled_back[-1] + 1))
-    assert stood_at <= rolled_back[-1] < 60
+    assert rolled_back == list(range(saved + 1, saved + len(rolled_back) + 1))
+    assert stood_at <= rolled_back[-1]
     assert end["result"]["lost_steps"] == len(rolled_back)
 
 
@@ -106,7 +107,7 @@ if __name__ == "__main__":
 
 def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, reference):
     with start("Toy", workers=1, **OPTIONS) as run:
-        run.wait_for(lambda s: s["step"] > 50 and s["committed_checkpoint"] == 40)
+        run.wait_for(lambda s: s["step"] % 20 > 5 and (s.get("committed_checkpoint") or 0) >= 40)
         run.kill(rank=0)
         end = run.finish()
     assert_equals(run, end, reference("Toy", steps=120))
@@ -116,7 +117,7 @@ def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, re
 
 def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(start, reference):
     with start("Toy", workers=2, **OPTIONS) as run:
-        run.wait_for(lambda s: s["committed_checkpoint"] == 60)
+        run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 60)
         kill_everything(run)
     newest = catalogue(run).steps()[-1]
     folder = catalogue(run).of_step(newest).local
