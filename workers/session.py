@@ -119,7 +119,7 @@ class Session:
     def log(self, **values: Any) -> None:
         """Fold named numbers over micro-batches and ranks, as the loss is: their mean goes into
         the `user` field of the step's line in metrics.jsonl. Inside the block: this step's; after
-        it: the next step's.
+        it: the next step's (after the last step it is lost).
 
         values: numbers, or tensors of one element; others raise what float() raises.
         """

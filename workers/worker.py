@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.protocol.errors import UserError, WrongInput
+from elastic.protocol.errors import UnfitNode, UserError, WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -73,7 +73,8 @@ class Worker:
         except RunEnded:
             self._rest()
         except WrongInput as error:
-            self._link.send("wrong_input", message=str(error))
+            kind = "unfit_node" if isinstance(error, UnfitNode) else "wrong_input"
+            self._link.send(kind, message=str(error))
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
             print(f'leaving reason="{error}"', file=sys.stderr, flush=True)
@@ -205,7 +206,7 @@ class Worker:
         self._saver.open(place)
         folder = open_folder(place).local
         if folder is not None and not (folder / "config.json").exists():
-            raise WrongInput(
+            raise UnfitNode(
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
                 "storage that every node sees, or a URI"
             )

@@ -20,7 +20,7 @@ class Heartbeat:
     generation: int
     step: int
     phase: str
-    """What the worker is doing, one of elastic.protocol.reports.PHASES."""
+    """What the worker is doing, one of workers.vitals.PHASES."""
     phase_s: float
     """Seconds in it."""
     p95_s: float | None

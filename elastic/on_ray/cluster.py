@@ -70,6 +70,7 @@ class RayCluster:
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
+            "unfit_node": self._on_unfit_node,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
             "suspended": self._on_suspended,
@@ -336,13 +337,15 @@ class RayCluster:
             self.cancel("failed", f"internal error: {error!r}")
 
     def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.failure = header["message"]
-        if self.has_formed:  # the run goes on; this node is of no use to it
+        self.wrong_input = record.failure = header["message"]
+        self._user_failed(worker, header["message"])
+
+    def _on_unfit_node(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
+        if not self.has_formed:
+            self._on_wrong_input(worker, record, header, payload)
+        else:  # the run goes on without that node
             log.warning('worker=%s reason="%s"', worker_name(worker), header["message"])
             self._lost(worker, "start_failed")
-            return
-        self.wrong_input = header["message"]
-        self._user_failed(worker, header["message"])
 
     def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.failure = header["message"]  # the exception itself arrives as the end of run()
