@@ -198,6 +198,7 @@ class Member:
         """One command. True once a new generation has formed."""
         match header["type"]:
             case "load":
+                self._unfollow()
                 damaged = self._on_load(header["place"], header["recorded_step"])
                 self.vitals.step = self.replica.step
                 self.link.send(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from elastic.control.commands import Form, Load, Pause, Sync
 from elastic.control.ending import finish
-from elastic.control.lobby import explain, first, names, top_up
+from elastic.control.lobby import explain, first, leave, names, top_up
 from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
@@ -51,11 +51,16 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
 
 
 def load(ledger: Ledger, phase: Waiting) -> Decision:
-    """Nobody holds the state: the run starts, or its last tier of recovery does."""
-    if ledger.loading or not ledger.ready:
+    """Nobody holds the state: the run starts, or its last tier of recovery does.
+
+    Who followed the lost holders has a newer state than the newest checkpoint.
+    """
+    followers = ledger.synced | ledger.outdated
+    if ledger.loading or not (followers or ledger.ready):
         return Decision(ledger, phase)
-    (worker,) = first(ledger.ready, 1)
-    ledger = replace(ledger, ready=ledger.ready.remove(worker), loading=ledger.loading.add(worker))
+    (worker,) = first(followers or ledger.ready, 1)
+    ledger = leave(ledger, worker)
+    ledger = replace(ledger, loading=ledger.loading.add(worker))
     why = f"nobody alive holds step {ledger.step}" if ledger.generation else "the run starts"
     return Decision(ledger, phase, (Load(worker),), f"{why}: {worker_name(worker)} loads the state")
 
@@ -90,7 +95,12 @@ def sync(
     if not chosen:
         return Decision(ledger, phase)
     moved = NumberSet.of(chosen)
-    ledger = replace(ledger, ready=ledger.ready - moved, syncing=ledger.syncing | moved)
+    ledger = replace(
+        ledger,
+        ready=ledger.ready - moved,
+        outdated=ledger.outdated - moved,
+        syncing=ledger.syncing | moved,
+    )
     commands = tuple(Sync(w, sources[(w + int(at)) % len(sources)]) for w in chosen)
     return Decision(ledger, phase, commands, f"{names(chosen)} may copy the state")
 

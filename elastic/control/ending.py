@@ -78,6 +78,7 @@ def finish(
         ledger,
         spawned=NOBODY,
         ready=NOBODY,
+        outdated=NOBODY,
         loading=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,

@@ -69,6 +69,7 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
         ledger,
         spawned=ledger.spawned.remove(worker),
         ready=ledger.ready.remove(worker),
+        outdated=ledger.outdated.remove(worker),
         loading=ledger.loading.remove(worker),
         syncing=ledger.syncing.remove(worker),
         synced=ledger.synced.remove(worker),

@@ -243,7 +243,8 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         fallen = f"whoever held step {ledger.step} is lost: back to {ledger.step - 1}; "
         ledger = replace(ledger, step=ledger.step - 1)
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
-    ledger = replace(ledger, ready=ledger.ready | stateless)
+    with_state = NumberSet.of(workers[rank] for rank in phase.behind - usable)
+    ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)
     decision = regroup(
         ledger,
         tuple(workers[rank] for rank in usable),

@@ -61,6 +61,9 @@ class Ledger:
     """Asked for, not yet ready."""
     ready: NumberSet = NOBODY
     """Model built, no current state: the warm standbys."""
+    outdated: NumberSet = NOBODY
+    """Those of `ready` who hold an earlier state of this run: if nobody has the newest, theirs may
+    be the newest there is."""
     loading: NumberSet = NOBODY
     """At most one: it reads the state the run starts from."""
     syncing: NumberSet = NOBODY

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
-from elastic.control.lobby import explain, is_in_lobby, is_member, lost_members, top_up
+from elastic.control.lobby import explain, is_in_lobby, is_member, leave, lost_members, top_up
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
@@ -105,8 +105,11 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             ledger = replace(ledger, syncing=ledger.syncing.remove(w), synced=ledger.synced.add(w))
             return staff(ledger, phase, at, limits)
         case _, SyncFailed(worker=w) if w in ledger.syncing or w in ledger.synced:
-            syncing, synced = ledger.syncing.remove(w), ledger.synced.remove(w)
-            ledger = replace(ledger, syncing=syncing, synced=synced, ready=ledger.ready.add(w))
+            had_synced = w in ledger.synced
+            ledger = leave(ledger, w)
+            ledger = replace(ledger, ready=ledger.ready.add(w))
+            if had_synced:
+                ledger = replace(ledger, outdated=ledger.outdated.add(w))
             return Decision(ledger, phase)  # the next Tick finds a source: this one may be dead
         case ((Forming() | Running() | Pausing()), SyncFailed(worker=w, reason=reason)):
             return abort_arrival(ledger, phase, w, reason)
@@ -218,6 +221,7 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
         step=event.step,
         loading=NOBODY,
         ready=others,
+        outdated=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,
         holders=holders,

@@ -79,6 +79,17 @@ def test_a_killed_loader_process_costs_its_worker_and_no_bit(start, reference):
     assert_equals_reference(run, end, reference("Toy", steps=100))
 
 
+def test_a_follower_saves_the_run_when_the_only_member_is_lost(start, reference):
+    small = {"workers": "1..2", "steps": 30, "global_batch": 12, "set": ["sleep=0.4"]}
+    with start("Toy", **small) as run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 3)
+        run.kill(rank=1)
+        run.wait_for(lambda s: any(w["state"] == "ready" for w in s["standby"]))
+        run.kill(rank=0)
+        end = run.finish()
+    assert_equals_reference(run, end, reference("Toy", steps=30, global_batch=12))
+
+
 def forked_children(pid):
     """The loader processes of a worker: they share its command line."""
     proc = Path("/proc")

@@ -242,8 +242,7 @@ class FakeCluster:
     def obey(self, w: Worker, command: Command) -> None:
         match command:
             case Load():
-                w.step, w.state, w.prepared = 0, 1, None
-                self.send(w, Loaded(w.number, 0, self.now))
+                self.load(w)
             case Sync(source=source):
                 w.source, w.is_copying, w.has_complained = self.workers[source], True, False
                 w.step, w.prepared = -1, None
@@ -296,6 +295,13 @@ class FakeCluster:
         else:
             self.groups[generation].saved[w.step].add(w.rank)
             self.send(w, PartSaved(generation, w.rank, w.step, self.now))
+
+    def load(self, w: Worker) -> None:
+        """What it has from peers, unless the record of it is lost; there are no checkpoints."""
+        if w.is_copying or not 0 <= w.step <= self.heard_step:
+            w.step, w.state = 0, 1
+        w.source, w.is_copying, w.prepared = None, False, None
+        self.send(w, Loaded(w.number, w.step, self.now))
 
     def step_to(self, w: Worker, state: int) -> None:
         """Commit one step; followers were never allowed to stay two steps behind."""

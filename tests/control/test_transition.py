@@ -199,6 +199,19 @@ def test_when_all_state_is_lost_it_is_loaded_again():
     assert (ledger.step, ledger.holders) == (20, some(5))
 
 
+def test_when_all_holders_are_lost_a_follower_is_asked_before_a_fresh_worker():
+    ledger = replace(LEDGER, ready=some(3), synced=some(5))
+    alone = Membership(7, (0,))
+    ledger, _, commands = play(ledger, Running(alone), lost(0))
+    assert commands[:2] == [Abort(alone), Load(5)]
+    assert (ledger.ready, ledger.loading) == (some(3), some(5))
+    ledger = replace(LEDGER, ready=some(3), synced=some(5))
+    gone = SyncFailed(5, "source is gone", 4.0)  # it may be faster than the news of the loss
+    ledger, _, commands = play(ledger, Running(alone), gone, lost(0, at=5.0), Loaded(5, 40, 6.0))
+    assert commands[:2] == [Abort(alone), Load(5)]
+    assert (ledger.step, ledger.holders, ledger.outdated) == (40, some(5), some())
+
+
 def test_while_a_survivor_evaluates_the_survivors_go_on_alone_and_pause():
     ledger = replace(LEDGER, synced=some(5))
     events = (lost(0), lost(1), suspended(2, 40, evaluating=True))
