@@ -7,7 +7,7 @@ inside a step is workers/session.py's; what it means for the state is workers/re
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,26 +22,16 @@ from workers.groups import AnyGroup
 from workers.link import ControllerLink
 from workers.peer import Follower, Following, PeerServer
 from workers.records import Records
-from workers.reducers import Reduced
 from workers.replica import Replica, Update
 from workers.saver import Saver
 from workers.vitals import Vitals
-from workers.vote import Vote, VoteLayout, decode
+from workers.vote import Prepared, Vote, decode
 
 log = logging.getLogger(__name__)
 
 
 class RunEnded(BaseException):
     """The controller ended the run; unwinds the user's loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A step whose gradients are reduced here; its vote decides whether it counts."""
-
-    reduced: Reduced
-    layout: VoteLayout
-    step_s: float
 
 
 class Member:

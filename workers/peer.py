@@ -9,14 +9,14 @@ nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.p
 import queue
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from elastic.protocol import wire
-from workers.snapshot import Snapshot
+from workers.snapshot import HostMemory, Snapshot
 
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
@@ -49,25 +49,6 @@ def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) ->
         tensor = snapshot.take(name)
         if shape.numel():
             connection.sendall(as_bytes(tensor))
-
-
-class HostMemory:
-    """Host tensors to be used again under the same name: fresh memory costs more than a copy into
-    it, one page fault per 4 KiB. Any thread gives and takes."""
-
-    def __init__(self) -> None:
-        self._free: dict[str, list[torch.Tensor]] = {}
-
-    def take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Undefined content."""
-        free = self._free.setdefault(name, [])
-        if free and (free[-1].dtype, free[-1].shape) == (dtype, torch.Size(shape)):
-            return free.pop()
-        return torch.empty(shape, dtype=dtype)
-
-    def give(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            self._free.setdefault(name, []).append(tensor)
 
 
 def receive_tensors(

@@ -13,7 +13,7 @@ from torch import nn
 from workers import state
 from workers.buffers import TrackedBuffers
 from workers.norm import clip_coefficient, global_norm
-from workers.snapshot import Snapshot
+from workers.snapshot import HostMemory, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,14 @@ class Replica:
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
     def snapshot(
-        self, select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
+        self,
+        select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict,
+        memory: HostMemory | None = None,
     ) -> Snapshot:
         """The state of the last committed step; to be asked for between steps.
 
         select: gives those tensors, or views of them, that the reader wants.
+        memory: for the copies.
         """
         values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
         header = {
@@ -162,7 +165,7 @@ class Replica:
             "log_names": list(self.log_names),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        snapshot = Snapshot(header, select(tensors))
+        snapshot = Snapshot(header, select(tensors), memory)
         self._snapshots.append(snapshot)
         return snapshot
 

@@ -24,7 +24,7 @@ from workers.link import ControllerLink
 from workers.peer import as_bytes
 from workers.records import Standing
 from workers.replica import Replica
-from workers.snapshot import Snapshot
+from workers.snapshot import HostMemory, Snapshot
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -45,11 +45,15 @@ class _Job:
     is_pinned: bool
     is_given_up: bool = False
 
-    def contents(self) -> Iterator[memoryview]:
+    def copy(self) -> dict[str, Tensor]:
+        """Everything, before anything is written: the disk must not hold up the next step."""
+        return {box.name: self.snapshot.take(box.name) for box in self.boxes}
+
+    def contents(self, copies: Mapping[str, Tensor]) -> Iterator[memoryview]:
         for box in self.boxes:
             if self.is_given_up:
                 raise _GivenUp
-            tensor = self.snapshot.take(box.name)
+            tensor = copies[box.name]
             yield as_bytes(tensor) if tensor.numel() else memoryview(b"")
 
 
@@ -82,6 +86,7 @@ class Saver:
     def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
         self._catalogue: Catalogue | None = None
+        self._memory = HostMemory()
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
@@ -121,7 +126,7 @@ class Saver:
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
-        snapshot = replica.snapshot(mine)
+        snapshot = replica.snapshot(mine, self._memory)
         job = _Job(generation, replica.step, rank, world_size, boxes, snapshot, is_pinned)
         self._job, self._saved = job, (generation, replica.step)
         self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
@@ -147,10 +152,11 @@ class Saver:
     def _write(self, job: _Job) -> None:
         assert self._catalogue is not None
         where: dict[str, Any] = {"generation": job.generation, "rank": job.rank, "step": job.step}
+        copies = job.copy()
         try:
             folder = self._catalogue.prepare(job.step)
             name = file_name(job.generation, job.rank, job.world_size)
-            part = write_part(folder, name, job.boxes, job.contents())
+            part = write_part(folder, name, job.boxes, job.contents(copies))
             state = job.snapshot.header if job.rank == 0 else None
             said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
             content = json.dumps(said).encode()
@@ -164,7 +170,7 @@ class Saver:
             )
             self._link.send("part_failed", message=message, **where)
         finally:
-            job.snapshot.drop()
+            self._memory.give(copies)
 
 
 def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:

@@ -19,12 +19,12 @@ from workers import evaluation
 from workers.exchange import gather_json
 from workers.loader import LoadedBatch, Loader
 from workers.loss import check_loss
-from workers.member import Member, Prepared
+from workers.member import Member
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reducers import BitwiseReducer, FastReducer, Reducer
 from workers.saver import Saving
-from workers.vote import MicrobatchRecord, VoteLayout, decode, encode
+from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
 
 
 class Session:

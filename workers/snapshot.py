@@ -4,11 +4,30 @@ What a state consists of is in state.py; who sends it is in peer.py.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class HostMemory:
+    """Host tensors to be used again under the same name: fresh memory costs more than a copy into
+    it, one page fault per 4 KiB. Any thread gives and takes."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, list[Tensor]] = {}
+
+    def take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Undefined content."""
+        free = self._free.setdefault(name, [])
+        if free and (free[-1].dtype, free[-1].shape) == (dtype, torch.Size(shape)):
+            return free.pop()
+        return torch.empty(shape, dtype=dtype)
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._free.setdefault(name, []).append(tensor)
 
 
 class Snapshot:
@@ -19,9 +38,16 @@ class Snapshot:
     copies what is left.
     """
 
-    def __init__(self, header: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """tensors: live, on any device; nothing but `settle` may come before they change."""
+    def __init__(
+        self,
+        header: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        memory: HostMemory | None = None,
+    ) -> None:
+        """tensors: live, on any device; nothing but `settle` may come before they change.
+        memory: where the copies are made; its owner may give them back when they are used up."""
         self.header = header
+        self._memory = memory or HostMemory()
         self.shapes = {name: (t.dtype, t.shape) for name, t in tensors.items()}
         """dtype and shape of each tensor, in order."""
         self._left = dict(tensors)
@@ -32,13 +58,13 @@ class Snapshot:
         """A contiguous copy on the host; each name once."""
         with self._lock:
             tensor = self._left.pop(name)
-            return tensor if self._is_settled else on_host(tensor)
+            return tensor if self._is_settled else self._copied(name, tensor)
 
     def settle(self) -> None:
         """The state may change once this returns."""
         with self._lock:
             if not self._is_settled:
-                self._left = {name: on_host(t) for name, t in self._left.items()}
+                self._left = {name: self._copied(name, t) for name, t in self._left.items()}
                 self._is_settled = True
 
     def drop(self) -> None:
@@ -46,8 +72,6 @@ class Snapshot:
         with self._lock:
             self._left.clear()
 
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A contiguous copy in the host's memory."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return host.copy_(tensor.detach())
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy in the host's memory."""
+        return self._memory.take(name, tensor.dtype, tensor.shape).copy_(tensor.detach())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workers.reducers import Reduced
 from workers.reduction import fold_scalars
 
 _COUNTS = 5  # pause, non-finite, unknown log names, untracked buffers, busy savers
@@ -70,6 +71,15 @@ class Vote:
     @property
     def rows_sha256(self) -> str:
         return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step whose gradients are reduced here; its vote decides whether it counts."""
+
+    reduced: Reduced
+    layout: VoteLayout
+    step_s: float
 
 
 def _bits(value: float) -> int:
