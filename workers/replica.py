@@ -175,8 +175,10 @@ class Replica:
             self._snapshots.pop().settle()
 
     def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over a snapshot; `tensors` are given away."""
         self._settle()
-        state.restore(self.model, self.optimizer, self.scheduler, header["values"], tensors)
+        values = header["values"]
+        state.restore(self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True)
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]
         self.log_names = tuple(header["log_names"])

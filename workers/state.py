@@ -54,10 +54,16 @@ def restore(
     scheduler: Any | None,
     header: Json,
     tensors: Mapping[str, Tensor],
+    *,
+    is_owned: bool = False,
 ) -> None:
-    """Copy a captured state into objects built by the same workload; `tensors` are not kept."""
+    """Put a captured state into objects built by the same workload.
+
+    is_owned: the caller gives `tensors` away, and the optimizer's become its state without a copy;
+    else none is kept.
+    """
     _restore_model(header, tensors, model)
-    _restore_optimizer(header["optimizer"], tensors, _names(model), optimizer)
+    _restore_optimizer(header["optimizer"], tensors, _names(model), optimizer, is_owned)
     if (header["scheduler"] is None) != (scheduler is None):
         raise ValueError("one of the state and the workload has a scheduler, the other has none")
     if scheduler is not None:
@@ -145,7 +151,11 @@ def _captured_optimizer(
 
 
 def _restore_optimizer(
-    header: Json, tensors: Mapping[str, Tensor], names: dict[Tensor, str], optimizer: Optimizer
+    header: Json,
+    tensors: Mapping[str, Tensor],
+    names: dict[Tensor, str],
+    optimizer: Optimizer,
+    is_owned: bool,
 ) -> None:
     have = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if have != [group["params"] for group in header["groups"]]:
@@ -156,7 +166,7 @@ def _restore_optimizer(
     parameters = {name: p for p, name in names.items()}
     for name, value in header["state"].items():
         p = parameters[name]
-        optimizer.state[p] = decode(value, tensors, p.device)
+        optimizer.state[p] = decode(value, tensors, p.device, is_owned=is_owned)
     for key, value in header["shared"].items():
         cast(dict[Any, Any], optimizer.state)[key] = decode(value, tensors)
 
@@ -194,10 +204,23 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     )
 
 
-def decode(value: Json, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """What `encode` was given. Tensors are copies, on `device` unless they were on the CPU."""
+def decode(
+    value: Json,
+    tensors: Mapping[str, Tensor],
+    device: torch.device | None = None,
+    *,
+    is_owned: bool = False,
+) -> Any:
+    """What `encode` was given, its tensors on `device` unless they were on the CPU.
+
+    They are copies, unless the caller owns `tensors` and gives them away.
+    """
+
+    def decoded(item: Json) -> Any:
+        return decode(item, tensors, device, is_owned=is_owned)
+
     if isinstance(value, list):
-        return [decode(v, tensors, device) for v in cast(list[Json], value)]
+        return [decoded(v) for v in cast(list[Json], value)]
     if not isinstance(value, dict):
         return value
     (tag, content), *rest = cast(dict[str, Json], value).items()
@@ -205,13 +228,13 @@ def decode(value: Json, tensors: Mapping[str, Tensor], device: torch.device | No
         return float(content)
     if tag == "tensor":
         target = torch.device("cpu") if rest[0][1] == "cpu" or device is None else device
-        return tensors[content].to(target, copy=True)
+        return tensors[content].to(target, copy=not is_owned)
     if tag == "numpy":
-        return np.dtype(content).type(decode(rest[0][1], tensors, device))
+        return np.dtype(content).type(decoded(rest[0][1]))
     if tag in _SEQUENCE_OF:
         make: Callable[[list[Any]], Any] = _SEQUENCE_OF[tag]
-        return make(decode(content, tensors, device))
-    pairs = [(decode(k, tensors, device), decode(v, tensors, device)) for k, v in content]
+        return make(decoded(content))
+    pairs = [(decoded(k), decoded(v)) for k, v in content]
     return cast(Callable[[Any], Any], _MAPPING_OF[tag])(dict(pairs))
 
 

@@ -81,7 +81,7 @@ def load(catalogue: Catalogue, step: int) -> dict[str, np.ndarray]:
         for chunk in stored.chunks:
             size = int(np.prod(chunk.shape)) * value.itemsize
             with PartReader(folder, files[chunk.file]) as reader:
-                content = b"".join(reader.read(chunk.offset, size))
+                content = b"".join(bytes(piece) for piece in reader.read(chunk.offset, size))
             where = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True))
             value[where] = np.frombuffer(content, stored.dtype).reshape(chunk.shape)
         found[stored.name] = value
@@ -256,7 +256,7 @@ def test_a_range_reads_whole_blocks_and_nothing_else(catalogue: Catalogue) -> No
     flip(Path(folder.path) / "f", part.file.size_bytes - 1, 0)  # in the last block
     chunk = part.tensors[0].chunks[0]
     with PartReader(folder, part.file) as reader:
-        pieces = list(reader.read(chunk.offset + 8000, BLOCK_BYTES))
+        pieces = [bytes(piece) for piece in reader.read(chunk.offset + 8000, BLOCK_BYTES)]
         assert b"".join(pieces) == value.tobytes()[8000 : 8000 + BLOCK_BYTES]
         with pytest.raises(DamagedCheckpoint):
             list(reader.read(chunk.offset, value.nbytes))
