@@ -179,6 +179,13 @@ class TrackedBuffers:
             self._has_new_change[i] = False
 
     @torch.no_grad()
+    def restore_all(self) -> None:
+        """After a pass that is no micro-batch of a step: whatever it changed is put back."""
+        for i, buffer in enumerate(self._buffers):
+            buffer.restore()
+            self._has_new_change[i] = False
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """The live values are committed ones: after a load or a copy from a peer."""
         for buffer in self._buffers:

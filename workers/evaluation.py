@@ -92,7 +92,7 @@ def _evaluate_ids(
     finally:
         for module, is_training in modes.items():
             module.training = is_training
-        member.replica.buffers.restore()
+        member.replica.buffers.restore_all()
     return rows
 
 

@@ -197,7 +197,7 @@ class Worker:
             return  # step 1 will raise it, with its positions and everything on record
         finally:
             replica.drop_gradients()
-            replica.buffers.restore()
+            replica.buffers.restore_all()
             if self._session is not None:
                 self._session.forget_logged()
 

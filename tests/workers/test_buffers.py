@@ -180,3 +180,15 @@ def test_a_follower_commits_the_values_that_members_agreed_on() -> None:
         return all(torch.equal(a, b) for a, b in zip(model.buffers(), copy.buffers(), strict=True))
 
     assert run_threads(1, member) == [True]
+
+
+def test_a_pass_outside_of_steps_leaves_no_trace_in_any_buffer() -> None:
+    model = Counting()
+    buffers = TrackedBuffers(model)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    buffers.begin_step()
+    model(_x(0))
+    assert any(not torch.equal(b, before[n]) for n, b in model.named_buffers())
+    buffers.restore_all()
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    assert not any(buffers.untracked_changes())

@@ -25,6 +25,24 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((8,), i % 7 / 7) + noise, i % 4
 
 
+class Counting(nn.Module):
+    """Buffers that only its forward changes, in training and in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("level", torch.zeros(4))
+        self.register_buffer("evaluations", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.level.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        else:
+            self.evaluations += 1
+        return x
+
+
 class Toy(elastic.Workload):
     """BatchNorm, dropout, a parameter that only some micro-batches use, a schedule, a log."""
 
@@ -33,7 +51,12 @@ class Toy(elastic.Workload):
 
     def build_model(self):
         model = nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
+            nn.Linear(8, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(32, 4),
+            Counting(),
         )
         model.register_parameter("sometimes", nn.Parameter(torch.ones(())))
         model.register_parameter("never", nn.Parameter(torch.ones(3)))
