@@ -243,6 +243,7 @@ class Member:
         spec = self.spec
         self.generation, self.rank = header["generation"], header["rank"]
         self.world_size = header["world_size"]
+        self.link.recorded_step = header["recorded_step"]  # lower than before after a roll back
         self.vitals.generation = self.generation
         self.vitals.enter("form")
         if self.group is not None:
