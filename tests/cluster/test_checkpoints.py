@@ -1,5 +1,6 @@
 """Checkpoints of real runs: resumed by the same command, whatever was killed or damaged."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,7 +28,8 @@ def kill_everything(run) -> int:
     status = run.status()
     pids = [w["pid"] for w in (*status["workers"], *status["standby"]) if w["pid"]]
     for pid in (status["controller"]["pid"], *pids):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # workers end without their controller
+            os.kill(pid, signal.SIGKILL)
     run.process.kill()
     run.process.wait(30)
     deadline = time.monotonic() + 20
