@@ -3,8 +3,9 @@
 Every byte is verified before it is used, and nothing is unpickled. Writing is in saver.py.
 """
 
-import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import torch
@@ -13,23 +14,30 @@ from torch import Tensor
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
-from elastic.store.checkpoint_files import PartReader
+from elastic.store.checkpoint_files import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
 from workers.peer import as_bytes
 from workers.replica import Replica
+
+READERS = 4
+"""Threads that read: one alone does not use a disk's or an object store's bandwidth."""
 
 
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
     """Restore the newest good checkpoint that is newer than `replica`, else leave it as it is.
 
-    Gives those that were found damaged on the way. WrongInput if all are, and nothing else is left
-    but to start over.
+    It is read into the memory that the replica has already: damage found on the way leaves nothing
+    of an initial state, and a later one is touched only when all was verified before. Gives those
+    that were found damaged. WrongInput if all are, and nothing else is left but to start over.
     """
     damaged: list[Damage] = []
     for step in reversed([s for s in catalogue.steps() if s > replica.step]):
         try:
             manifest = catalogue.manifest(step)
-            tensors = read_tensors(catalogue, manifest)
+            if replica.step:
+                deque(catalogue.verify(step), maxlen=0)
+            replica.settle()
+            tensors = read_tensors(catalogue, manifest, into=replica.tensors())
         except DamagedCheckpoint as error:
             damaged.append(Damage(step, str(error)))
             continue
@@ -44,28 +52,60 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
 
 
 def read_tensors(
-    catalogue: Catalogue, manifest: Manifest, prefixes: tuple[str, ...] = ("",)
+    catalogue: Catalogue,
+    manifest: Manifest,
+    prefixes: tuple[str, ...] = ("",),
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Name to tensor, on the host, of those whose names begin with one of `prefixes`.
+
+    into: tensors to be filled and given back where dtype, shape and device are right; undefined if
+    this raises. Raises DamagedCheckpoint.
+    """
+    wanted = [t for t in manifest.tensors if t.name.startswith(prefixes)]
+    found = {t.name: _target(t, (into or {}).get(t.name)) for t in wanted}
+    ranges: dict[str, list[Range]] = {}
+    detours: list[tuple[Tensor, Tensor]] = []
+    for stored in wanted:
+        for chunk in stored.chunks:
+            box = box_of(found[stored.name], stored, chunk.start, chunk.shape)
+            plain = box if box.is_contiguous() else torch.empty(box.shape, dtype=box.dtype)
+            if plain is not box:
+                detours.append((box, plain))
+            if plain.numel():
+                ranges.setdefault(chunk.file, []).append((chunk.offset, as_bytes(plain)))
+    read_ranges(catalogue, manifest, ranges)
+    for box, plain in detours:
+        box.copy_(plain)
+    return found
+
+
+def _target(stored: StoredTensor, given: Tensor | None) -> Tensor:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    fits = (dtype, torch.Size(stored.shape), torch.device("cpu"))
+    if given is not None and (given.dtype, given.shape, given.device) == fits:
+        return given
+    return torch.empty(stored.shape, dtype=dtype)
+
+
+def read_ranges(catalogue: Catalogue, manifest: Manifest, wanted: dict[str, list[Range]]) -> None:
+    """Fill memory from the checkpoint's files, by name; several blocks at a time.
 
     Raises DamagedCheckpoint.
     """
     folder = catalogue.of_step(manifest.step)
-    files = {file.name: file for file in manifest.files}
-    wanted = [t for t in manifest.tensors if t.name.startswith(prefixes)]
-    found = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted}
-    with ExitStack() as stack:
-        readers: dict[str, PartReader] = {}
-        for stored in wanted:
-            for chunk in stored.chunks:
-                if chunk.file not in readers:
-                    reader = PartReader(folder, files[chunk.file])
-                    readers[chunk.file] = stack.enter_context(reader)
-                target = box_of(found[stored.name], stored, chunk.start, chunk.shape)
-                size = math.prod(chunk.shape) * target.element_size()
-                if size:
-                    fill(target, readers[chunk.file].read(chunk.offset, size))
-    return found
+    with ExitStack() as stack, ThreadPoolExecutor(READERS) as pool:
+        tasks: list[Future[int]] = []
+        for file in manifest.files:
+            if ranges := wanted.get(file.name):
+                reader = stack.enter_context(PartReader(folder, file))
+                for index, pieces in blocks_of(ranges):
+                    tasks.append(pool.submit(reader.read_block, index, pieces))
+        try:
+            for task in tasks:
+                task.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # before the readers are closed
 
 
 def checkpoint_sha256(catalogue: Catalogue, step: int | None = None) -> str:
@@ -88,14 +128,3 @@ def box_of(
         if size != stored.shape[dim]:
             tensor = tensor.narrow(dim, at, size)
     return tensor
-
-
-def fill(target: Tensor, pieces: Iterable[memoryview]) -> None:
-    """Copy bytes in C order into `target`, whatever its strides."""
-    plain = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-    into, at = as_bytes(plain), 0
-    for piece in pieces:
-        into[at : at + piece.nbytes] = piece
-        at += piece.nbytes
-    if plain is not target:
-        target.copy_(plain)

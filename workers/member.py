@@ -144,8 +144,8 @@ class Member:
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
         self.records.add(layout, vector, vote, self, prepared.step_s)
-        if self.saver.is_due(replica.step) and not vote.is_saving:
-            self.saver.begin(replica, self)
+        if not vote.is_saving:
+            self.saver.after_step(replica, self)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from workers import state
 from workers.buffers import TrackedBuffers
 from workers.norm import clip_coefficient, global_norm
-from workers.snapshot import HostMemory, Snapshot
+from workers.snapshot import Arena, HostMemory, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Replica:
     def apply(self, update: Update) -> None:
         """Take one step. Raises FloatingPointError after too many steps that are not finite."""
         assert update.step == self.step + 1, (update.step, self.step)
-        self._settle()
+        self.settle()
         if update.is_finite:
             self._change_weights(update)
         self.drop_gradients()
@@ -148,7 +148,7 @@ class Replica:
     def snapshot(
         self,
         select: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict,
-        memory: HostMemory | None = None,
+        memory: HostMemory | Arena | None = None,
     ) -> Snapshot:
         """The state of the last committed step; to be asked for between steps.
 
@@ -169,14 +169,18 @@ class Replica:
         self._snapshots.append(snapshot)
         return snapshot
 
-    def _settle(self) -> None:
-        """The state is about to change."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live state by its names in a snapshot; who changes it calls `settle` first."""
+        return state.capture(self.model, self.optimizer, self.scheduler)[1]
+
+    def settle(self) -> None:
+        """The state is about to change: copy what readers have not."""
         while self._snapshots:
             self._snapshots.pop().settle()
 
     def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot; `tensors` are given away."""
-        self._settle()
+        self.settle()
         values = header["values"]
         state.restore(self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True)
         self.step = header["step"]

@@ -24,7 +24,7 @@ from workers.link import ControllerLink
 from workers.peer import as_bytes
 from workers.records import Standing
 from workers.replica import Replica
-from workers.snapshot import HostMemory, Snapshot
+from workers.snapshot import Arena, Snapshot
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -86,7 +86,8 @@ class Saver:
     def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
         self._catalogue: Catalogue | None = None
-        self._memory = HostMemory()
+        self._memory = Arena()
+        self._prepared = 0  # generation
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
@@ -103,6 +104,17 @@ class Saver:
         """After `step` committed ones. The last state is saved when the loop has returned."""
         every = self._spec.checkpoint_every
         return every is not None and step % every == 0 and step < self._spec.steps
+
+    def after_step(self, replica: Replica, by: Standing) -> None:
+        """Nobody is saving: begin if it is time, else see that memory for it is ready by then."""
+        if self.is_due(replica.step):
+            self.begin(replica, by)
+        elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
+            tensors = replica.tensors()
+            mine = [(t.dtype, t.shape) for _, t in share(tensors, by.rank, by.world_size)]
+            touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
+            touch.start()
+            self._prepared = by.generation
 
     def save(
         self, replica: Replica, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool

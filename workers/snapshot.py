@@ -3,8 +3,9 @@
 What a state consists of is in state.py; who sends it is in peer.py.
 """
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,41 @@ class HostMemory:
             self._free.setdefault(name, []).append(tensor)
 
 
+class Arena:
+    """One stretch of host memory for one snapshot at a time, touched before it is needed.
+
+    What is taken beyond it, or while another thread still reserves it, is memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def reserve(self, shapes: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
+        """Room for such tensors. Takes its time: a page fault per 4 KiB or 2 MiB."""
+        size_bytes = sum(_aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
+        if self._flat.nbytes < size_bytes:
+            self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
+            self._flat = torch.empty(size_bytes, dtype=torch.uint8).zero_()
+
+    def take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Undefined content."""
+        size_bytes = dtype.itemsize * math.prod(shape)
+        flat, first = self._flat, self._used
+        self._used += _aligned(size_bytes)
+        if self._used > flat.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        return flat[first : first + size_bytes].view(dtype).view(shape)
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """All that were taken."""
+        self._used = 0
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // 64) * 64
+
+
 class Snapshot:
     """The state of one committed step, for one reader.
 
@@ -42,7 +78,7 @@ class Snapshot:
         self,
         header: dict[str, Any],
         tensors: Mapping[str, Tensor],
-        memory: HostMemory | None = None,
+        memory: HostMemory | Arena | None = None,
     ) -> None:
         """tensors: live, on any device; nothing but `settle` may come before they change.
         memory: where the copies are made; its owner may give them back when they are used up."""

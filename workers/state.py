@@ -101,7 +101,8 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
         for name, target in targets.items():
             source = tensors[name]
             if source.shape == target.shape and source.dtype == target.dtype:
-                target.copy_(source)
+                if source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
             elif not _replace_cache(model, name.removeprefix("model/"), source, target.device):
                 raise ValueError(
                     f"{name!r} is {source.dtype}{list(source.shape)} in the state and "

@@ -7,6 +7,7 @@ them, and each ends itself when it is left alone (leases).
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -83,6 +84,7 @@ class WorkerActor:
 
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
         from workers.worker import Worker
 
         spec = replace(spec, host=this_host())

@@ -5,15 +5,20 @@ streamed here while its tensors are still being copied, and checksummed on the w
 make a checkpoint is catalogue.py's.
 """
 
+import errno
+import fcntl
 import json
 import math
+import mmap
 import os
 import struct
-import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy as np
+from isal import isal_zlib
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import BLOCK_BYTES, Chunk, Part, StoredFile, StoredTensor
@@ -38,8 +43,10 @@ SAFETENSORS_DTYPES = {
     "float8_e5m2": ("F8_E5M2", 1),
 }
 """torch's name -> safetensors' name and bytes per element."""
-KEPT_BLOCKS = 4
-"""Verified blocks that a reader keeps: neighbouring ranges share one."""
+crc32 = cast(Callable[[memoryview, int], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
+"""zlib's, at five to nine times its speed."""
+_MOST_VIEWS = 512
+"""Pieces of memory that one system call fills (POSIX allows 1,024)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +84,8 @@ def write_part(
     with _Output(folder, file) as output:
         output.write(memoryview(header))
         for box, content in zip(boxes, contents, strict=True):
-            flat = content.cast("B") if content.nbytes else content
-            assert flat.nbytes == box.size_bytes, (box, flat.nbytes)
-            output.write(flat)
+            assert content.nbytes == box.size_bytes, (box, content.nbytes)
+            output.write(content)
     tensors = tuple(
         StoredTensor(b.name, b.dtype, b.tensor_shape, (Chunk(file, at, b.start, b.shape),))
         for b, at in zip(boxes, offsets, strict=True)
@@ -105,72 +111,120 @@ def safetensors_header(boxes: Sequence[Box]) -> tuple[bytes, list[int]]:
 
 
 class _Output:
-    """A file being written, and the checksums of its blocks."""
+    """A file being written in whole blocks, and their checksums."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._folder, self._name = folder, name
         self.size_bytes = 0
         self.blocks: list[int] = []
-        self._crc: int = 0
-        self._filled: int = 0
+        self._memory = mmap.mmap(-1, BLOCK_BYTES)  # aligned as O_DIRECT wants it
+        self._block = np.frombuffer(self._memory, np.uint8)
+        self._filled = 0
 
     def __enter__(self) -> "_Output":
         local = self._folder.local
+        path = self._folder.path_of(self._name)
         if local is not None:
-            self._stream: Any = (local / self._name).open("wb", buffering=0)
+            self._file: _LocalFile | Any = _LocalFile(path)
         else:
-            self._stream = self._folder.filesystem.open_output_stream(
-                self._folder.path_of(self._name)
-            )
+            self._file = self._folder.filesystem.open_output_stream(path)
         return self
 
     def write(self, content: memoryview) -> None:
-        while content.nbytes:
-            piece = content[: BLOCK_BYTES - self._filled]
-            self._write_all(piece)
-            self._crc = zlib.crc32(piece, self._crc)
-            self._filled += piece.nbytes
-            self.size_bytes += piece.nbytes
+        rest = np.frombuffer(content, np.uint8)
+        while rest.size:
+            piece = rest[: BLOCK_BYTES - self._filled]
+            self._block[self._filled : self._filled + piece.size] = piece  # without the GIL
+            self._filled += piece.size
             if self._filled == BLOCK_BYTES:
                 self._end_block()
-            content = content[piece.nbytes :]
-
-    def _write_all(self, piece: memoryview) -> None:
-        if self._folder.local is None:
-            self._stream.write(piece)
-            return
-        while piece.nbytes:
-            piece = piece[self._stream.write(piece) :]
+            rest = rest[piece.size :]
 
     def _end_block(self) -> None:
-        self.blocks.append(self._crc)
-        self._crc, self._filled = 0, 0
+        block = memoryview(self._memory)[: self._filled]
+        self.blocks.append(crc32(block, 0))
+        self._file.write(block)
+        self.size_bytes += self._filled
+        self._filled = 0
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._filled:
-            self._end_block()
-        local = self._folder.local
         try:
-            if kind is None and local is not None:
-                os.fsync(self._stream.fileno())
+            if kind is None and self._filled:
+                self._end_block()
+            if kind is None and isinstance(self._file, _LocalFile):
+                self._file.sync()
         finally:
-            self._stream.close()
+            self._file.close()
+        local = self._folder.local
         if kind is None and local is not None:
             sync_directory(local)
 
 
+class _LocalFile:
+    """A file that is written past the page cache where the filesystem can.
+
+    The cache would copy every byte into fresh memory, at the cost of the trainer beside it: here
+    1 GB takes 0.06 s of a core instead of 0.6 to 2.9.
+    """
+
+    def __init__(self, path: str) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
+            self._is_direct = True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._descriptor = os.open(path, flags, 0o666)
+            self._is_direct = False
+
+    def write(self, block: memoryview) -> None:
+        """At the beginning of aligned memory; only the last one is shorter than BLOCK_BYTES."""
+        if self._is_direct and block.nbytes % mmap.PAGESIZE:
+            self._write_through_the_cache()
+        while block.nbytes:
+            try:
+                count = os.write(self._descriptor, block)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._write_through_the_cache()  # opening it promised too much
+                continue
+            block = block[count:]
+            if self._is_direct and count % mmap.PAGESIZE:
+                self._write_through_the_cache()  # a short write
+
+    def _write_through_the_cache(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._is_direct = False
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+Range = tuple[int, memoryview]
+"""Offset in the file, and memory for the bytes from there on."""
+
+
 class PartReader:
-    """Ranges of one file, every byte of them verified. Raises DamagedCheckpoint."""
+    """Ranges of one file, every byte of them verified. Raises DamagedCheckpoint. Threads share it.
+
+    Reads take whole blocks, since those have the checksums. A block is read straight into the
+    memory that wants its bytes, and the rest of it into memory that is used again.
+    """
 
     def __init__(self, folder: Folder, file: StoredFile) -> None:
-        self._folder, self._file = folder, file
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._memory = [bytearray(BLOCK_BYTES) for _ in range(KEPT_BLOCKS)]
+        self._file = file
+        self._scratch = threading.local()
         self.place = f"{folder}/{file.name}"
         try:
             self._stream: Any = folder.open(file.name)
         except OSError as error:
-            raise DamagedCheckpoint(self.place, "the file is missing") from error
+            raise DamagedCheckpoint(self.place, f"the file is missing: {error}") from error
         local = folder.local
         self._descriptor = None if local is None else os.open(local / file.name, os.O_RDONLY)
         size_bytes = self._stream.size()
@@ -192,41 +246,75 @@ class PartReader:
             self._descriptor = None
 
     def read(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """The range in pieces, in order; a piece is valid until the next one is asked for."""
-        at, end = offset, offset + size_bytes
-        while at < end:
-            index = at // BLOCK_BYTES
-            first = index * BLOCK_BYTES
-            block = self._block(index)
-            yield block[at - first : end - first]
-            at = first + len(block)
+        """The range in pieces, in order."""
+        for index, pieces in blocks_of([(offset, memoryview(bytearray(size_bytes)))]):
+            self.read_block(index, pieces)
+            for _, piece in pieces:
+                yield piece
 
     def verify(self) -> Iterator[int]:
         """Read everything; yields the size of each block once it is verified."""
         for index in range(len(self._file.blocks)):
-            yield len(self._block(index))
+            yield self.read_block(index, ())
 
-    def _block(self, index: int) -> memoryview:
-        if index not in self._kept:
-            if not self._memory:  # memory that was touched already is much faster
-                self._memory.append(cast(bytearray, self._kept.popitem(last=False)[1].obj))
-            first = index * BLOCK_BYTES
-            size = min(BLOCK_BYTES, self._file.size_bytes - first)
-            content = memoryview(self._memory.pop())[:size]
-            try:
-                count = self._read_into(content, first)
-            except OSError as error:
-                raise DamagedCheckpoint(self.place, f"cannot be read: {error}") from error
-            if count != size or zlib.crc32(content) != self._file.blocks[index]:
-                what = f"bytes {first}..{first + size - 1} are not what was written"
-                raise DamagedCheckpoint(self.place, what)
-            self._kept[index] = content
-        self._kept.move_to_end(index)
-        return self._kept[index]
+    def read_block(self, index: int, pieces: Sequence[Range]) -> int:
+        """Fill the pieces of a block; gives the block's size.
 
-    def _read_into(self, content: memoryview, offset: int) -> int:
+        pieces: (offset in the file, writable memory), ascending, without overlap, in this block.
+        """
+        first = index * BLOCK_BYTES
+        end = min(first + BLOCK_BYTES, self._file.size_bytes)
+        views, at = list[memoryview](), first
+        for offset, piece in (*pieces, (end, memoryview(b""))):
+            if offset > at:
+                views.append(self._unwanted(at - first, offset - first))
+            if piece.nbytes:
+                views.append(piece)
+            at = offset + piece.nbytes
+        try:
+            count = self._read_into(views, first, end - first)
+        except OSError as error:
+            raise DamagedCheckpoint(self.place, f"cannot be read: {error}") from error
+        checksum = 0
+        for view in views:
+            checksum = crc32(view, checksum)
+        if count != end - first or checksum != self._file.blocks[index]:
+            what = f"bytes {first}..{end - 1} are not what was written"
+            raise DamagedCheckpoint(self.place, what)
+        return end - first
+
+    def _unwanted(self, low: int, high: int) -> memoryview:
+        if not hasattr(self._scratch, "block"):
+            self._scratch.block = memoryview(bytearray(BLOCK_BYTES))
+        return self._scratch.block[low:high]
+
+    def _read_into(self, views: Sequence[memoryview], offset: int, size_bytes: int) -> int:
+        """Gives the number of bytes."""
         if self._descriptor is not None:
-            return os.preadv(self._descriptor, [content], offset)
-        read: bytes = self._stream.read_at(content.nbytes, offset)
-        content[: len(read)] = read
-        return len(read)
+            count = 0
+            for i in range(0, len(views), _MOST_VIEWS):
+                count += os.preadv(self._descriptor, views[i : i + _MOST_VIEWS], offset + count)
+            return count
+        read = memoryview(self._stream.read_at(size_bytes, offset))
+        at = 0
+        for view in views:
+            if at + view.nbytes <= read.nbytes:
+                view[:] = read[at : at + view.nbytes]
+            at += view.nbytes
+        return read.nbytes
+
+
+def blocks_of(ranges: Iterable[Range]) -> Iterator[tuple[int, list[Range]]]:
+    """The ranges cut at the edges of blocks: (a block's index, its pieces).
+
+    ranges: without overlap.
+    """
+    pieces: dict[int, list[Range]] = {}
+    for offset, memory in sorted(ranges, key=lambda r: r[0]):
+        at, end = offset, offset + memory.nbytes
+        while at < end:
+            index = at // BLOCK_BYTES
+            stop = min((index + 1) * BLOCK_BYTES, end)
+            pieces.setdefault(index, []).append((at, memory[at - offset : stop - offset]))
+            at = stop
+    yield from pieces.items()

@@ -1,50 +1,64 @@
-"""Checkpoints in one process: how long a save blocks training, what it writes per second, loading.
+"""Saving, in one process: how long training is blocked, how much slower it is, bytes per second.
 
 Blocked: begin of the save plus what is left to copy when the next optimizer step comes, after half
-a second of computing; against a memcpy of the same bytes into touched memory. Writing: against
-`dd conv=fsync` on the same disk. Loading: against torch.distributed.checkpoint in one process.
+a second of computing; against a memcpy of the same bytes into touched memory. Slow-down: the extra
+seconds of a training loop from the begin of a save until it is durable, against
+torch.distributed.checkpoint.async_save in the same loop. Written: a save with nothing beside it,
+against `dd conv=fsync` on the same disk. Loading is in checkpoint_load.py.
     python -m tests.bench.checkpoints
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as workers do, before torch loads
+
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.protocol.manifest import part_from_json
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
-from workers.checkpoint_load import load_newest
 from workers.replica import Replica
 from workers.saver import Saver
+from workers.state import capture
 
 SIZES_MB = (200, 1000)
 COMPUTE_S = 0.5
+FEWEST_STEPS = 4
 WIDTH = 1024
+BATCH = 64
 
 
-class Link:
-    """Keeps what the saver reports."""
+class Publisher:
+    """The controller's part of a save: one rank's part makes a checkpoint."""
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
+    def __init__(self, storage: Path) -> None:
+        self.catalogue = Catalogue(open_folder(str(storage)).at("checkpoints"))
         self.concluded_saves: dict[int, bool] = {}
 
-    def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         assert kind == "part_saved", (kind, fields)
-        self.parts.append(payload)
+        said = json.loads(payload)
+        part = part_from_json(said["part"])
+        self.catalogue.publish(fields["step"], 1, [part], said["state"], {})
+        self.concluded_saves[fields["step"]] = True
 
 
 class By:
@@ -53,7 +67,9 @@ class By:
 
 def spec() -> WorkerSpec:
     values: dict[str, Any] = {name: None for name in WorkerSpec.__slots__}
-    return WorkerSpec(**{**values, "has_checkpoints": True, "steps": 10**6})
+    return WorkerSpec(
+        **{**values, "has_checkpoints": True, "checkpoint_every": 10**6, "steps": 10**7}
+    )
 
 
 def replica_of(size_mb: int) -> Replica:
@@ -81,49 +97,96 @@ def compute(for_s: float) -> None:
         a = torch.tanh(a @ a)
 
 
-def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, float]:
-    replica, link = replica_of(size_mb), Link()
-    saver = Saver(link, spec())  # type: ignore[arg-type]
-    saver.open(str(storage))
-    catalogue = Catalogue(open_folder(str(storage)).at("checkpoints"))
-    snapshot = replica.snapshot()
-    live = [snapshot._left[name] for name in snapshot.shapes]
-    copies = [torch.ones_like(t) for t in live]
-    size_bytes = sum(t.nbytes for t in live)
-    snapshot.drop()
+class Training:
+    """A loop in this process, and its saves."""
+
+    def __init__(self, storage: Path, size_mb: int) -> None:
+        self.storage, self.replica = storage, replica_of(size_mb)
+        self.publisher = Publisher(storage)
+        self.saver = Saver(self.publisher, spec())  # type: ignore[arg-type]
+        self.saver.open(str(storage))
+        _, self.live = capture(self.replica.model, self.replica.optimizer, None)
+        self.size_bytes = sum(t.nbytes for t in self.live.values())
+        self.batch = torch.randn(BATCH, WIDTH)
+        self.replica.step = 1
+        self.saver.after_step(self.replica, By())  # as after the first step of a generation
+
+    def step(self) -> None:
+        self.replica.model(self.batch).sum().backward()
+        self.replica.settle()
+        self.replica.optimizer.step()
+        self.replica.drop_gradients()
+
+    def begin_save(self) -> Callable[[], bool]:
+        """Gives what tells whether it is durable."""
+        self.replica.step += 1
+        self.saver.begin(self.replica, By())
+        return lambda: not self.saver.is_busy
+
+    def begin_dcp(self) -> Callable[[], bool]:
+        state = {"model": self.replica.model, "optimizer": self.replica.optimizer}
+        model, optimizer = get_state_dict(state["model"], state["optimizer"])
+        target = tempfile.mkdtemp(dir=self.storage)
+        future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=target)
+        return future.done  # type: ignore[union-attr]
+
+    def clear(self) -> None:
+        """Room on the disk."""
+        for folder in self.storage.iterdir():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def blocked_s(self) -> float:
+        begin_s = seconds(self.begin_save)
+        compute(COMPUTE_S)
+        return begin_s + seconds(self.replica.settle)
+
+    def slow_down_s(self, begin: Callable[[], Callable[[], bool]], step_s: float) -> float:
+        """Extra seconds until the save is durable."""
+        began, num_steps = time.perf_counter(), 0
+        is_done = begin()
+        while not is_done() or num_steps < FEWEST_STEPS:
+            self.step()
+            num_steps += 1
+        return time.perf_counter() - began - num_steps * step_s
+
+
+def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, list[float]]:
+    training = Training(storage, size_mb)
+    saver = training.saver
+    copies = {name: torch.ones_like(t) for name, t in training.live.items()}
 
     def memcpy() -> None:
-        for copy, tensor in zip(copies, live, strict=True):
-            copy.copy_(tensor)
+        for name, tensor in training.live.items():
+            copies[name].copy_(tensor)
 
-    blocked: list[float] = []
-    writing: list[float] = []
-    copying: list[float] = []
-    raw: list[float] = []
+    found: dict[str, list[float]] = {}
     for _ in range(repeats):
-        copying.append(seconds(memcpy))
-        replica.step += 1
-        began = time.perf_counter()
-        begin_s = seconds(lambda: saver.begin(replica, By()))
-        compute(COMPUTE_S)
-        blocked.append(begin_s + seconds(replica._settle))
+        found.setdefault("memcpy", []).append(seconds(memcpy))
+        found.setdefault("blocked", []).append(training.blocked_s())
         saver._wait()
-        writing.append(time.perf_counter() - began)
-        said = json.loads(link.parts[-1])
-        catalogue.publish(replica.step, 1, [part_from_json(said["part"])], said["state"], {})
-        catalogue.retire(2, None)
-        raw.append(seconds(lambda: dd(storage, size_bytes)))
-    other = replica_of(size_mb)
-    return {
-        "blocked_s": statistics.median(blocked),
-        "worst_blocked_s": max(blocked[1:]),
-        "first_blocked_s": blocked[0],
-        "memcpy_s": statistics.median(copying),
-        "written_per_s": size_bytes / statistics.median(writing),
-        "dd_per_s": size_bytes / statistics.median(raw),
-        "load_s": seconds(lambda: load_newest(catalogue, other)),
-        "dcp_load_s": dcp_load(storage, replica),
-    }
+        training.clear()
+        found.setdefault("plain", []).append(seconds(lambda: repeat(training.step)) / FEWEST_STEPS)
+        step_s = statistics.median(found["plain"])
+        ours = training.slow_down_s(training.begin_save, step_s)
+        found.setdefault("slower", []).append(ours)
+        training.clear()
+        found.setdefault("slower dcp", []).append(training.slow_down_s(training.begin_dcp, step_s))
+        training.clear()
+
+        def save() -> None:
+            training.begin_save()
+            training.saver._wait()
+
+        found.setdefault("written", []).append(training.size_bytes / seconds(save))
+        training.clear()
+        size = training.size_bytes
+        found.setdefault("dd", []).append(size / seconds(lambda n=size: dd(storage, n)))
+    return found
+
+
+def repeat(step: Callable[[], None]) -> None:
+    for _ in range(FEWEST_STEPS):
+        step()
 
 
 def dd(storage: Path, size_bytes: int) -> None:
@@ -133,11 +196,18 @@ def dd(storage: Path, size_bytes: int) -> None:
     target.unlink()
 
 
-def dcp_load(storage: Path, replica: Replica) -> float:
-    snapshot = replica.snapshot()
-    state = {name: snapshot.take(name) for name in snapshot.shapes}
-    dcp.save(state, checkpoint_id=str(storage / "dcp"), no_dist=True)
-    return seconds(lambda: dcp.load(state, checkpoint_id=str(storage / "dcp"), no_dist=True))
+def said_of(found: dict[str, list[float]]) -> dict[str, str]:
+    median = {name: statistics.median(values) for name, values in found.items()}
+    blocked, memcpy = median["blocked"], median["memcpy"]
+    return {
+        "blocked": f"{blocked * 1e3:.1f} ms, first {found['blocked'][0] * 1e3:.0f}, worst "
+        f"{max(found['blocked']) * 1e3:.0f}; memcpy {memcpy * 1e3:.0f} ms: {blocked / memcpy:.2f}",
+        "slow-down": f"{median['slower'] * 1e3:.0f} ms, dcp.async_save "
+        f"{median['slower dcp'] * 1e3:.0f} ms: {median['slower'] / median['slower dcp']:.2f} "
+        f"(a step is {median['plain'] * 1e3:.0f} ms)",
+        "written": f"{median['written'] / 2**20:.0f} MB/s, dd {median['dd'] / 2**20:.0f}: "
+        f"{median['written'] / median['dd']:.2f}",
+    }
 
 
 def main() -> int:
@@ -147,20 +217,15 @@ def main() -> int:
     torch.set_num_threads(1)
     about = machine(1)
     console.print(about)
-    results: dict[str, str] = {}
-    for size_mb in SIZES_MB:
-        with storage_directory() as storage:
-            m = measure(storage, size_mb, arguments.repeats)
-        of = f"{size_mb} MB"
-        ratio = m["blocked_s"] / m["memcpy_s"]
-        results[f"blocked {of}"] = (
-            f"{m['blocked_s'] * 1e3:.0f} ms, worst {m['worst_blocked_s'] * 1e3:.0f}, first "
-            f"{m['first_blocked_s'] * 1e3:.0f}; memcpy {m['memcpy_s'] * 1e3:.0f} ms: {ratio:.2f}"
-        )
-        rate = m["written_per_s"] / m["dd_per_s"]
-        results[f"written {of}"] = f"{m['written_per_s'] / 2**20:.0f} MB/s, {rate:.2f} of dd"
-        load = f"{m['load_s']:.2f} s, torch DCP {m['dcp_load_s']:.2f} s"
-        results[f"loaded {of}"] = load
+    with tempfile.TemporaryDirectory() as meeting:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}/s", rank=0, world_size=1)
+        results: dict[str, str] = {}
+        for size_mb in SIZES_MB:
+            with storage_directory() as storage:
+                said = said_of(measure(storage, size_mb, arguments.repeats))
+            console.print(said)
+            results |= {f"{name} {size_mb} MB": value for name, value in said.items()}
+        dist.destroy_process_group()
     report("Checkpoints", list(results), [list(results.values())])
     setting = f"{arguments.repeats} saves per size, one rank"
     record("checkpoints", about=about, setting=setting, results=results)

@@ -85,7 +85,7 @@ def test_a_state_saved_by_three_ranks_is_restored_bit_for_bit(tmp_path) -> None:
     for rank, saver in enumerate(savers):
         saver.open(str(tmp_path))
         saver.begin(replica, By(rank))
-    replica._settle()
+    replica.settle()
     with torch.no_grad():
         for parameter in replica.parameters:
             parameter.zero_()  # the next step must not show in the checkpoint
