@@ -5,7 +5,16 @@ import sys
 
 from tests.bench.harness import REPOSITORY, environment
 
-BENCHMARKS = ("control_scale", "checkpoints", "worlds", "throughput", "startup", "join", "recovery")
+BENCHMARKS = (
+    "control_scale",
+    "checkpoints",
+    "checkpoint_load",
+    "worlds",
+    "throughput",
+    "startup",
+    "join",
+    "recovery",
+)
 
 
 def main() -> int:

@@ -110,6 +110,7 @@ class Training:
         self.batch = torch.randn(BATCH, WIDTH)
         self.replica.step = 1
         self.saver.after_step(self.replica, By())  # as after the first step of a generation
+        repeat(self.step)
 
     def step(self) -> None:
         self.replica.model(self.batch).sum().backward()

@@ -1,5 +1,6 @@
-"""Twenty kills at random moments by the pids of status.json; `make test-faults` runs it."""
+"""Twenty kills at random moments, and twenty of everything during saves; `make test-faults`."""
 
+import contextlib
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from tests.cluster.live import assert_complete, leftovers
+from tests.cluster.test_checkpoints import assert_equals, catalogue, kill_everything
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -26,7 +28,8 @@ def test_twenty_random_kills_leave_no_trace(start, reference, seed):
             time.sleep(dice.uniform(0, 1.5))  # the moment is the fault
             rows = run.status()["workers"]
             if run.process.poll() is None and rows:
-                os.kill(dice.choice(rows)["pid"], signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # lost since the status was written
+                    os.kill(dice.choice(rows)["pid"], signal.SIGKILL)
         end = run.finish(patience_s=600)
         pids = run.seen_pids
     assert end["status"] == 0, end["err"]
@@ -37,3 +40,35 @@ def test_twenty_random_kills_leave_no_trace(start, reference, seed):
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert_complete(run, STEPS)
     assert leftovers(pids) == []
+
+
+@pytest.mark.timeout(1500)
+def test_killed_whole_during_a_save_twenty_times_and_resumed(start, reference):
+    options = {"steps": 1200, "checkpoint_every": 4, "set": ["sleep=0.005"]}
+    saved, num_torn = 0, 0
+    for i in range(NUM_KILLS):
+        with start("Toy", workers=2 + i % 3, **options) as run:
+            run.wait_for(lambda s, saved=saved: (s["committed_checkpoint"] or 0) > saved)
+            wait_for_a_torn_save(run)
+            kill_everything(run)
+        saved = catalogue(run).steps()[-1]
+        num_torn += bool(torn(run))
+    with start("Toy", workers=3, **options) as run:
+        end = run.finish()
+    assert_equals(run, end, reference("Toy", steps=1200))
+    assert num_torn >= NUM_KILLS / 4, "else the test does not test what it says"
+    assert torn(run) == []
+
+
+def torn(run) -> list[str]:
+    """Saves without a manifest."""
+    folder = run.directory / "checkpoints"
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+    return [path.name for path in found if not (path / "manifest.json").exists()]
+
+
+def wait_for_a_torn_save(run) -> None:
+    deadline = time.monotonic() + 60
+    while not torn(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)  # polling, bounded by the deadline

@@ -1,5 +1,6 @@
 """The shares of a replicated state, and a state that goes through files and comes back."""
 
+import json
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
 from workers.replica import Replica
 from workers.saver import Saver, share
+from workers.state import capture
 
 TENSORS = {
     "a": torch.arange(24.0).reshape(6, 4),
@@ -52,10 +54,10 @@ class Link:
 
 
 class By:
-    generation, world_size, step = 4, 3, 9
+    generation, step = 4, 9
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, world_size: int = 3) -> None:
+        self.rank, self.world_size = rank, world_size
 
 
 def make(seed: int, steps: int = 3) -> Replica:
@@ -76,22 +78,21 @@ def make(seed: int, steps: int = 3) -> Replica:
     return replica
 
 
-def test_a_state_saved_by_three_ranks_is_restored_bit_for_bit(tmp_path) -> None:
-    import json
-
+@pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
+def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_at) -> None:
     replica, link = make(0), Link()
     expected = weights_sha256(replica.model)
-    savers = [Saver(link, spec()) for _ in range(3)]  # type: ignore[arg-type]
+    savers = [Saver(link, spec()) for _ in range(saved_at)]  # type: ignore[arg-type]
     for rank, saver in enumerate(savers):
         saver.open(str(tmp_path))
-        saver.begin(replica, By(rank))
+        saver.begin(replica, By(rank, saved_at))
     replica.settle()
     with torch.no_grad():
         for parameter in replica.parameters:
             parameter.zero_()  # the next step must not show in the checkpoint
     for saver in savers:
         saver._wait()
-    assert [kind for kind, _, _ in link.said] == ["part_saved"] * 3
+    assert [kind for kind, _, _ in link.said] == ["part_saved"] * saved_at
     contents = [json.loads(payload) for _, _, payload in link.said]
     parts = [part_from_json(content["part"]) for content in contents]
     states = [content["state"] for content in contents if content["state"] is not None]
@@ -100,13 +101,43 @@ def test_a_state_saved_by_three_ranks_is_restored_bit_for_bit(tmp_path) -> None:
         check_cover(tensor)
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
     catalogue.publish(9, 4, parts, states[0], {})
-    other = make(1, steps=1)
-    other.step = 0
-    assert load_newest(catalogue, other) == []
-    assert other.step == 9
-    assert weights_sha256(other.model) == expected
-    assert other.scheduler.state_dict() == make(0).scheduler.state_dict()
+    for loaded_at in (1, 2, 3, 4):
+        for rank in range(loaded_at):  # replicas: each takes the whole state
+            other = make(1 + rank, steps=rank % 2)  # with and without optimizer state
+            other.step = 0
+            assert load_newest(catalogue, other) == []
+            assert other.step == 9
+            assert weights_sha256(other.model) == expected
+            assert whole_state(other) == whole_state(make(0))
     assert load_newest(catalogue, other) == [], "nothing newer"
+
+
+def whole_state(replica: Replica) -> tuple:
+    header, tensors = capture(replica.model, replica.optimizer, replica.scheduler)
+    others = {n: t.tolist() for n, t in tensors.items() if not n.startswith("model/")}
+    return header, others
+
+
+def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> None:
+    replica, link = make(0), Link()
+    saver = Saver(link, spec())  # type: ignore[arg-type]
+    saver.open(str(tmp_path))
+    saver.begin(replica, By(0, 1))
+    saver._wait()
+    content = json.loads(link.said[0][2])
+    catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
+    parts = [part_from_json(content["part"])]
+    manifest = catalogue.publish(9, 4, parts, content["state"], {})
+    path = tmp_path / "checkpoints" / "step-00000009" / manifest.files[0].name
+    whole = bytearray(path.read_bytes())
+    whole[-1] ^= 1
+    path.write_bytes(whole)
+    other = make(5)
+    other.step = 8
+    before = weights_sha256(other.model), whole_state(other)
+    assert [damage.step for damage in load_newest(catalogue, other)] == [9]
+    assert (weights_sha256(other.model), whole_state(other)) == before
+    assert other.step == 8
 
 
 def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
