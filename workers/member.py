@@ -320,6 +320,7 @@ class Member:
             prepared = replace(self.prepared, layout=layout)
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
+        self.replica.forget_unagreed()
         deadline = time.monotonic() + self.spec.join_timeout_s
         while self.replica.step != header["step"]:
             following = self._following
