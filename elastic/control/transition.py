@@ -6,6 +6,7 @@ capacity.py, recovery.py and ending.py.
 
 from dataclasses import replace
 
+from elastic.control.adoption import adopt
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
@@ -24,6 +25,7 @@ from elastic.control.saving import hear_failed_part, hear_part
 from elastic.control.state import (
     NOBODY,
     Active,
+    Adopted,
     Cancelled,
     CollectiveFailed,
     Committed,
@@ -163,6 +165,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
                 return finish(ledger, phase, "failed", why)
             return hear_failed_part(ledger, phase, event)
         # --- from outside
+        case _, Adopted():
+            return adopt(ledger, phase, event, limits)
         case Waiting(), StopRequested(reason=reason, at=at):
             survivors, rollers = tuple(ledger.holders), ledger.behind
             ledger = replace(ledger, stop=reason, holders=NOBODY, behind=NOBODY)
