@@ -86,11 +86,9 @@ class FakeCluster:
                 self.recall(command)
             case Publish() | Discard():
                 self.conclude_save(command)
-            case Finish(membership=membership):
-                self.generation = membership.generation
-                for number in membership.workers:
-                    self.workers[number].inbox.append(command)
-            case Pause(membership) | Abort(membership):
+            case Finish(membership) | Pause(membership) | Abort(membership):
+                is_new = isinstance(command, Finish)
+                self.generation = membership.generation if is_new else self.generation
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
@@ -290,24 +288,10 @@ class FakeCluster:
             case Sync(source=source):
                 w.source, w.is_copying, w.has_complained = self.workers[source], True, False
                 w.step, w.prepared = -1, None
-            case Form(membership=membership) if membership.generation <= w.aborted:
-                w.form, w.rank = command, membership.rank_of(w.number)
-                w.prepared = None if w.number not in command.roll_forward else w.prepared
+            case Form():
+                self.be_told(w, command)
             case Recall():
                 self.be_recalled(w, command)
-            case Form(membership=membership, roll_forward=rolling):
-                if self.faults.stuck and self.rng.random() < 0.2:
-                    self.faults.stuck -= 1
-                    w.is_stuck = True
-                    at = self.now + 100
-                    self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
-                    return
-                w.form, w.rank, w.mode = command, membership.rank_of(w.number), "lobby"
-                w.wants_pause = False
-                if w.number in rolling:
-                    assert w.prepared is not None
-                    self.step_to(w, w.prepared)
-                w.prepared = None
             case Abort():
                 self.abort(w, command)
             case Pause(membership):
@@ -316,6 +300,24 @@ class FakeCluster:
                 self.end(w, command)
             case _:
                 raise AssertionError(command)
+
+    def be_told(self, w: Worker, form: Form) -> None:
+        rank = form.membership.rank_of(w.number)
+        if form.membership.generation <= w.aborted:
+            w.form, w.rank = form, rank  # it is recalled already
+            return
+        if self.faults.stuck and self.rng.random() < 0.2:
+            self.faults.stuck -= 1
+            w.is_stuck = True
+            at = self.now + 100
+            self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
+            return
+        w.form, w.rank, w.mode = form, rank, "lobby"
+        w.wants_pause = False
+        if w.number in form.roll_forward:
+            assert w.prepared is not None
+            self.step_to(w, w.prepared)
+        w.prepared = None
 
     def abort(self, w: Worker, command: Abort) -> None:
         assert w.form is not None
