@@ -47,6 +47,10 @@ class Checkpoints:
             self._journal({"removed": name, "reason": "a save that was never whole"})
         self.committed = step or None
 
+    def take_over(self) -> None:
+        """Another controller opened them; a save of it may still be on its way."""
+        self.committed = max(self._catalogue.steps(), default=None)
+
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
         """Raises OSError; the save stays unpublished then."""
         began = time.monotonic()

@@ -74,7 +74,7 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         ledger,
         next_worker=max(ledger.next_worker, newest + 1),
         failures=0,
-        spawned=NOBODY,
+        spawned=who("starting"),
         ready=who("ready"),
         outdated=NOBODY,
         loading=NOBODY,

@@ -210,6 +210,7 @@ KINDS = (
     "working",  # a member whose generation has formed and has not been given up
     "stopped",  # holds state, waits at a boundary: paused, done, suspended, forming
     "ended",  # a member that was told to write the final state
+    "starting",  # builds the model
     "ready",  # without state
     "syncing",  # copying state
     "synced",  # following somebody

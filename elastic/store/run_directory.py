@@ -88,6 +88,7 @@ class RunDirectory:
         self._samples = self._open("samples.jsonl")
         self.last_step = self._repair()
         """Committed steps on record."""
+        self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
         if self._remote is not None:
             self._uploader.start()
@@ -96,6 +97,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """Where worker logs go on this node; brought to remote storage at the end."""
         return self.directory / "logs"
+
+    @property
+    def safe_step(self) -> int:
+        """Committed steps whose record outlives this process."""
+        return self.last_step if self._remote is None else self._uploaded_step
 
     @property
     def tensorboard(self) -> Path | None:
@@ -168,8 +174,10 @@ class RunDirectory:
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:
+            step = self.last_step
             for lines in (self._journal, self._samples, self._metrics):
                 lines.upload()
+            self._uploaded_step = min(step, self.last_step)
         if with_status and self._status is not None:
             status, self._status = self._status, None
             write_json(self.folder, "status.json", status)

@@ -120,8 +120,11 @@ class FakeCluster:
         self.pending.clear()
         standings: list[Standing] = []
         for number, w in sorted(self.workers.items()):
-            if not (w.is_alive and w.is_up and not w.is_stuck):
+            if not w.is_alive or w.is_stuck:
                 w.is_alive = False  # what does not answer is ended
+                continue
+            if not w.is_up:
+                standings.append(Standing(number, "starting"))
                 continue
             box = self.outbox.setdefault(number, deque())
             for _ in range(self.rng.randint(0, len(box))):
