@@ -1,15 +1,16 @@
-"""`elastic checkpoint export`: a checkpoint for programs that are not ours.
+"""`elastic checkpoint export | import`: checkpoints to and from programs that are not ours.
 
-The formats are in workers/checkpoint_export.py.
+The formats are in workers/checkpoint_export.py and workers/foreign_weights.py.
 """
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,8 +19,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from elastic.checkpoint_cli import RunDir, Step, app, catalogue_of, chosen, read_manifest
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest
+from elastic.store.catalogue import Catalogue
 from elastic.store.exports import publishing
-from elastic.store.files import first_line
+from elastic.store.files import first_line, open_folder
+from elastic.target import Target, load_target, parse_arguments
+
+if TYPE_CHECKING:
+    from workers.foreign_weights import Foreign
+    from workers.replica import Replica
 
 __all__ = ["app"]
 UNITS = {
@@ -78,6 +85,85 @@ def export(
     return 0
 
 
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(help="A folder or file of the format.")],
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name> of a run to come.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for `elastic run`.")],
+    from_: Annotated[Format, typer.Option("--from", help="The format.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Constructor argument of TARGET."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of values that the source does not have.")] = 0,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out the source's optimizer state.")
+    ] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Names that only one side has are no error.")
+    ] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Read DCP, whose metadata is a pickle: it runs code.")
+    ] = False,
+) -> int:
+    """Make the checkpoint of step 0 from foreign weights; `elastic run` begins with it."""
+    if from_ is Format.DCP and not trust:
+        raise WrongInput(
+            "a DCP folder's .metadata is a pickle, and torch's reader runs whatever code is in "
+            "it; give --trust if you know who wrote it, or convert it to safetensors"
+        )
+    path, folder = Path(source).expanduser().absolute(), open_folder(run_dir)
+    catalogue = Catalogue(folder.at("checkpoints"))
+    if folder.exists("config.json") or catalogue.folder.folders():
+        raise WrongInput(f"{run_dir} holds a run or checkpoints already; choose another name")
+    made = load_target(target, parse_arguments(settings or ()))
+
+    from workers import checkpoint_import as importing  # torch loads here
+
+    replica = build(made, seed)
+    found = read_source(path, from_)
+    about = {"imported_from": str(path), "format": str(from_), "seed": seed}
+    try:
+        with progress_bar(f"{from_} to step 0", None) as on_bytes:
+            notes = importing.load_foreign(
+                replica,
+                found,
+                is_partial=partial,
+                with_optimizer=not weights_only,
+                on_bytes=on_bytes,
+            )
+            importing.publish_initial(catalogue, replica, about, on_bytes)
+    except OSError as error:
+        return failed(f"{run_dir} cannot be written: {first_line(error)}")
+    for note in notes:
+        print(f"elastic: {note}", file=sys.stderr)
+    print(f"{run_dir}: step 0 has these weights; `elastic run` in this place begins with it")
+    return 0
+
+
+def build(target: Target, seed: int) -> "Replica":
+    """As a worker does, in the folder where workers run."""
+    import torch
+
+    from workers.build import build_replica
+    from workers.checkpoint_import import ImportSettings
+
+    with contextlib.chdir(target.folder or Path.cwd()):
+        return build_replica(target.workload, ImportSettings(seed), torch.device("cpu"))
+
+
+def read_source(path: Path, form: Format) -> "Foreign":
+    from workers import foreign_weights
+
+    if form is Format.DCP:
+        return foreign_weights.read_dcp(path)
+    if form is Format.TORCH:
+        return foreign_weights.read_torch(path)
+    return foreign_weights.read_safetensors(path)
+
+
 def failed(message: str) -> int:
     print(f"elastic: {message}", file=sys.stderr)
     return 1
@@ -102,10 +188,10 @@ def tensor_bytes(manifest: Manifest, to: Format) -> int:
 
 
 @contextmanager
-def progress_bar(what: str, size_bytes: int) -> Generator[Callable[[int], object]]:
-    """On stderr; gives the function that is told of bytes."""
+def progress_bar(what: str, size_bytes: int | None) -> Generator[Callable[[int], object]]:
+    """On stderr; gives the function that is told of bytes. size_bytes: None where unknown."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
         task = progress.add_task(what, total=size_bytes)
         yield lambda count: progress.advance(task, count)
-        progress.update(task, completed=size_bytes)
+        progress.update(task, completed=size_bytes)  # headers and checksums were read, too

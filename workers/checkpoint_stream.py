@@ -17,9 +17,13 @@ from workers.checkpoint_load import read_tensors
 from workers.state import decode
 
 OnBytes = Callable[[int], object]
-"""Is told how many bytes of tensors were read."""
+"""Is told how many bytes of tensors went by."""
 SMALL_BYTES = 64 * 2**10
 """Smaller tensors are read together, once: a read takes whole blocks."""
+
+
+def ignore(size_bytes: int) -> None:
+    """Nobody looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,7 @@ class Reference:
 class CheckpointReader:
     """One checkpoint. Whatever reads its tensors raises DamagedCheckpoint."""
 
-    def __init__(
-        self, catalogue: Catalogue, step: int, on_bytes: OnBytes = lambda size_bytes: None
-    ) -> None:
+    def __init__(self, catalogue: Catalogue, step: int, on_bytes: OnBytes = ignore) -> None:
         """Raises DamagedCheckpoint if the manifest is not sound."""
         self.manifest: Manifest = catalogue.manifest(step)
         self.tensors = {t.name: t for t in self.manifest.tensors}

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import elastic
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
@@ -41,6 +42,29 @@ class Odd(nn.Module):
 
     def set_extra_state(self, state: Counter) -> None:
         self.calls = state
+
+
+class Job(elastic.Workload):
+    """With two parameter groups of other options than `build` has."""
+
+    def __init__(self, width=None, optimizer="AdamW"):
+        self.width, self.kind = width, optimizer
+
+    def build_model(self):
+        return nn.Linear(self.width, 2) if self.width else Odd()
+
+    def build_optimizer(self, params):
+        groups = [{"params": params[:1], "weight_decay": 0.5}, {"params": params[1:], "lr": 7e-4}]
+        return getattr(torch.optim, self.kind)(groups, lr=0.5)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=9)
+
+    def dataset(self):
+        return list(range(11))
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
 
 
 def build(seed: int, steps: int = 2) -> Replica:
