@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -69,7 +69,7 @@ def write_part(
     file: str,
     boxes: Sequence[Box],
     contents: Iterable[memoryview],
-    metadata: Mapping[str, str] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> Part:
     """Write `file` durably: one tensor per box, each box's bytes in C order from `contents`.
 
@@ -92,7 +92,7 @@ def write_part(
 
 
 def safetensors_header(
-    boxes: Sequence[Box], metadata: Mapping[str, str] | None = None
+    boxes: Sequence[Box], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
     """The beginning of the file, and where each box begins in it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
