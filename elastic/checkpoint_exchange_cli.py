@@ -6,17 +6,13 @@ The formats are in workers/checkpoint_export.py and workers/foreign_weights.py.
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from elastic.checkpoint_cli import RunDir, Step, app, catalogue_of, chosen, read_manifest
+from elastic.checkpoint_cli import RunDir, Step, catalogue_of, chosen, progress_bar, read_manifest
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest
 from elastic.store.catalogue import Catalogue
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
     from workers.foreign_weights import Foreign
     from workers.replica import Replica
 
-__all__ = ["app"]
+app = typer.Typer()
 UNITS = {
     "": 1,
     "KB": 10**3,
@@ -185,13 +181,3 @@ def tensor_bytes(manifest: Manifest, to: Format) -> int:
 
     stored = set(manifest.state["weights"].values())
     return sum(size_bytes(t) for t in manifest.tensors if t.name in stored)
-
-
-@contextmanager
-def progress_bar(what: str, size_bytes: int | None) -> Generator[Callable[[int], object]]:
-    """On stderr; gives the function that is told of bytes. size_bytes: None where unknown."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task(what, total=size_bytes)
-        yield lambda count: progress.advance(task, count)
-        progress.update(task, completed=size_bytes)  # headers and checksums were read, too

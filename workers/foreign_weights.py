@@ -102,7 +102,7 @@ def optimizer_state(value: dict[str, Any]) -> OptimizerState | None:
         return None
     sizes = tuple(len(group["params"]) for group in cast(list[Any], groups))
     if all(isinstance(key, str) for group in groups for key in group["params"]):
-        return OptimizerState({plain_name(n): v for n, v in state.items()}, {}, sizes)
+        return OptimizerState({plain_name(str(n)): v for n, v in state.items()}, {}, sizes)
     order = [key for group in groups for key in group["params"]]
     return OptimizerState(None, {i: state[k] for i, k in enumerate(order) if k in state}, sizes)
 
