@@ -110,10 +110,7 @@ def import_(
             "a DCP folder's .metadata is a pickle, and torch's reader runs whatever code is in "
             "it; give --trust if you know who wrote it, or convert it to safetensors"
         )
-    path, folder = Path(source).expanduser().absolute(), open_folder(run_dir)
-    catalogue = Catalogue(folder.at("checkpoints"))
-    if folder.exists("config.json") or catalogue.folder.folders():
-        raise WrongInput(f"{run_dir} holds a run or checkpoints already; choose another name")
+    path, catalogue = Path(source).expanduser().absolute(), free_catalogue(run_dir)
     made = load_target(target, parse_arguments(settings or ()))
 
     from workers import checkpoint_import as importing  # torch loads here
@@ -124,11 +121,7 @@ def import_(
     try:
         with progress_bar(f"{from_} to step 0", None) as on_bytes:
             notes = importing.load_foreign(
-                replica,
-                found,
-                is_partial=partial,
-                with_optimizer=not weights_only,
-                on_bytes=on_bytes,
+                replica, found, on_bytes, is_partial=partial, with_optimizer=not weights_only
             )
             importing.publish_initial(catalogue, replica, about, on_bytes)
     except OSError as error:
@@ -137,6 +130,15 @@ def import_(
         print(f"elastic: {note}", file=sys.stderr)
     print(f"{run_dir}: step 0 has these weights; `elastic run` in this place begins with it")
     return 0
+
+
+def free_catalogue(run_dir: str) -> Catalogue:
+    """Of a run that is not there yet; WrongInput if it is."""
+    folder = open_folder(run_dir)
+    catalogue = Catalogue(folder.at("checkpoints"))
+    if folder.exists("config.json") or catalogue.folder.folders():
+        raise WrongInput(f"{run_dir} holds a run or checkpoints already; choose another name")
+    return catalogue
 
 
 def build(target: Target, seed: int) -> "Replica":

@@ -38,10 +38,10 @@ class ImportSettings:
 def load_foreign(
     replica: Replica,
     source: Foreign,
+    on_bytes: OnBytes = ignore,
     *,
     is_partial: bool,
     with_optimizer: bool,
-    on_bytes: OnBytes = ignore,
 ) -> list[str]:
     """Put the source's weights, and its optimizer state if it has any, into a new replica.
 

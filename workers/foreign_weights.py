@@ -96,15 +96,16 @@ def from_tree(place: str, found: dict[str, Any]) -> Foreign:
 def optimizer_state(value: dict[str, Any]) -> OptimizerState | None:
     """From `Optimizer.state_dict()` or `get_optimizer_state_dict()`; None from anything else."""
     state, groups = value.get("state"), value.get("param_groups")
-    if isinstance(state, list):  # positions, as DCP gives them back
-        state = dict(enumerate(cast(list[Any], state)))
     if not isinstance(state, dict) or not isinstance(groups, list):
         return None
-    sizes = tuple(len(group["params"]) for group in cast(list[Any], groups))
+    if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+        return None
+    sizes = tuple(len(group["params"]) for group in groups)
     if all(isinstance(key, str) for group in groups for key in group["params"]):
         return OptimizerState({plain_name(str(n)): v for n, v in state.items()}, {}, sizes)
-    order = [key for group in groups for key in group["params"]]
-    return OptimizerState(None, {i: state[k] for i, k in enumerate(order) if k in state}, sizes)
+    order = [str(key) for group in groups for key in group["params"]]
+    known = {str(key): v for key, v in state.items()}  # DCP's keys are strings
+    return OptimizerState(None, {i: known[k] for i, k in enumerate(order) if k in known}, sizes)
 
 
 # --- safetensors -------------------------------------------------------------------------------

@@ -140,3 +140,13 @@ def test_what_is_there_is_replaced_only_if_it_is_an_export_and_asked_for(run_dir
     assert [p.name for p in out.iterdir()] == ["mine"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run"]
     assert main([*command, "safetensors", "--max-shard-size", "much"]) == 2
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "safetensors"])
+def test_a_place_that_cannot_be_written_is_one_line(run_dir, tmp_path, capsys, form):
+    (tmp_path / "file").write_text("mine")
+    out = str(tmp_path / "file" / "out")
+    assert main(["checkpoint", "export", str(run_dir), out, "--to", form]) == 1
+    err = capsys.readouterr().err.strip().splitlines()
+    assert err[-1].startswith(f"elastic: {out} cannot be written: ")
+    assert (tmp_path / "file").read_text() == "mine"

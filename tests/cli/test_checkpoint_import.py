@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.cli import main
 from elastic.store.catalogue import PINNED, Catalogue
@@ -174,3 +175,33 @@ def test_tied_weights_that_differ_in_the_source_are_refused(tmp_path, capsys):
     command = ["checkpoint", "import", str(tmp_path / "w.pt"), str(tmp_path / "new"), JOB]
     assert main([*command, "--from", "torch"]) == 2
     assert "are tied here and differ in source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["positions", "names"])
+def test_what_torch_alone_wrote_as_dcp_is_read(tmp_path, form):
+    source = build(3)
+    source.model.empty.grad = None
+    del source.optimizer.state[source.model.scale]  # a gap in the positions
+    if form == "names":
+        model, optimizer = get_state_dict(source.model, source.optimizer)
+    else:
+        model, optimizer = source.model.state_dict(), source.optimizer.state_dict()
+    state = {"model": model, "optimizer": optimizer, "more": {"epoch": 3}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    command = ["checkpoint", "import", str(tmp_path / "dcp"), str(tmp_path / "new"), JOB]
+    assert main([*command, "--from", "dcp", "--trust"]) == 0
+    started = start(tmp_path / "new")
+    assert weights_sha256(started.model) == weights_sha256(source.model)
+    assert_equal(started.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("form", ["dcp", "torch", "safetensors"])
+def test_a_source_that_is_no_such_thing_is_one_line(tmp_path, form, capsys):
+    (tmp_path / "garbage").write_bytes(b"\x00garbage" * 100)
+    for source in ("garbage", "nothing"):
+        command = ["checkpoint", "import", str(tmp_path / source), str(tmp_path / "new"), JOB]
+        assert main([*command, "--from", form, "--trust"]) == 2
+        err = capsys.readouterr().err.strip().splitlines()
+        assert err[-1].startswith("elastic: ")
+        assert str(tmp_path / source) in err[-1]
+    assert not (tmp_path / "new").exists()
