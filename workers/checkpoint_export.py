@@ -40,12 +40,16 @@ def export_dcp(reader: CheckpointReader, folder: Path) -> Notes:
         f"optimizer state {name!r} belongs to no parameter, which DCP has no place for"
         for name in reader.optimizer_shared()
     ]
+    optimizer, groups = reader.optimizer_state(), reader.optimizer_groups()
+    bare = [n for group in groups for n in group["params"] if n not in optimizer]
+    if optimizer and bare:
+        notes.append(
+            f"{len(bare)} parameters never had a gradient and have no optimizer state, the first "
+            f"is {bare[0]!r}; load with DefaultLoadPlanner(allow_partial_load=True)"
+        )
     state = {
         "model": reader.model(),
-        "optimizer": {
-            "state": reader.optimizer_state(),
-            "param_groups": reader.optimizer_groups(),
-        },
+        "optimizer": {"state": optimizer, "param_groups": groups},
         "step": reader.manifest.step,
     }
     planner = _StreamingPlanner(reader)

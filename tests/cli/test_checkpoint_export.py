@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from elastic.cli import main
@@ -52,6 +53,24 @@ def test_dcp_alone_puts_it_into_a_model_and_an_optimizer(run_dir, tmp_path):
     assert weights_sha256(target.model) == weights_sha256(source.model)
     assert target.model.calls == source.model.calls
     assert_equal(target.optimizer.state_dict(), source.optimizer.state_dict())
+
+
+def test_dcp_without_state_for_an_unused_parameter_says_how_to_load_it(tmp_path, capsys):
+    source = build(2)
+    del source.optimizer.state[source.model.scale]
+    save(tmp_path / "run", 10, source)
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "1 parameters never had a gradient and have no optimizer state" in said
+    assert "'scale'; load with DefaultLoadPlanner(allow_partial_load=True)" in said
+    target = build(7)
+    model_state, optimizer_state = get_state_dict(target.model, target.optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", planner=planner)
+    target.model.load_state_dict(state["model"])
+    assert weights_sha256(target.model) == weights_sha256(source.model)
 
 
 def test_torch_load_alone_reads_it_with_weights_only(run_dir, tmp_path, capsys):
