@@ -24,7 +24,7 @@ READERS = 4
 
 
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
-    """Restore the newest good checkpoint newer than `replica`, or of step 0, else leave it as it is.
+    """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
 
     It is read into the memory that the replica has already: damage found on the way leaves nothing
     of an initial state, and a later one is touched only when all was verified before. Gives those
