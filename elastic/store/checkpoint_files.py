@@ -72,15 +72,19 @@ def element_bytes(dtype: str, name: str) -> int:
 
 
 def write_part(
-    folder: Folder, file: str, boxes: Sequence[Box], contents: Iterable[memoryview]
+    folder: Folder,
+    file: str,
+    boxes: Sequence[Box],
+    contents: Iterable[memoryview],
+    metadata: dict[str, str] | None = None,
 ) -> Part:
     """Write `file` durably: one tensor per box, each box's bytes in C order from `contents`.
 
     `contents` is consumed one by one, so that each may be made just before it is written. Raises
     OSError; whatever `contents` raises passes through. Nothing refers to the file until a manifest
-    does.
+    does. metadata: for the file's header.
     """
-    header, offsets = safetensors_header(boxes)
+    header, offsets = safetensors_header(boxes, metadata)
     with _Output(folder, file) as output:
         output.write(memoryview(header))
         for box, content in zip(boxes, contents, strict=True):
@@ -93,9 +97,11 @@ def write_part(
     return Part(StoredFile(file, output.size_bytes, tuple(output.blocks)), tensors)
 
 
-def safetensors_header(boxes: Sequence[Box]) -> tuple[bytes, list[int]]:
+def safetensors_header(
+    boxes: Sequence[Box], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
     """The beginning of the file, and where each box begins in it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at, offsets = 0, list[int]()
     for box in boxes:
         end = at + box.size_bytes
