@@ -297,7 +297,7 @@ class FakeCluster:
                 self.be_recalled(w, command)
             case Abort():
                 self.abort(w, command)
-            case Pause(membership):
+            case Pause():
                 w.wants_pause = True
             case Finish():
                 self.end(w, command)
