@@ -97,10 +97,8 @@ class RayCluster:
                 self.links.send(worker, {"type": "load", **where})
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
-            case c.Pause() | c.Abort():
+            case c.Pause() | c.Abort() | c.Recall():
                 self._interrupt(command)
-            case c.Recall(membership=membership):
-                self._tell_ranks(membership, {"type": "recall"})
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
@@ -117,11 +115,11 @@ class RayCluster:
             self.workers[worker].state = "syncing"
         self.links.send(worker, {"type": "sync", "address": address, "source": source})
 
-    def _interrupt(self, command: c.Pause | c.Abort) -> None:
+    def _interrupt(self, command: c.Pause | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
-        kind = "pause" if isinstance(command, c.Pause) else "abort"
-        self._tell(command.membership, {"type": kind, "generation": generation})
-        if isinstance(command, c.Abort):
+        kind = type(command).__name__.lower()
+        self._tell_ranks(command.membership, {"type": kind})
+        if not isinstance(command, c.Pause):
             self._open_store(generation + 1)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
@@ -131,10 +129,6 @@ class RayCluster:
             self.host.on_publish(generation, step, parts)
         else:
             self.host.on_discard(generation, step)
-
-    def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
-        for worker in membership.workers:
-            self.links.send(worker, header)
 
     def _finish(self, membership: Membership, outcome: str) -> None:
         header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
