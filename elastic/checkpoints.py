@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.protocol.manifest import part_from_json
 from elastic.store.catalogue import PINNED, Catalogue, Damage
+from elastic.store.files import first_line
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Checkpoints:
         self._keep, self._about, self._journal = keep, about, journal
         self.committed: int | None = None
         """Step of the newest good checkpoint."""
+        self._leftovers: set[tuple[int, int]] = set()  # generation, step of saves to be removed
 
     def open(self, step: int, damaged: list[Damage]) -> None:
         """The run stands at `step`, after these newer checkpoints could not be used."""
@@ -48,15 +50,19 @@ class Checkpoints:
         self.committed = step or None
 
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
-        """Raises OSError; the save stays unpublished then."""
+        """Raises OSError; the save stays unpublished then, and its files are removed."""
         began = time.monotonic()
         self._directory.sync()  # the records of its steps are not less durable than it is
         parts = [part_from_json(content["part"]) for content in contents]
         state = next(c["state"] for c in contents if c["state"] is not None)
         about = {**self._about, PINNED: any(c["is_pinned"] for c in contents)}
-        manifest = self._catalogue.publish(step, generation, parts, state, about)
+        try:
+            manifest = self._catalogue.publish(step, generation, parts, state, about)
+        except OSError:
+            self._leftovers.add((generation, step))
+            raise
         self.committed = max(step, self.committed or 0)
-        retired = self._catalogue.retire(*self._keep)
+        retired = self._clean_up()
         self._journal(
             {
                 "published": step,
@@ -66,5 +72,18 @@ class Checkpoints:
             }
         )
 
+    def _clean_up(self) -> list[int]:
+        """Old checkpoints, and what could not be removed before. It can wait for the next one."""
+        try:
+            for generation, step in sorted(self._leftovers):
+                self.discard(generation, step)
+            return self._catalogue.retire(*self._keep)
+        except OSError as error:
+            log.warning('old checkpoints stay reason="%s"', first_line(error))
+            return []
+
     def discard(self, generation: int, step: int) -> None:
+        """Raises OSError; tried again with the next checkpoint that is published then."""
+        self._leftovers.add((generation, step))
         self._catalogue.discard(step, generation)
+        self._leftovers.discard((generation, step))

@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -146,10 +147,13 @@ class _Output:
         self.blocks.append(self._crc)
         self._crc, self._filled = 0, 0
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._filled:
             self._end_block()
         local = self._folder.local
+        if kind is not None and local is None:
+            self._give_up(is_broken=issubclass(kind, OSError))
+            return
         try:
             if kind is None and local is not None:
                 os.fsync(self._stream.fileno())
@@ -158,9 +162,23 @@ class _Output:
         if kind is None and local is not None:
             sync_directory(local)
 
+    def _give_up(self, *, is_broken: bool) -> None:
+        """Closing completes an upload that is not broken: what is there then is removed again."""
+        with suppress(OSError):
+            self._stream.close()
+            if not is_broken:
+                self._folder.delete(self._name)
+
+
+def raise_unless_damage(folder: Folder, error: OSError) -> None:
+    """A store that does not answer says nothing about a file; a local disk that fails does."""
+    if folder.local is None and not isinstance(error, FileNotFoundError):
+        raise error
+
 
 class PartReader:
-    """Ranges of one file, every byte of them verified. Raises DamagedCheckpoint."""
+    """Ranges of one file, every byte of them verified. Raises DamagedCheckpoint; OSError if the
+    store does not answer."""
 
     def __init__(self, folder: Folder, file: StoredFile) -> None:
         self._folder, self._file = folder, file
@@ -170,6 +188,7 @@ class PartReader:
         try:
             self._stream: Any = folder.open(file.name)
         except OSError as error:
+            raise_unless_damage(folder, error)
             raise DamagedCheckpoint(self.place, "the file is missing") from error
         local = folder.local
         self._descriptor = None if local is None else os.open(local / file.name, os.O_RDONLY)
@@ -216,6 +235,7 @@ class PartReader:
             try:
                 count = self._read_into(content, first)
             except OSError as error:
+                raise_unless_damage(self._folder, error)
                 raise DamagedCheckpoint(self.place, f"cannot be read: {error}") from error
             if count != size or zlib.crc32(content) != self._file.blocks[index]:
                 what = f"bytes {first}..{first + size - 1} are not what was written"
