@@ -19,7 +19,11 @@ class StorageTrouble:
         self._failed.setdefault(step, cause)
         self._is_last_save_lost = True
 
-    def hear_published(self, step: int) -> None:
+    def hear_published(self, step: int, cause: str = "") -> None:
+        """cause: why it could not be published after all."""
+        if cause:
+            self.hear_save(step, cause)
+            return
         self._failed.pop(step, None)
         self._saved.add(step)
         self._is_last_save_lost = False

@@ -28,8 +28,8 @@ from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
-from elastic.store.catalogue import Damage
 from elastic.storage_trouble import StorageTrouble
+from elastic.store.catalogue import Damage
 from elastic.store.files import first_line, place_of, sees_probe
 from elastic.store.run_directory import RunDirectory
 
@@ -192,12 +192,8 @@ class Supervisor:
 
     def _on_published(self, step: int, publishing: "Future[Any]") -> None:
         error = publishing.exception()
-        is_published = error is None
-        if error is None:
-            self.trouble.hear_published(step)
-        else:
-            self.trouble.hear_save(step, first_line(error))
-        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, is_published)
+        self.trouble.hear_published(step, "" if error is None else first_line(error))
+        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, error is None)
 
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None

@@ -98,6 +98,11 @@ class Faults:
         self.is_unreachable, self.only = False, ""
 
 
+class _Listener(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
 class FaultProxy:
     """A TCP proxy that knows where an HTTP request begins. One connection, one request: every
     request is told to close. Use as a context manager."""
@@ -112,8 +117,7 @@ class FaultProxy:
             def handle(self) -> None:
                 proxy._pass(self.request, upstream_port)
 
-        socketserver.ThreadingTCPServer.daemon_threads = True
-        self._server = socketserver.ThreadingTCPServer((HOST, 0), Connection)
+        self._server = _Listener((HOST, 0), Connection)
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> "FaultProxy":

@@ -13,7 +13,7 @@ CONNECT_S = 3.0
 SILENCE_S = 10.0
 """No byte for this long in the middle of a request: it has failed."""
 ATTEMPTS = 4
-"""Of one request. pyarrow's own rule counts 30, whatever each one takes: minutes, if a store hangs."""
+"""Of one request. pyarrow's own rule is 30, however long each takes: minutes if a store hangs."""
 GCS_PATIENCE = "retry_limit_seconds=60"
 LARGEST_COPY_BYTES = 5 * 2**30
 """S3 copies no larger object in one request."""
