@@ -74,13 +74,14 @@ class Checkpoints:
 
     def _clean_up(self) -> list[int]:
         """Old checkpoints, and what could not be removed before. It can wait for the next one."""
+        retired: list[int] = []
         try:
+            retired = self._catalogue.retire(*self._keep)
             for generation, step in sorted(self._leftovers):
                 self.discard(generation, step)
-            return self._catalogue.retire(*self._keep)
         except OSError as error:
-            log.warning('old checkpoints stay reason="%s"', first_line(error))
-            return []
+            log.warning('old checkpoints or leftovers stay reason="%s"', first_line(error))
+        return retired
 
     def discard(self, generation: int, step: int) -> None:
         """Raises OSError; tried again with the next checkpoint that is published then."""

@@ -90,12 +90,15 @@ class Faults:
     """Connections break once a request's body has passed so many bytes."""
     bytes_per_s: float | None = None
     is_unreachable: bool = False
+    """Connections are closed before a word."""
+    is_silent: bool = False
+    """Requests are taken and never answered."""
     only: str = ""
     """Only requests whose first line contains it; all if it is empty."""
 
     def heal(self) -> None:
         self.errors, self.cut_upload_after, self.bytes_per_s = 0, None, None
-        self.is_unreachable, self.only = False, ""
+        self.is_unreachable, self.is_silent, self.only = False, False, ""
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -136,6 +139,8 @@ class FaultProxy:
             return
         line = head.split(b"\r\n", 1)[0].decode()
         self.seen.append(line)
+        while self.faults.is_silent and client.recv(1 << 16):
+            pass  # until the client has had enough
         is_meant = self.faults.only in line
         if is_meant and self.faults.errors > 0:
             self.faults.errors -= 1

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.remote import copy_file, from_uri
+from elastic.store.remote import copy_file, from_uri, read_whole
 
 arrow_fs: Any = pyarrow.fs  # has no type stubs
 
@@ -60,8 +60,7 @@ class Folder:
         """The whole file; FileNotFoundError if there is none."""
         if self.local:
             return (self.local / name).read_bytes()
-        with self.filesystem.open_input_stream(self.path_of(name)) as stream:
-            return stream.read()
+        return read_whole(self.filesystem, self.path_of(name))
 
     def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
         """Publish `content` under `name`; `is_durable` also survives the machine's crash."""

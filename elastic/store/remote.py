@@ -17,6 +17,7 @@ ATTEMPTS = 4
 GCS_PATIENCE = "retry_limit_seconds=60"
 LARGEST_COPY_BYTES = 5 * 2**30
 """S3 copies no larger object in one request."""
+READS = 10
 COPY_BLOCK_BYTES = 16 * 2**20
 
 
@@ -35,6 +36,17 @@ def from_uri(place: str) -> tuple[Any, str]:
         }
         filesystem = arrow_fs.S3FileSystem(**{**settings, **limits})
     return filesystem, path
+
+
+def read_whole(filesystem: Any, path: str) -> bytes:
+    """One version of a file that may be replaced meanwhile: pyarrow asks for its size first, and
+    reads no more than that of a longer version that came in between."""
+    for _ in range(READS):
+        with filesystem.open_input_file(path) as file:
+            content: bytes = file.read_at(file.size(), 0)
+        if filesystem.get_file_info(path).size == len(content):
+            return content
+    raise OSError(f"{path} was replaced {READS} times while it was read")
 
 
 def copy_file(filesystem: Any, source: Any, target: str) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -71,6 +72,27 @@ def test_a_folder_in_s3_is_like_one_on_disk(folder: Folder) -> None:
     assert (folder.folders(), folder.at("c").names()) == (["c"], ["again"])
     with pytest.raises(FileNotFoundError):
         folder.read("none")
+
+
+def test_a_file_that_is_replaced_again_and_again_is_read_whole(place: str) -> None:
+    folder = open_folder(place)
+    folder.write("status.json", b"{}")
+    is_over = threading.Event()
+
+    def replace() -> None:
+        for size in itertools.cycle((1, 1_000, 100_000)):
+            if is_over.is_set():
+                return
+            folder.write("status.json", b"{" + b" " * size + b"}")
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        read = [read_json(folder, "status.json") for _ in range(50)]
+    finally:
+        is_over.set()
+        writer.join(MINUTE)
+    assert read == [{}] * 50
 
 
 def test_a_name_goes_before_the_query_of_a_uri(place: str, tmp_path: Path) -> None:
@@ -234,6 +256,18 @@ def test_a_run_directory_grows_by_segments_and_survives_an_outage(
     names = ["metrics.jsonl", "metrics.rolledback.jsonl", "samples.jsonl", "status.json"]
     assert seen.names() == ["config.json", "journal.jsonl", *names]
     assert seen.at("logs").read("w0.log") == b"hello\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_a_minute")
+def test_a_store_that_never_answers_is_given_up_within_a_minute(s3: FaultProxy, place: str) -> None:
+    folder = open_folder(place)
+    folder.write("file", b"one")
+    s3.faults.is_silent = True
+    with pytest.raises(OSError, match="AWS Error"):
+        folder.write("file", b"two")
+    s3.faults.heal()
+    assert folder.read("file") == b"one"
 
 
 def test_a_bucket_that_does_not_exist_is_wrong_input(s3: FaultProxy) -> None:
