@@ -20,6 +20,10 @@ Content = dict[str, Any]
 """A part as its rank reported it: {"part": ..., "state": JSON or None}."""
 
 
+class Unpublished(OSError):
+    """A checkpoint that all ranks have written, but whose manifest could not be."""
+
+
 class Checkpoints:
     """The checkpoints of a run, in the hands of its only publisher."""
 
@@ -50,17 +54,17 @@ class Checkpoints:
         self.committed = step or None
 
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
-        """Raises OSError; the save stays unpublished then, and its files are removed."""
+        """Raises Unpublished; its files are removed with the next one that is published."""
         began = time.monotonic()
-        self._directory.sync()  # the records of its steps are not less durable than it is
         parts = [part_from_json(content["part"]) for content in contents]
         state = next(c["state"] for c in contents if c["state"] is not None)
         about = {**self._about, PINNED: any(c["is_pinned"] for c in contents)}
         try:
+            self._directory.sync()  # the records of its steps are not less durable than it is
             manifest = self._catalogue.publish(step, generation, parts, state, about)
-        except OSError:
+        except OSError as error:
             self._leftovers.add((generation, step))
-            raise
+            raise Unpublished(first_line(error)) from error
         self.committed = max(step, self.committed or 0)
         retired = self._clean_up()
         self._journal(
@@ -77,14 +81,19 @@ class Checkpoints:
         retired: list[int] = []
         try:
             retired = self._catalogue.retire(*self._keep)
-            for generation, step in sorted(self._leftovers):
-                self.discard(generation, step)
         except OSError as error:
-            log.warning('old checkpoints or leftovers stay reason="%s"', first_line(error))
+            log.warning('old checkpoints stay reason="%s"', first_line(error))
+        for left in sorted(self._leftovers):
+            self.discard(*left)
         return retired
 
     def discard(self, generation: int, step: int) -> None:
-        """Raises OSError; tried again with the next checkpoint that is published then."""
+        """Remove what a save that will not be whole has written. Where that fails it is tried
+        again with the next checkpoint that is published."""
         self._leftovers.add((generation, step))
-        self._catalogue.discard(step, generation)
+        try:
+            self._catalogue.discard(step, generation)
+        except OSError as error:
+            log.warning('checkpoint=%d leftovers stay reason="%s"', step, first_line(error))
+            return
         self._leftovers.discard((generation, step))

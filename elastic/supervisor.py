@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
-from elastic.checkpoints import Checkpoints
+from elastic.checkpoints import Checkpoints, Unpublished
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
@@ -297,7 +297,7 @@ class Supervisor:
             self._loop.call_soon_threadsafe(self.cluster.cancel, "failed", f"record: {error}")
         elif error is not None:
             cause = f"{type(error).__name__}: {first_line(error)}"
-            if self.trouble.hear_write(cause):
+            if isinstance(error, Unpublished) or self.trouble.hear_write(cause):
                 self._loop.call_soon_threadsafe(self._storage_failed, cause)
 
     def _storage_failed(self, cause: str) -> None:
