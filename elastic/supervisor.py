@@ -302,8 +302,10 @@ class Supervisor:
 
     def _storage_failed(self, cause: str) -> None:
         log.error('storage reason="%s"', cause)
+        if self._is_over:  # the files are being closed
+            return
         self._journal({"at": self.cluster.now(), "storage": cause})
-        if self.config.on_storage_error == "fail" and not self._is_over:
+        if self.config.on_storage_error == "fail":
             self.cluster.cancel("failed", f"storage failed: {cause}")
 
     def _hear_uploads(self, directory: RunDirectory) -> None:
