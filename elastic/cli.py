@@ -107,6 +107,9 @@ def run(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; the last state is always saved.")
     ] = None,
+    on_storage_error: Annotated[
+        str, typer.Option(help="warn: train on and say so at the end; or fail.")
+    ] = "warn",
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
     detect_s: Annotated[
@@ -149,6 +152,7 @@ def run(
         name=name,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
+        on_storage_error=on_storage_error,
         standby=standby,
         detect_s=parse_detect(detect_s),
         max_failures=max_failures,

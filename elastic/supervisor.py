@@ -13,13 +13,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
-from elastic.checkpoints import Checkpoints
+from elastic.checkpoints import Checkpoints, Unpublished
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
 from elastic.control.replay import Entry, Started, is_news
 from elastic.control.state import Decision
 from elastic.curves import Curves
+from elastic.limits import UNLIMITED_S, heartbeat_s, limits_of
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.host import Host
@@ -27,8 +28,9 @@ from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
-from elastic.store.files import sees_probe
+from elastic.store.files import first_line, place_of, sees_probe
 from elastic.store.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ LEDGER_EVERY = 1000
 """Events between two journal lines that hold the whole ledger."""
 STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
-UNLIMITED_S = 24 * 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Supervisor:
         self._status_due = asyncio.Event()
         self._events = 0
         self._is_over = False
-        self._storage_error = ""
+        self.trouble = StorageTrouble()
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -115,6 +116,7 @@ class Supervisor:
             "wrong_input": self.cluster.wrong_input,
             "user_error": self.cluster.user_error,
             "is_open": self.directory is not None,
+            "storage_warning": self._storage_warning(),
         }
 
     async def close(self) -> None:
@@ -181,8 +183,7 @@ class Supervisor:
 
     def _place(self) -> str:
         """As RunDirectory says it, before there is one."""
-        storage, name = self.order["storage"], self.order["name"]
-        return f"{str(storage).rstrip('/')}/{name}"
+        return place_of(self.order["storage"], self.order["name"])
 
     def _on_publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
         assert self.checkpoints is not None
@@ -190,8 +191,9 @@ class Supervisor:
         publishing.add_done_callback(functools.partial(self._on_published, step))
 
     def _on_published(self, step: int, publishing: "Future[Any]") -> None:
-        is_published = publishing.exception() is None
-        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, is_published)
+        error = publishing.exception()
+        self.trouble.hear_published(step, "" if error is None else first_line(error))
+        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, error is None)
 
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None
@@ -228,6 +230,8 @@ class Supervisor:
     def _record(self, event: s.Event | None, decision: Decision) -> None:
         """Every event that mattered and what was decided, with its reason."""
         before, self.decision = self.decision, decision
+        if isinstance(event, s.PartFailed):
+            self.trouble.hear_save(event.step, event.message)
         if event is not None and before is not None:
             self.account = account(
                 self.account, event, before.phase, before.ledger.generation, decision
@@ -291,18 +295,38 @@ class Supervisor:
         error = future.exception()
         if isinstance(error, ValueError | AssertionError):  # a broken invariant of ours
             self._loop.call_soon_threadsafe(self.cluster.cancel, "failed", f"record: {error}")
-        elif error is not None and not self._storage_error:
-            self._storage_error = f"{type(error).__name__}: {error}"
-            log.error('storage reason="%s"', self._storage_error)
-            if self.config.on_storage_error == "fail":
-                self._loop.call_soon_threadsafe(
-                    self.cluster.cancel, "failed", f"storage failed: {self._storage_error}"
-                )
+        elif error is not None:
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, Unpublished) or self.trouble.hear_write(cause):
+                self._loop.call_soon_threadsafe(self._storage_failed, cause)
+
+    def _storage_failed(self, cause: str) -> None:
+        log.error('storage reason="%s"', cause)
+        if self._is_over:  # the files are being closed
+            return
+        self._journal({"at": self.cluster.now(), "storage": cause})
+        if self.config.on_storage_error == "fail":
+            self.cluster.cancel("failed", f"storage failed: {cause}")
+
+    def _hear_uploads(self, directory: RunDirectory) -> None:
+        cause = directory.upload_error
+        if self.trouble.hear_upload(cause) and cause:
+            self._storage_failed(cause)
+
+    def _storage_warning(self) -> str:
+        """For the end of the run; empty if storage took everything."""
+        if self.directory is None:
+            return ""
+        self._hear_uploads(self.directory)
+        spool = "" if self.directory.folder.local else str(self.directory.directory)
+        committed = self.checkpoints.committed if self.checkpoints else None
+        return self.trouble.summary(committed, spool)
 
     # --- status and result ------------------------------------------------------------
     async def _keep_status(self) -> None:
         while not self._is_over:
             if self.directory is not None and self.decision is not None:
+                self._hear_uploads(self.directory)
                 self._write(self.directory.write_status, self._status(self.decision))
             try:
                 await asyncio.wait_for(self._status_due.wait(), STATUS_EVERY_S)
@@ -347,7 +371,7 @@ class Supervisor:
             self._last_reason = decision.reason
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        return self._last_reason
+        return "; ".join(filter(None, (self._last_reason, self.trouble.now)))
 
     _last_reason = ""
 
@@ -374,22 +398,3 @@ class Supervisor:
         self._write(lambda: self.curves.close() if self.curves is not None else None)
         self._write(directory.close)
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
-
-
-def limits_of(config: RunConfig) -> s.Limits:
-    detect_s = config.detect_s
-    return s.Limits(
-        min_workers=config.min_workers,
-        max_workers=config.max_workers,
-        standby=config.standby,
-        steps=config.steps,
-        max_failures=config.max_failures,
-        join_timeout_s=10 * detect_s if detect_s else 600.0,
-        end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
-        confirm_timeout_s=detect_s or 30.0,
-        must_save=config.on_storage_error == "fail",
-    )
-
-
-def heartbeat_s(config: RunConfig) -> float:
-    return min(0.5, (config.detect_s or 3.0) / 6)

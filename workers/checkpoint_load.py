@@ -14,7 +14,7 @@ from torch import Tensor
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
-from elastic.store.checkpoint_files import PartReader, Range, blocks_of
+from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
 from workers.peer import as_bytes
 from workers.replica import Replica

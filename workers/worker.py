@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -235,7 +236,8 @@ class Worker:
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
                 "storage that every node sees, or a URI"
             )
-        self._log.move_to(folder / "logs" if folder else Path(os.getcwd()) / "elastic-logs")
+        spool = Path(tempfile.gettempdir()) / self._spec.run_id
+        self._log.move_to(folder / "logs" if folder else spool)
 
     def _keep_log(self) -> None:
         """Bring what a loader printed to the log, and the log to remote storage."""
@@ -243,7 +245,10 @@ class Worker:
         if self._place is not None and self._log.path is not None:
             folder = open_folder(self._place)
             if folder.local is None:
-                folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
+                try:
+                    folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
+                except OSError as error:  # the run does not end with it
+                    print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
 
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""

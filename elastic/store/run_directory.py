@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, first_line, open_folder, write_json
+from elastic.store.files import Folder, first_line, open_folder, place_of, write_json
 from elastic.store.journal import LineFile, lines_backwards
 
 UPLOAD_EVERY_S = 5.0
@@ -66,7 +66,7 @@ class RunDirectory:
     def __init__(self, storage: str | Folder, name: str, *, spool: Path | None = None) -> None:
         base = storage if isinstance(storage, Folder) else open_folder(storage)
         self.folder = base.at(name)
-        self.place = str(self.folder) if self.folder.local else f"{str(storage).rstrip('/')}/{name}"
+        self.place = str(self.folder) if isinstance(storage, Folder) else place_of(storage, name)
         try:
             self.folder.create()
         except OSError as error:
@@ -82,6 +82,8 @@ class RunDirectory:
         self._status: dict[str, Any] | None = None  # what the uploader brings over next
         self._status_at = -REMOTE_STATUS_EVERY_S
         self._lock = threading.Lock()
+        self.upload_error = ""
+        """Why the last upload failed; empty after one that did not."""
         self._closed = threading.Event()
         self._journal = self._open("journal.jsonl")
         self._metrics = self._open("metrics.jsonl")
@@ -140,9 +142,11 @@ class RunDirectory:
                 f"step {step} cannot follow step {self.last_step} in {self._metrics.path}: "
                 "a committed step was not reported"
             )
-        self._samples.append(samples)
-        self._metrics.append(metrics)
-        self.last_step = step
+        self.last_step = step  # a line that cannot be written now is written before the next one
+        try:
+            self._samples.append(samples)
+        finally:
+            self._metrics.append(metrics)
         return True
 
     def roll_back(self, step: int) -> int:
@@ -219,7 +223,9 @@ class RunDirectory:
             is_due = time.monotonic() - self._status_at >= REMOTE_STATUS_EVERY_S
             try:
                 self.flush(with_status=is_due)
+                self.upload_error = ""
             except OSError as error:  # on_storage_error="warn": the next round tries again
+                self.upload_error = first_line(error)
                 log.warning('storage=%s upload failed, reason="%s"', self.place, first_line(error))
 
     def _bring_logs(self, remote: Folder) -> None:
