@@ -7,9 +7,7 @@ elastic/on_ray/cluster.py's, the files are elastic/store's.
 import asyncio
 import functools
 import logging
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
@@ -17,20 +15,23 @@ from elastic.checkpoints import Checkpoints, Unpublished
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
-from elastic.control.replay import Entry, Started, is_news
+from elastic.control.replay import is_news
 from elastic.control.state import Decision
+from elastic.control.transition import start
 from elastic.curves import Curves
 from elastic.limits import UNLIMITED_S, heartbeat_s, limits_of
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.host import Host
-from elastic.protocol.encoding import encode
+from elastic.on_ray.takeover import Takeover
+from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.status import result_of, status_of
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
-from elastic.store.files import first_line, place_of, sees_probe
+from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
 from elastic.store.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 LEDGER_EVERY = 1000
 """Events between two journal lines that hold the whole ledger."""
+TAKE_OVER_S = 10.0
+"""How long workers may take to find a new controller, if `detect_s` does not say it."""
 STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
 
@@ -85,6 +88,7 @@ class Supervisor:
                 on_publish=self._on_publish,
                 on_discard=self._on_discard,
                 on_step=self._on_step,
+                recorded_step=lambda: self.directory.safe_step if self.directory else 0,
                 on_evaluation=self._on_evaluation,
             ),
         )
@@ -96,11 +100,13 @@ class Supervisor:
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
+        taken_over = await self._take_over() if self.actor.has_predecessor else None
+        self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             finished = await controller.control(
-                self.cluster, self.limits, self._record, self.cluster.now()
+                self.cluster, self.limits, self._record, self.cluster.now(), taken_over
             )
         except Exception as error:  # whatever it is, the run ends with a result
             log.exception("the controller failed")
@@ -118,6 +124,42 @@ class Supervisor:
             "is_open": self.directory is not None,
             "storage_warning": self._storage_warning(),
         }
+
+    async def _take_over(self) -> tuple[s.Ledger, s.Phase, s.Adopted]:
+        """Go on where this run's last controller died: its journal, and whoever lives."""
+        run = self._loop.run_in_executor
+        self.cluster.rendezvous.forget.remote()
+        found = await run(None, actors.find_workers, self.order["run_id"])
+        opened = await run(self._writer, self._reopen)
+        if opened is None:  # it died before there was anything on record
+            decision = start(self.limits, self.cluster.now())
+            self._record(None, decision)
+        else:
+            self.directory, past = opened
+            self.checkpoints = self._make_checkpoints(self.directory)
+            await run(self._writer, self.checkpoints.take_over)
+            self.cluster.take_over(self.directory.place, self.directory.last_step)
+            self.actor.place = self.directory.place
+            decision, self.account = past.decision, past.account
+            self.decision, self.last_metrics = decision, past.last_metrics
+            self.lost_steps = past.lost_steps
+        self.cluster.takeover = takeover = Takeover(self.cluster, found)
+        self.actor.link_address = self._controller_address
+        event = await takeover.collect(self.config.detect_s or TAKE_OVER_S)
+        self.cluster.takeover = None
+        return decision.ledger, decision.phase, event
+
+    def _reopen(self) -> tuple[RunDirectory, Past] | None:
+        """In the writer's thread; None if this run has nothing on record."""
+        storage, name = self.order["storage"], self.order["name"]
+        if read_json(open_folder(storage).at(name), "config.json") is None:
+            return None
+        directory = RunDirectory(storage, name)
+        past = read_past(directory.directory, self.order["run_id"], self.limits)
+        if past is None:
+            directory.close()
+            return None
+        return directory, past
 
     async def close(self) -> None:
         await self.cluster.close()
@@ -170,16 +212,22 @@ class Supervisor:
         if directory is None:
             directory = await run(self._writer, self._open_directory)
             self.directory, self.actor.place = directory, directory.place
-        self.lost_steps += await run(self._writer, directory.roll_back, step)
+        lost_steps = await run(self._writer, directory.roll_back, step)
+        if lost_steps:
+            self.lost_steps += lost_steps
+            self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
         if self.checkpoints is None:
-            self.checkpoints = Checkpoints(
-                directory,
-                keep=self.config.keep,
-                about=self.order["content"],
-                journal=self._journal_checkpoint,
-            )
+            self.checkpoints = self._make_checkpoints(directory)
             await run(self._writer, self.checkpoints.open, step, damaged)
         return directory.place
+
+    def _make_checkpoints(self, directory: RunDirectory) -> Checkpoints:
+        return Checkpoints(
+            directory,
+            keep=self.config.keep,
+            about=self.order["content"],
+            journal=self._journal_checkpoint,
+        )
 
     def _place(self) -> str:
         """As RunDirectory says it, before there is one."""
@@ -239,34 +287,15 @@ class Supervisor:
         if event is not None and not is_news(event, decision):
             return
         self._events += 1
-        ledger = decision.ledger
-        if event is None:
-            entry = Started(self.limits, self.cluster.now(), decision.commands, decision.reason)
-        else:
-            is_due = self._events % LEDGER_EVERY == 0
-            entry = Entry(
-                event,
-                decision.commands,
-                decision.reason,
-                ledger if is_due else None,
-                decision.phase if is_due else None,
-            )
-        self._journal(
-            {
-                "at": event.at if event is not None else self.cluster.now(),
-                "phase": type(decision.phase).__name__.lower(),
-                "generation": ledger.generation,
-                "step": ledger.step,
-                "entry": encode(entry),
-            }
-        )
+        landmark = None
+        if event is None or self._events % LEDGER_EVERY == 0:
+            landmark = Landmark(self.order["run_id"], self.account, self.lost_steps)
+        self._journal(line_of(event, decision, self.limits, self.cluster.now(), landmark))
         if decision.reason:
             log.info(
                 'generation=%d step=%d phase=%s reason="%s"',
-                ledger.generation,
-                ledger.step,
-                type(decision.phase).__name__.lower(),
-                decision.reason,
+                *(decision.ledger.generation, decision.ledger.step),
+                *(type(decision.phase).__name__.lower(), decision.reason),
             )
             self._status_due.set()
 
@@ -336,35 +365,14 @@ class Supervisor:
             await asyncio.sleep(STEP_STATUS_EVERY_S / 5)
 
     def _status(self, decision: Decision) -> dict[str, Any]:
-        phase, ledger = decision.phase, decision.ledger
-        members = phase.membership.workers if isinstance(phase, s.Active) else ()
-        ranks = {worker: rank for rank, worker in enumerate(members)}
-        rows: list[dict[str, Any]] = [
-            {
-                "id": worker_name(w),
-                "rank": ranks.get(w),
-                "node_id": r.node_id or None,
-                "node_ip": r.node_ip or None,
-                "pid": r.pid or None,
-                "device": r.device or None,
-                "state": r.shown_state,
-                "step": max(r.step, ledger.step) if w in ranks else r.step,
-            }
-            for w, r in sorted(self.cluster.workers.items())
-        ]
-        is_starting = isinstance(phase, s.Waiting) and ledger.generation == 0
-        return {
-            "phase": "starting" if is_starting else type(phase).__name__.lower(),
-            "generation": ledger.generation,
-            "world_size": len(members),
-            "step": ledger.step,
-            "steps": self.config.steps,
-            "committed_checkpoint": self.checkpoints.committed if self.checkpoints else None,
-            "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
-            "standby": [r for r in rows if r["rank"] is None],
-            "controller": {"pid": os.getpid(), "node_ip": self._host},
-            "reason": self._reason(decision),
-        }
+        return status_of(
+            decision,
+            self.cluster.workers,
+            steps=self.config.steps,
+            committed_checkpoint=self.checkpoints.committed if self.checkpoints else None,
+            node_ip=self._host,
+            reason=self._reason(decision),
+        )
 
     def _reason(self, decision: Decision) -> str:
         if decision.reason:
@@ -377,17 +385,8 @@ class Supervisor:
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None
-        return {
-            "outcome": finished.outcome,
-            "steps": self.decision.ledger.step,
-            "loss": self.last_metrics.get("loss"),
-            "weights_sha256": finished.weights_sha256,
-            "generations": self.decision.ledger.generation,
-            "lost_steps": self.lost_steps,
-            "goodput": self.account.goodput,
-            "badput": self.account.badput_s,
-            "recoveries": [asdict(r) for r in self.account.recoveries],
-        }
+        loss = self.last_metrics.get("loss")
+        return result_of(finished, self.decision, self.account, loss, self.lost_steps)
 
     async def _close_files(self, result: dict[str, Any]) -> None:
         directory, decision = self.directory, self.decision

@@ -57,7 +57,10 @@ class ControllerLink:
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._connection: socket.socket | None = None
-        self._connect(address)
+        try:
+            self._connect(address)
+        except OSError:
+            self._find_another()
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:

@@ -148,6 +148,7 @@ def spawn_worker(
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
     options: dict[str, Any] = {
         "name": f"{run_id}-rendezvous",
+        "get_if_exists": True,  # it outlives a controller
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,

@@ -206,6 +206,10 @@ class RayCluster:
                 _, vote, payload = self.vote
             self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
 
+    def take_over(self, place: str, recorded_step: int) -> None:
+        """The run is on record, by a controller before this one."""
+        self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, True
+
     def tell_of_save(self, step: int, is_published: bool) -> None:
         for worker in tuple(self.workers):
             header = {"type": "save_concluded", "step": step, "is_published": is_published}

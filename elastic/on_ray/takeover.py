@@ -8,12 +8,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.control.adoption import at_work
 from elastic.control.state import Adopted, Standing
+from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
 
@@ -84,7 +84,7 @@ class Takeover:
                 if is_enough:
                     break
         for actor in self._candidates.values():
-            ray.kill(actor, no_restart=True)
+            end(actor)
         self._candidates.clear()
         by_worker = tuple(self._standings[w] for w in sorted(self._standings))
         return Adopted(by_worker, self._cluster.now())
