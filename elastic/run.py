@@ -124,7 +124,7 @@ def run_config(
     named = {**config.to_json(), "storage": storage, "name": name}
     content = resume.config_json(named, target, arguments, versions())
     place = place_of(storage, name)
-    past = resume.read_past_run(open_folder(storage).at(name))
+    past = resume.await_last_processes(open_folder(storage).at(name))
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
