@@ -95,12 +95,14 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         return Decision(ledger, phase)
     match phase, event:
         # --- workers outside the generation
-        case _, WorkerReady(worker=w) if w not in ledger.spawned:
-            why = f"{worker_name(w)} is no part of the run any more"
-            return Decision(ledger, phase, (Retire((w,)),), why)
-        case _, WorkerReady(worker=w, at=at):
+        case _, WorkerReady(worker=w, at=at) if w in ledger.spawned:
             ledger = replace(ledger, spawned=ledger.spawned.remove(w), ready=ledger.ready.add(w))
             return staff(ledger, phase, at, limits)
+        case _, WorkerReady(worker=w) if is_in_lobby(ledger, w) or is_member(phase, w):
+            return Decision(ledger, phase)  # it has introduced itself to a new controller already
+        case _, WorkerReady(worker=w):
+            why = f"{worker_name(w)} is no part of the run any more"
+            return Decision(ledger, phase, (Retire((w,)),), why)
         case _, Loaded():
             return hear_loaded(ledger, phase, event, limits)
         case _, Synced(worker=w, at=at):

@@ -66,6 +66,7 @@ class FakeCluster:
         self.published: list[int] = []  # steps of checkpoints
         self.dropped: set[tuple[int, int]] = set()
         self.num_adopted = 0
+        self.retired: set[int] = set()
         self.trace: list[Command] = []
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
@@ -143,6 +144,7 @@ class FakeCluster:
         return Adopted(tuple(standings), self.now)
 
     def retire(self, workers: tuple[int, ...]) -> None:
+        self.retired |= set(workers)
         for number in workers:
             if number in self.workers:
                 self.workers[number].is_alive = False

@@ -104,6 +104,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
     assert not members & outside
     assert not isinstance(phase, Active) or not ledger.holders
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
+    assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
     assert alive <= members | outside, f"forgot {alive - members - outside}"
 
 
