@@ -18,6 +18,7 @@ from elastic.chaos.plan import Strike, choose
 from elastic.chaos.record import Done, read_done, write_done
 from elastic.chaos.scenario import After, AtStep, Scenario
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import worker_name
 from elastic.store.files import Folder, read_json
 from elastic.store.journal import LineTail
 
@@ -50,6 +51,8 @@ class Injector:
         self._journal = LineTail(folder, "journal.jsonl")
         self._phases: list[str] = []
         """What the journal said since the last look."""
+        self._lost: set[str] = set()
+        """Workers that the journal has as lost; status.json may still show them."""
         self._began: dict[int, tuple[float, int]] = {}
         """Fault, 0 for the start -> monotonic seconds and committed steps when it happened."""
         self._frozen: list[tuple[float, dict[str, Any]]] = []
@@ -80,7 +83,9 @@ class Injector:
 
     def _look(self) -> None:
         self._status = read_json(self._folder, "status.json") or self._status
-        self._phases = [line["phase"] for line in self._journal.poll() if "phase" in line]
+        lines = self._journal.poll()
+        self._phases = [line["phase"] for line in lines if "phase" in line]
+        self._lost |= {worker_name(e["worker"]) for e in map(event_in, lines) if is_loss(e)}
         if self._status.get("phase") == "running" and self._step() > 0:
             self._began.setdefault(0, (time.monotonic(), self._step()))
 
@@ -120,7 +125,8 @@ class Injector:
             return [self._status["controller"]]
         if whom.kind == "driver":
             return [{"pid": self._driver_pid, "node_ip": None}] if self._driver_pid else []
-        rows = choose(whom, strike.num_victims, self._status["workers"], dice)
+        there = [row for row in self._status["workers"] if row["id"] not in self._lost]
+        rows = choose(whom, strike.num_victims, there, dice)
         return rows[:1] if strike.spec.what == "drain" else rows
 
     def _hit(self, strike: Strike, row: dict[str, Any]) -> None:
@@ -177,6 +183,15 @@ class Injector:
         self._tell(f"step {done.step}: {strike.spec.what} {hit}{note and f', but {note}'}")
 
 
+def event_in(line: dict[str, Any]) -> dict[str, Any]:
+    """The event of a line of the journal; empty if it has none."""
+    return line.get("entry", {}).get("event") or {}
+
+
+def is_loss(event: dict[str, Any]) -> bool:
+    return event.get("type") == "WorkerLost"
+
+
 def is_here(node_ip: str | None) -> bool:
     """Whether the address is this machine's."""
     if not node_ip:
@@ -190,7 +205,7 @@ def is_here(node_ip: str | None) -> bool:
 
 
 def refuse_stranger(pid: int) -> None:
-    """A status may be older than the process: only Ray's workers are ever signalled."""
+    """A status may be older than the process: only Ray's processes are ever signalled."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -241,7 +241,8 @@ def whole(value: object, place: str, *, at_least: int) -> int:
 
 def number_of(value: object, place: str, at_least: float | None = None) -> float:
     """A finite number above 0, or from `at_least`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and (value > 0 or value == at_least):
-        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_known = math.isfinite(value) and (value > 0 or value == at_least)
+        if is_known:
+            return float(value)
     raise WrongInput(f"{place} is {value!r}, must be a number above 0")

@@ -5,6 +5,7 @@
 Whom to hit, and when, is decided in elastic/chaos.
 """
 
+import logging
 import os
 import time
 from typing import Any, cast
@@ -27,24 +28,33 @@ def join(address: str | None) -> None:
         raise WrongInput("this fault needs the run's Ray cluster: give its --address")
     refuse_unreachable(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise WrongInput(f"Ray cannot be joined at address {address!r}: {error}") from error
 
 
 def signal_process(node_id: str, pid: int, number: int) -> None:
     """Send a signal to a process on another node; raises what os.kill raises there."""
-    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = cast(Any, ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(os.kill))
+    there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(send)
     ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S)
+
+
+def send(pid: int, number: int) -> None:
+    """On the process's node. A status may be older than the process: only Ray's are signalled."""
+    with open(f"/proc/{pid}/cmdline", "rb") as command:
+        if not command.read().startswith(b"ray::"):
+            raise ProcessLookupError(f"process {pid} is no worker of Ray (any more)")
+    os.kill(pid, number)
 
 
 def drain(node_id: str, deadline_s: float) -> None:
     """Tell Ray that the node will go in `deadline_s`. Private API of Ray, this place only."""
     from ray._private.worker import global_worker
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+    from ray.core.generated import autoscaler_pb2  # pyright: ignore
 
-    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    notice: Any = autoscaler_pb2
+    reason = notice.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int(1000 * (time.time() + deadline_s))
     client: Any = cast(Any, global_worker).gcs_client
     is_accepted, why = client.drain_node(node_id, reason, "elastic chaos", deadline_ms)
