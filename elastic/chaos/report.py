@@ -3,7 +3,6 @@
 Pure functions over what was read; the page with pictures is page.py's.
 """
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -99,7 +98,7 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     }
     if done.note:
         return {**row, "result": "nothing happened"}
-    loss = loss_of(done, story.timeline.losses)
+    loss = loss_of(done, story)
     if loss is None:
         return {**row, "result": "no loss followed"}
     row |= {"cause": loss.cause, "detect_s": max(0.0, loss.at - done.at)}
@@ -125,10 +124,15 @@ def phases_after(loss: WorkerLost, episode: Episode) -> dict[str, float]:
     }
 
 
-def loss_of(done: Done, losses: Iterable[WorkerLost]) -> WorkerLost | None:
-    """The first loss of that worker after the fault."""
-    later = (loss for loss in losses if loss.at >= done.at - CLOCKS_S)
-    return next((loss for loss in later if worker_name(loss.worker) == done.worker), None)
+def loss_of(done: Done, story: Story) -> WorkerLost | None:
+    """The first loss of that worker after the fault, unless a later fault on it came before."""
+    later = (loss for loss in story.timeline.losses if loss.at >= done.at - CLOCKS_S)
+    loss = next((loss for loss in later if worker_name(loss.worker) == done.worker), None)
+    if loss is None:
+        return None
+    others = (o for o in story.done if o.worker == done.worker and not o.note)
+    is_anothers = any(done.at < other.at <= loss.at + CLOCKS_S for other in others)
+    return None if is_anothers else loss
 
 
 def next_step_s(at: float, metrics: list[dict[str, Any]]) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -338,10 +339,17 @@ def test_a_fault_is_followed_from_the_signal_to_the_next_step(tmp_path):
     ],
 )
 def test_a_fault_without_a_loss_says_so(change, result, tmp_path):
-    done = Done(**{**{f: getattr(KILLED, f) for f in Done.__dataclass_fields__}, **change})
+    done = replace(KILLED, **change)
     folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [done])
     assert read_done(folder) == [done]
     assert report(read_story(folder))["faults"][0]["result"] == result
+
+
+def test_a_loss_belongs_to_the_last_fault_before_it(tmp_path):
+    frozen = replace(KILLED, strike="0.1", what="stop", at=7.9)
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [frozen, KILLED])
+    results = [fault["result"] for fault in report(read_story(folder))["faults"]]
+    assert results == ["no loss followed", "recovered"]
 
 
 class Tags(HTMLParser):
