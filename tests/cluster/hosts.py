@@ -36,6 +36,13 @@ def sh(*command: str) -> str:
     return done.stdout
 
 
+def command_of(pid: int) -> str:
+    """Its title, empty if it is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
+
+
 class Hosts:
     """A context manager: `count` hosts on one network; everything is gone afterwards."""
 
@@ -152,6 +159,17 @@ class Hosts:
     def pids(self, host: int) -> list[int]:
         """Every process on the host."""
         return [int(pid) for pid in sh("ip", "netns", "pids", self.name(host)).split()]
+
+    def host_running(self, title: str) -> int:
+        """The host of the one process whose title begins like this."""
+        found = [
+            host
+            for host in range(self.count)
+            for pid in self.pids(host)
+            if command_of(pid).startswith(title)
+        ]
+        assert len(found) == 1, f"{title} runs on hosts {found}"
+        return found[0]
 
     def crash(self, host: int) -> float:
         """Every process on the host is gone at once, as with the power; returns the Unix time."""

@@ -9,7 +9,7 @@ from tests.cluster.live import JOBS, assert_complete
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 150
+STEPS = 80
 
 
 @pytest.fixture
@@ -74,15 +74,14 @@ def test_a_cut_link_costs_seconds_and_no_step(hosts, reference, tmp_path, capsys
     with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **options) as run:
         status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
         assert len({w["node_ip"] for w in status["workers"]}) == 3
-        keepers = {hosts.address(0), status["controller"]["node_ip"]}
-        victim = next(w for w in status["workers"] if w["node_ip"] not in keepers)
-        at = hosts.cut(hosts.host_of(victim["node_ip"]))
+        controller = hosts.host_running("ray::ControllerActor")
+        assert controller == hosts.host_running("ray::RendezvousActor")
+        at = hosts.cut(next(h for h in range(3) if h not in (0, controller)))
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    later = [m for m in run.lines("metrics.jsonl") if m["time"] > at and m["world_size"] == 2]
+    after = next(m for m in run.lines("metrics.jsonl") if m["time"] > at and m["world_size"] == 2)
     with capsys.disabled():
-        print(f"\nlink cut: {later[0]['time'] - at:.2f} s to the next step of the others")
-        print(end["result"]["recoveries"])
+        print(f"\nlink cut: {after['time'] - at:.2f} s to the next step; {end['result']}")
     sha256, samples = reference("Toy", steps=STEPS)
     assert end["result"]["weights_sha256"] == sha256
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
