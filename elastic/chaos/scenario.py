@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-import yaml
-
 from elastic.chaos.traces import Drop, read_trace
 from elastic.protocol.errors import WrongInput
 
@@ -124,6 +122,8 @@ def shipped_names() -> list[str]:
 
 def read_scenario(name: str) -> Scenario:
     """The scenario of that name or file. WrongInput says what in it is wrong."""
+    import yaml  # here, because no other command needs it
+
     path = find_scenario(name)
     try:
         values: object = yaml.safe_load(path.read_text())
