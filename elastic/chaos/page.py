@@ -3,14 +3,17 @@
 What the numbers mean is report.py's.
 """
 
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 from elastic.chaos.report import Story
-from elastic.chaos.timeline import Timeline
+from elastic.chaos.timeline import Span, Timeline
 from elastic.protocol.membership import worker_name
 
 WIDTH, LEFT, LANE, CHART = 960, 60, 16, 180
+MAX_POINTS = 2000
+"""Of the loss curve; more than twice the pixels."""
 COLORS = {
     "productive": "#3a923a",
     "starting": "#b9c4d0",
@@ -72,13 +75,14 @@ def x_of(at: float, line: Timeline) -> float:
 def membership(story: Story) -> str:
     """A lane for each worker: grey while it is there, the span's colour while it is a member."""
     line = story.timeline
+    spans = merged(line.spans)
     lives = {life: 18 + LANE * i for i, life in enumerate(sorted_lives(line))}
     parts = [faults(story, 18 + LANE * len(lives))]
     for life, y in lives.items():
         ended = line.ended if life[2] is None else life[2]
         x, width = x_of(life[1], line), x_of(ended, line) - x_of(life[1], line)
         parts.append(box(x, y, width, 6, "#dddddd", f"{worker_name(life[0])} is there"))
-        for span in line.spans:
+        for span in spans:
             if life[0] in span.members and life[1] < span.ended and span.began < ended:
                 began, until = max(span.began, life[1]), min(span.ended, ended)
                 text = f"{span.bucket}, {until - began:.2f} s"
@@ -91,12 +95,25 @@ def membership(story: Story) -> str:
     return svg(18 + LANE * len(lives) + 18, parts, line)
 
 
+def merged(spans: list[Span]) -> list[Span]:
+    """Neighbours of one colour and membership are one: a run has a span for each of its steps."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last and (last.bucket, last.members) == (span.bucket, span.members):
+            found[-1] = replace(last, ended=span.ended)
+        else:
+            found.append(span)
+    return found
+
+
 def sorted_lives(line: Timeline) -> list[tuple[int, float, float | None, str]]:
     return sorted((life.worker, life.ready_at, life.ended_at, life.cause) for life in line.lives)
 
 
 def losses(story: Story) -> str:
     points = [(m["time"], m["loss"]) for m in story.metrics if m["loss"] is not None]
+    points = points[:: 1 + len(points) // MAX_POINTS]
     if len(points) < 2:
         return "<p>Too few steps for a curve.</p>"
     low, high = min(y for _, y in points), max(y for _, y in points)

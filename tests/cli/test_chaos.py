@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from elastic.chaos.page import page
+from elastic.chaos.page import merged, page
 from elastic.chaos.plan import choose, make_plan
 from elastic.chaos.record import Done, read_done, write_done
 from elastic.chaos.report import read_story, report
@@ -376,6 +376,12 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path):
     assert (tags.open, tags.links, tags.seen.count("svg")) == ([], [], 3)
     assert "<title>kill w1 at step 2</title>" in text
     assert "process died" in text
+
+
+def test_steps_of_one_colour_are_one_rectangle(tmp_path):
+    found = merged(follow([journal([*BEGIN, *LOSS, *END])], 11.0).spans)
+    productive = [(s.began, s.ended) for s in found if s.bucket == PRODUCTIVE]
+    assert productive == [(4.0, 7.0), (pytest.approx(8.7), 10.5)]
 
 
 # --- the command line --------------------------------------------------------------

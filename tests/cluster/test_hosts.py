@@ -1,6 +1,8 @@
 """A run over three hosts with their own addresses, and what happens to it when links fail."""
 
+import json
 import subprocess
+import sys
 
 import pytest
 
@@ -87,3 +89,33 @@ def test_a_cut_link_costs_seconds_and_no_step(hosts, reference, tmp_path, capsys
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert_complete(run, STEPS)
     assert end["result"]["lost_steps"] == 0
+
+
+def test_chaos_reaches_other_hosts_through_ray(hosts, tmp_path):
+    """A worker killed on another host, and a node that is given notice."""
+    address = hosts.start_ray()
+    scenario = tmp_path / "scenario.yaml"
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.05"]}
+    with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **options) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+        victim = next(w for w in status["workers"] if w["node_ip"] != hosts.address(0))
+        scenario.write_text(
+            "faults:\n"
+            f"  - {{what: kill, whom: {{rank: {victim['rank']}}}, when: {{step: 8}}}}\n"
+            "  - {what: drain, whom: {node_of: 0}, for_s: 5, when: {after_fault: 1, step: 1}}\n"
+        )
+        command = [sys.executable, "-m", "elastic", "chaos", str(scenario), str(run.directory)]
+        done = subprocess.run(
+            hosts.inside(0, *command, "--address", address),
+            env=run.env,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert done.returncode == 0, done.stderr
+    notes = [(line["what"], line["note"]) for line in run.lines("chaos.jsonl")]
+    assert notes == [("kill", ""), ("drain", "")]
+    report = json.loads((run.directory / "chaos-report.json").read_text())
+    assert [f["result"] for f in report["faults"]][0] == "recovered", report["faults"]
