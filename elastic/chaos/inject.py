@@ -61,6 +61,10 @@ class Injector:
     def run(self) -> None:
         """Until the run has ended. KeyboardInterrupt wakes what would be woken later."""
         self._journal.poll()
+        if self._address is not None:  # now, because it takes seconds
+            from elastic.on_ray import remote_faults
+
+            remote_faults.join(self._address)
         try:
             while not self._is_over():
                 self._look()
@@ -110,13 +114,11 @@ class Injector:
         if not rows:
             self._record(strike, {}, f"nobody to hit: there is no {strike.spec.whom} now")
         for row in rows:
-            at = time.time()
             try:
-                self._hit(strike, row)
+                self._record(strike, row, "", self._hit(strike, row))
             except (OSError, WrongInput) as error:
-                self._record(strike, row, str(error), at)
-            else:
-                self._record(strike, row, "", at)
+                self._record(strike, row, str(error))
+        self._look()  # a signal to another node takes its time
         self._began.setdefault(strike.fault, (time.monotonic(), self._step()))
 
     def _victims(self, strike: Strike, dice: random.Random) -> list[dict[str, Any]]:
@@ -129,17 +131,20 @@ class Injector:
         rows = choose(whom, strike.num_victims, there, dice)
         return rows[:1] if strike.spec.what == "drain" else rows
 
-    def _hit(self, strike: Strike, row: dict[str, Any]) -> None:
+    def _hit(self, strike: Strike, row: dict[str, Any]) -> float:
+        """Do it; the Unix time just before, on the process's node."""
         spec = strike.spec
         if spec.what == "drain":
             from elastic.on_ray import remote_faults
 
             remote_faults.join(self._address)
+            at = time.time()
             remote_faults.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
-            return
-        self._signal(row, SIGNALS[spec.what], is_driver=spec.whom.kind == "driver")
+            return at
+        at = self._signal(row, SIGNALS[spec.what], is_driver=spec.whom.kind == "driver")
         if spec.what == "stop" and spec.for_s is not None:
             self._frozen.append((time.monotonic() + spec.for_s, row))
+        return at
 
     def _wake(self, now: float) -> None:
         for due in [due for due in self._frozen if due[0] <= now]:
@@ -149,18 +154,21 @@ class Injector:
             except (OSError, WrongInput) as error:  # killed meanwhile
                 self._tell(f"{due[1].get('id') or 'the process'} was not woken: {error}")
 
-    def _signal(self, row: dict[str, Any], number: signal.Signals, is_driver: bool = False) -> None:
+    def _signal(
+        self, row: dict[str, Any], number: signal.Signals, is_driver: bool = False
+    ) -> float:
         if is_driver or is_here(row["node_ip"]):
             if not is_driver:
                 refuse_stranger(row["pid"])
+            at = time.time()
             os.kill(row["pid"], number)
-            return
+            return at
         from elastic.on_ray import remote_faults
 
         if "node_id" not in row:
             raise WrongInput(f"the controller is on another node, {row['node_ip']}: run this there")
         remote_faults.join(self._address)
-        remote_faults.signal_process(row["node_id"], row["pid"], number)
+        return remote_faults.signal_process(row["node_id"], row["pid"], number)
 
     def _record(
         self, strike: Strike, row: dict[str, Any], note: str, at: float | None = None

@@ -33,19 +33,24 @@ def join(address: str | None) -> None:
         raise WrongInput(f"Ray cannot be joined at address {address!r}: {error}") from error
 
 
-def signal_process(node_id: str, pid: int, number: int) -> None:
-    """Send a signal to a process on another node; raises what os.kill raises there."""
+def signal_process(node_id: str, pid: int, number: int) -> float:
+    """Send a signal to a process on another node; the Unix time there just before.
+
+    Raises what os.kill raises there.
+    """
     there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(send)
-    ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S)
+    return float(ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S))
 
 
-def send(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> float:
     """On the process's node. A status may be older than the process: only Ray's are signalled."""
     with open(f"/proc/{pid}/cmdline", "rb") as command:
         if not command.read().startswith(b"ray::"):
             raise ProcessLookupError(f"process {pid} is no worker of Ray (any more)")
+    at = time.time()
     os.kill(pid, number)
+    return at
 
 
 def drain(node_id: str, deadline_s: float) -> None:
