@@ -50,7 +50,7 @@ class Injector:
         self._status: dict[str, Any] = {}
         self._journal = LineTail(folder, "journal.jsonl")
         self._phases: list[str] = []
-        """What the journal said since the last look."""
+        """What the journal said since strikes were last chosen."""
         self._lost: set[str] = set()
         """Workers that the journal has as lost; status.json may still show them."""
         self._began: dict[int, tuple[float, int]] = {}
@@ -69,7 +69,9 @@ class Injector:
             while not self._is_over():
                 self._look()
                 now = time.monotonic()
-                for strike in [s for s in self._waiting if self._is_due(s, now)]:
+                due = [strike for strike in self._waiting if self._is_due(strike, now)]
+                self._phases = []
+                for strike in due:
                     self._waiting.remove(strike)
                     self._strike(strike)
                 self._wake(now)
@@ -88,7 +90,7 @@ class Injector:
     def _look(self) -> None:
         self._status = read_json(self._folder, "status.json") or self._status
         lines = self._journal.poll()
-        self._phases = [line["phase"] for line in lines if "phase" in line]
+        self._phases += [line["phase"] for line in lines if "phase" in line]
         self._lost |= {worker_name(e["worker"]) for e in map(event_in, lines) if is_loss(e)}
         if self._status.get("phase") == "running" and self._step() > 0:
             self._began.setdefault(0, (time.monotonic(), self._step()))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cluster.live import assert_complete
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 STEPS = 120
 SCENARIO = """

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.hosts import Forbidden, Hosts
 from tests.cluster.live import JOBS, assert_complete
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 STEPS = 80
 
