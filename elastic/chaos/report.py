@@ -100,7 +100,8 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
         return {**row, "result": "nothing happened"}
     loss = loss_of(done, story)
     if loss is None:
-        return {**row, "result": "no loss followed"}
+        is_over = row["next_step_s"] is None
+        return {**row, "result": "no step followed" if is_over else "no loss followed"}
     row |= {"cause": loss.cause, "detect_s": max(0.0, loss.at - done.at)}
     episode = next((e for e in story.timeline.episodes if loss in e.losses), None)
     if episode is None:

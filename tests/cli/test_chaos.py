@@ -336,6 +336,7 @@ def test_a_fault_is_followed_from_the_signal_to_the_next_step(tmp_path):
         ({"note": "gone already"}, "nothing happened"),
         ({"worker": "w0", "what": "stop"}, "no loss followed"),
         ({"at": 9.0}, "no loss followed"),
+        ({"at": 10.6, "worker": None, "what": "kill"}, "no step followed"),
     ],
 )
 def test_a_fault_without_a_loss_says_so(change, result, tmp_path):
