@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic import checkpoint_cli, checkpoint_compare_cli, checkpoint_exchange_cli
+from elastic import chaos_cli, checkpoint_cli, checkpoint_compare_cli, checkpoint_exchange_cli
 from elastic.config import RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
@@ -49,6 +49,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_cli.app, name="checkpoint")
 checkpoint_cli.app.add_typer(checkpoint_exchange_cli.app)
 checkpoint_cli.app.add_typer(checkpoint_compare_cli.app)
+app.add_typer(chaos_cli.app, name="chaos")
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]

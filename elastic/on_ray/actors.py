@@ -146,7 +146,9 @@ def spawn_worker(
 
 
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
+    """On the node of its caller, the controller: no partition can come between the two."""
     options: dict[str, Any] = {
+        "label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()},
         "name": f"{run_id}-rendezvous",
         "get_if_exists": True,  # it outlives a controller
         "namespace": NAMESPACE,

@@ -1,0 +1,224 @@
+"""Faults put into a live run: watches its directory, waits for each strike, sends the signals.
+
+Which strikes there are is plan.py's, what they cost is report.py's. Nothing here asks the run's own
+processes for anything.
+"""
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elastic.chaos.plan import Strike, choose
+from elastic.chaos.record import Done, read_done, write_done
+from elastic.chaos.scenario import After, AtStep, Scenario
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import worker_name
+from elastic.store.files import Folder, read_json
+from elastic.store.journal import LineTail
+
+LOOK_EVERY_S = 0.005
+STALE_AFTER_S = 20.0
+"""A status that is older: the run's controller is gone."""
+DRAIN_DEADLINE_S = 30.0
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+Tell = Callable[[str], None]
+
+
+class Injector:
+    """Owns the strikes of one scenario on one run; `run` returns when the run is over."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        scenario: Scenario,
+        plan: tuple[Strike, ...],
+        *,
+        address: str | None = None,
+        driver_pid: int | None = None,
+        tell: Tell = print,
+    ) -> None:
+        self._folder, self._scenario, self._waiting = folder, scenario, list(plan)
+        self._address, self._driver_pid, self._tell = address, driver_pid, tell
+        self.done = read_done(folder)
+        self._status: dict[str, Any] = {}
+        self._journal = LineTail(folder, "journal.jsonl")
+        self._phases: list[str] = []
+        """What the journal said since strikes were last chosen."""
+        self._lost: set[str] = set()
+        """Workers that the journal has as lost; status.json may still show them."""
+        self._began: dict[int, tuple[float, int]] = {}
+        """Fault, 0 for the start -> monotonic seconds and committed steps when it happened."""
+        self._frozen: list[tuple[float, dict[str, Any]]] = []
+        """When to wake a stopped process again, and its row."""
+
+    def run(self) -> None:
+        """Until the run has ended. KeyboardInterrupt wakes what would be woken later."""
+        self._journal.poll()
+        if self._address is not None:  # now, because it takes seconds
+            from elastic.on_ray import remote_faults
+
+            remote_faults.join(self._address)
+        try:
+            while not self._is_over():
+                self._look()
+                now = time.monotonic()
+                due = [strike for strike in self._waiting if self._is_due(strike, now)]
+                self._phases = []
+                for strike in due:
+                    self._waiting.remove(strike)
+                    self._strike(strike)
+                self._wake(now)
+                time.sleep(LOOK_EVERY_S)
+        finally:
+            self._wake(float("inf"))
+        for strike in self._waiting:
+            self._tell(f"not reached before the run ended: {strike}")
+
+    def _is_over(self) -> bool:
+        if self._folder.exists("result.json"):
+            return True
+        changed = self._folder.modified("status.json")
+        return changed is not None and time.time() - changed > STALE_AFTER_S
+
+    def _look(self) -> None:
+        self._status = read_json(self._folder, "status.json") or self._status
+        lines = self._journal.poll()
+        self._phases += [line["phase"] for line in lines if "phase" in line]
+        self._lost |= {worker_name(e["worker"]) for e in map(event_in, lines) if is_loss(e)}
+        if self._status.get("phase") == "running" and self._step() > 0:
+            self._began.setdefault(0, (time.monotonic(), self._step()))
+
+    def _step(self) -> int:
+        return int(self._status.get("step", 0))
+
+    def _is_due(self, strike: Strike, now: float) -> bool:
+        began = self._began.get(strike.spec.after_fault)
+        if began is None:
+            return False
+        match strike.trigger:
+            case After(seconds=seconds):
+                return now >= began[0] + seconds
+            case AtStep(step=step):
+                return self._step() >= step + (began[1] if strike.spec.after_fault else 0)
+            case trigger:
+                return trigger.phase in self._phases
+
+    def _strike(self, strike: Strike) -> None:
+        dice = random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}")
+        rows = self._victims(strike, dice)
+        if not rows:
+            self._record(strike, {}, f"nobody to hit: there is no {strike.spec.whom} now")
+        for row in rows:
+            try:
+                self._record(strike, row, "", self._hit(strike, row))
+            except (OSError, WrongInput) as error:
+                self._record(strike, row, str(error))
+        self._look()  # a signal to another node takes its time
+        self._began.setdefault(strike.fault, (time.monotonic(), self._step()))
+
+    def _victims(self, strike: Strike, dice: random.Random) -> list[dict[str, Any]]:
+        whom = strike.spec.whom
+        if whom.kind == "controller":
+            return [self._status["controller"]]
+        if whom.kind == "driver":
+            return [{"pid": self._driver_pid, "node_ip": None}] if self._driver_pid else []
+        there = [row for row in self._status["workers"] if row["id"] not in self._lost]
+        rows = choose(whom, strike.num_victims, there, dice)
+        return rows[:1] if strike.spec.what == "drain" else rows
+
+    def _hit(self, strike: Strike, row: dict[str, Any]) -> float:
+        """Do it; the Unix time just before, on the process's node."""
+        spec = strike.spec
+        if spec.what == "drain":
+            from elastic.on_ray import remote_faults
+
+            remote_faults.join(self._address)
+            at = time.time()
+            remote_faults.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
+            return at
+        at = self._signal(row, SIGNALS[spec.what], is_driver=spec.whom.kind == "driver")
+        if spec.what == "stop" and spec.for_s is not None:
+            self._frozen.append((time.monotonic() + spec.for_s, row))
+        return at
+
+    def _wake(self, now: float) -> None:
+        for due in [due for due in self._frozen if due[0] <= now]:
+            self._frozen.remove(due)
+            try:
+                self._signal(due[1], signal.SIGCONT)
+            except (OSError, WrongInput) as error:  # killed meanwhile
+                self._tell(f"{due[1].get('id') or 'the process'} was not woken: {error}")
+
+    def _signal(
+        self, row: dict[str, Any], number: signal.Signals, is_driver: bool = False
+    ) -> float:
+        if is_driver or is_here(row["node_ip"]):
+            if not is_driver:
+                refuse_stranger(row["pid"])
+            at = time.time()
+            os.kill(row["pid"], number)
+            return at
+        from elastic.on_ray import remote_faults
+
+        if "node_id" not in row:
+            raise WrongInput(f"the controller is on another node, {row['node_ip']}: run this there")
+        remote_faults.join(self._address)
+        return remote_faults.signal_process(row["node_id"], row["pid"], number)
+
+    def _record(
+        self, strike: Strike, row: dict[str, Any], note: str, at: float | None = None
+    ) -> None:
+        done = Done(
+            strike=f"{strike.fault}.{strike.number}",
+            what=strike.spec.what,
+            whom=str(strike.spec.whom),
+            at=time.time() if at is None else at,
+            step=self._step(),
+            generation=int(self._status.get("generation", 0)),
+            phase=str(self._status.get("phase", "")),
+            scenario=self._scenario.name,
+            note=note,
+        )
+        known = {k: row.get(k) for k in ("rank", "node_ip", "pid")}
+        self.done.append(replace(done, worker=row.get("id"), **known))
+        write_done(self._folder, self.done)
+        hit = f"pid {row['pid']} {row.get('id') or strike.spec.whom}" if row else "nobody"
+        self._tell(f"step {done.step}: {strike.spec.what} {hit}{note and f', but {note}'}")
+
+
+def event_in(line: dict[str, Any]) -> dict[str, Any]:
+    """The event of a line of the journal; empty if it has none."""
+    return line.get("entry", {}).get("event") or {}
+
+
+def is_loss(event: dict[str, Any]) -> bool:
+    return event.get("type") == "WorkerLost"
+
+
+def is_here(node_ip: str | None) -> bool:
+    """Whether the address is this machine's."""
+    if not node_ip:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in node_ip else socket.AF_INET) as probe:
+        try:
+            probe.bind((node_ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+def refuse_stranger(pid: int) -> None:
+    """A status may be older than the process: only Ray's processes are ever signalled."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"process {pid} is gone already") from None
+    if not command.startswith(b"ray::"):
+        raise WrongInput(f"process {pid} is no worker of Ray (any more)")

@@ -1,0 +1,140 @@
+"""What the faults of a run cost: its journal, metrics and chaos.jsonl as one JSON value.
+
+Pure functions over what was read; the page with pictures is page.py's.
+"""
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from elastic.chaos.record import Done, read_done
+from elastic.chaos.timeline import PRODUCTIVE, Episode, Timeline, follow
+from elastic.control.replay import JOURNAL_TYPES, Entry, Started
+from elastic.control.state import WorkerLost
+from elastic.control.transition import UnexpectedEvent
+from elastic.protocol.encoding import decode
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import worker_name
+from elastic.store.files import Folder
+from elastic.store.journal import read_lines
+
+CLOCKS_S = 0.02
+"""A loss may seem to precede its fault by so much: another process read the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A run as its files tell it."""
+
+    name: str
+    timeline: Timeline
+    metrics: list[dict[str, Any]]
+    done: list[Done]
+
+
+def read_story(folder: Folder) -> Story:
+    """WrongInput if there is no journal, or one that this version cannot follow."""
+    lines = read_lines(folder, "journal.jsonl")
+    entries = [line["entry"] for line in lines if "entry" in line]
+    if not entries:
+        raise WrongInput(f"{folder} has no decision in its journal yet: nothing to report")
+    parts: list[list[Started | Entry]] = []
+    try:
+        for entry in entries:
+            value = decode(entry, JOURNAL_TYPES)
+            if isinstance(value, Started) or not parts:
+                parts.append([])
+            parts[-1].append(value)
+        timeline = follow(parts, float(lines[-1]["at"]))
+    except (ValueError, UnexpectedEvent) as error:
+        raise WrongInput(f"{folder}: the journal cannot be followed: {error}") from error
+    if not timeline.spans:
+        raise WrongInput(f"{folder}: the run has only begun: nothing to report")
+    name = folder.path.rstrip("/").rpartition("/")[2]
+    return Story(name, timeline, read_lines(folder, "metrics.jsonl"), read_done(folder))
+
+
+def report(story: Story) -> dict[str, Any]:
+    """The report. All times are seconds; those ending in `_at_s` count from the run's start."""
+    line = story.timeline
+    wall_s = line.ended - line.began
+    ranks = [line.rank_buckets(rank) for rank in range(line.max_workers)]
+    busy_s = sum(buckets.get(PRODUCTIVE, 0.0) for buckets in ranks)
+    buckets = line.buckets()
+    gaps = [b["time"] - a["time"] for a, b in pairwise(story.metrics)]
+    return {
+        "run": story.name,
+        "scenario": story.done[-1].scenario if story.done else None,
+        "outcome": line.outcome,
+        "steps": story.metrics[-1]["step"] if story.metrics else 0,
+        "lost_steps": line.lost_steps,
+        "wall_s": wall_s,
+        "longest_gap_s": max(gaps, default=0.0),
+        "goodput": {
+            "time": buckets.get(PRODUCTIVE, 0.0) / wall_s if wall_s else 0.0,
+            "capacity": busy_s / (wall_s * len(ranks)) if wall_s and ranks else 0.0,
+        },
+        "buckets": buckets,
+        "ranks": [{"rank": rank, "buckets": ranks[rank]} for rank in range(len(ranks))],
+        "faults": [cost(done, story) for done in story.done],
+        "recoveries": [
+            {
+                "at_s": episode.losses[0].last_seen - line.began if episode.losses else None,
+                "workers": [worker_name(loss.worker) for loss in episode.losses],
+                **asdict(episode.recovery),
+            }
+            for episode in line.episodes
+        ],
+    }
+
+
+def cost(done: Done, story: Story) -> dict[str, Any]:
+    """One fault: what it was, how it was noticed, and the phases until the next step, whose times
+    add up to `total_s`. Without a loss only `next_step_s` is known."""
+    row: dict[str, Any] = {
+        **{key: value for key, value in asdict(done).items() if key not in ("at", "scenario")},
+        "at_s": done.at - story.timeline.began,
+        "next_step_s": next_step_s(done.at, story.metrics),
+    }
+    if done.note:
+        return {**row, "result": "nothing happened"}
+    loss = loss_of(done, story)
+    if loss is None:
+        is_over = row["next_step_s"] is None
+        return {**row, "result": "no step followed" if is_over else "no loss followed"}
+    row |= {"cause": loss.cause, "detect_s": max(0.0, loss.at - done.at)}
+    episode = next((e for e in story.timeline.episodes if loss in e.losses), None)
+    if episode is None:
+        return {**row, "result": "lost outside a generation"}
+    phases = phases_after(loss, episode)
+    total_s = row["detect_s"] + sum(phases.values())
+    lost_steps = episode.recovery.lost_steps
+    result = {"result": "recovered", "total_s": total_s, "lost_steps": lost_steps}
+    return {**row, **phases, "next_step_s": total_s, **result}
+
+
+def phases_after(loss: WorkerLost, episode: Episode) -> dict[str, float]:
+    """From this loss on: a later one in the same recovery shares what comes after it."""
+    recovery = episode.recovery
+    rest_s = recovery.form_s + recovery.state_s + recovery.first_step_s
+    return {
+        "fence_s": max(0.0, episode.healed_at - rest_s - loss.at),
+        "form_s": recovery.form_s,
+        "restore_s": recovery.state_s,
+        "first_step_s": recovery.first_step_s,
+    }
+
+
+def loss_of(done: Done, story: Story) -> WorkerLost | None:
+    """The first loss of that worker after the fault, unless a later fault on it came before."""
+    later = (loss for loss in story.timeline.losses if loss.at >= done.at - CLOCKS_S)
+    loss = next((loss for loss in later if worker_name(loss.worker) == done.worker), None)
+    if loss is None:
+        return None
+    others = (o for o in story.done if o.worker == done.worker and not o.note)
+    is_anothers = any(done.at < other.at <= loss.at + CLOCKS_S for other in others)
+    return None if is_anothers else loss
+
+
+def next_step_s(at: float, metrics: list[dict[str, Any]]) -> float | None:
+    return next((line["time"] - at for line in metrics if line["time"] > at), None)

@@ -1,0 +1,248 @@
+"""A scenario: which faults, on whom, when. Read from YAML, checked, written back as one line.
+
+The times that follow from it are plan.py's, carrying it out is inject.py's.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from elastic.chaos.traces import Drop, read_trace
+from elastic.protocol.errors import WrongInput
+
+SHIPPED = Path(__file__).parent / "scenarios"
+TRACES = Path(__file__).parent / "traces"
+
+What = Literal["kill", "stop", "term", "drain"]
+WHATS: dict[str, str] = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP, and SIGCONT after for_s if given",
+    "term": "SIGTERM, as a spot notice does",
+    "drain": "a drain notice for the node in Ray, with a deadline of for_s seconds",
+}
+PHASES = ("waiting", "forming", "running", "pausing", "suspending", "ending")
+"""The phases of journal.jsonl during which something can be done to a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whom:
+    """`rank` (-1: a random one), all on the `node_of` such a rank, the controller, the driver."""
+
+    kind: Literal["rank", "node_of", "controller", "driver"]
+    rank: int = -1
+
+    def __str__(self) -> str:
+        name = "a random rank" if self.rank < 0 else f"rank {self.rank}"
+        return {"rank": name, "node_of": f"the node of {name}"}.get(self.kind, f"the {self.kind}")
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """So many seconds after the start; the start is the first look at a run that has a step, or
+    the fault that `Fault.after_fault` names."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AtStep:
+    """When so many steps are committed, counted from the start where there is `after_fault`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPhase:
+    """When the journal says that the run has entered this phase."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    seconds: float
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Random instants (a Poisson process)."""
+
+    per_minute: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The losses of an availability trace, `faster` times as fast, as parts of the run's size."""
+
+    name: str
+    faster: float
+    drops: tuple[Drop, ...]
+
+
+When = After | AtStep | InPhase | Every | Rate | Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    what: What
+    whom: Whom
+    when: When
+    for_s: float | None = None
+    after_fault: int = 0
+    """Position in the scenario, from 1, of the fault that must have happened first; 0: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    about: str
+    seed: int
+    faults: tuple[Fault, ...]
+
+
+def find_scenario(name: str) -> Path:
+    """A shipped scenario by its name, or a file. WrongInput if there is neither."""
+    shipped = SHIPPED / f"{name}.yaml"
+    path = shipped if "/" not in name and shipped.is_file() else Path(name)
+    if not path.is_file():
+        raise WrongInput(
+            f"there is no scenario {name!r}: give a YAML file or one of "
+            f"{', '.join(shipped_names())} (see `elastic chaos list`)"
+        )
+    return path
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def read_scenario(name: str) -> Scenario:
+    """The scenario of that name or file. WrongInput says what in it is wrong."""
+    import yaml  # here, because no other command needs it
+
+    path = find_scenario(name)
+    try:
+        values: object = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise WrongInput(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    return parse_scenario(values, str(path), path.parent)
+
+
+def parse_scenario(values: object, place: str, folder: Path) -> Scenario:
+    """`folder` is where trace files are looked for first, then the shipped ones."""
+    fields = mapping(values, place, {"name", "about", "seed", "faults"})
+    faults: object = fields.get("faults")
+    if not isinstance(faults, list) or not faults:
+        raise WrongInput(f"{place}: faults must be a list with at least one fault")
+    seed = whole(fields.get("seed", 0), f"{place}: seed", at_least=0)
+    parsed = tuple(
+        parse_fault(fault, f"{place}: fault {number}", number, folder)
+        for number, fault in enumerate(cast(list[object], faults), start=1)
+    )
+    name = str(fields.get("name") or Path(place).stem)
+    return Scenario(name, str(fields.get("about", "")).strip(), seed, parsed)
+
+
+def parse_fault(values: object, place: str, number: int, folder: Path) -> Fault:
+    fields = mapping(values, place, {"what", "whom", "when", "for_s"})
+    what: object = fields.get("what")
+    if what not in WHATS:
+        raise WrongInput(f"{place}: what is {what!r}, must be one of {', '.join(get_args(What))}")
+    for_s = number_of(fields["for_s"], f"{place}: for_s") if "for_s" in fields else None
+    if for_s is not None and what not in ("stop", "drain"):
+        raise WrongInput(f"{place}: for_s goes with stop and drain, not with {what}")
+    whom = parse_whom(fields.get("whom", "random"), f"{place}: whom")
+    if what == "drain" and whom.kind != "node_of":
+        raise WrongInput(
+            f"{place}: drain is of a node: write whom: {{node_of: 0}} or node_of: random"
+        )
+    when, after_fault = parse_when(fields.get("when"), f"{place}: when", number, folder)
+    return Fault(cast(What, what), whom, when, for_s, after_fault)
+
+
+def parse_whom(value: object, place: str) -> Whom:
+    if value in ("controller", "driver"):
+        return Whom(cast(Any, value))
+    if value == "random":
+        return Whom("rank")
+    fields = mapping(value, place, {"rank", "node_of"})
+    if len(fields) != 1:
+        raise WrongInput(
+            f"{place}: give one of random, controller, driver, {{rank: N}}, {{node_of: N}}"
+        )
+    [(kind, rank)] = fields.items()
+    chosen = -1 if rank == "random" else whole(rank, f"{place}: {kind}", at_least=0)
+    return Whom(cast(Any, kind), chosen)
+
+
+def parse_when(value: object, place: str, number: int, folder: Path) -> tuple[When, int]:
+    known = {"after_s", "step", "phase", "every_s", "times", "per_minute", "for_s", "trace"}
+    fields = mapping(value, place, known | {"faster", "after_fault"})
+    after_fault = whole(fields.pop("after_fault", 0), f"{place}: after_fault", at_least=0)
+    if after_fault >= number:
+        raise WrongInput(f"{place}: after_fault must name an earlier fault than {number}")
+    match sorted(fields):
+        case ["after_s"]:
+            return After(number_of(fields["after_s"], f"{place}: after_s", 0.0)), after_fault
+        case ["step"]:
+            return AtStep(whole(fields["step"], f"{place}: step", at_least=1)), after_fault
+        case ["phase"]:
+            return InPhase(phase_of(fields["phase"], place)), after_fault
+        case ["every_s", "times"]:
+            times = whole(fields["times"], f"{place}: times", at_least=1)
+            return Every(number_of(fields["every_s"], f"{place}: every_s"), times), after_fault
+        case ["for_s", "per_minute"]:
+            per_minute = number_of(fields["per_minute"], f"{place}: per_minute")
+            return Rate(per_minute, number_of(fields["for_s"], f"{place}: for_s")), after_fault
+        case ["trace"] | ["faster", "trace"]:
+            faster = number_of(fields.get("faster", 1.0), f"{place}: faster")
+            name = str(fields["trace"])
+            return Trace(name, faster, read_trace(find_trace(name, folder, place))), after_fault
+        case found:
+            raise WrongInput(
+                f"{place} has {', '.join(found) or 'nothing'}: give one of after_s; step; phase; "
+                "every_s and times; per_minute and for_s; trace and faster"
+            )
+
+
+def phase_of(value: object, place: str) -> str:
+    if value not in PHASES:
+        raise WrongInput(f"{place}: phase is {value!r}, must be one of {', '.join(PHASES)}")
+    return cast(str, value)
+
+
+def find_trace(name: str, folder: Path, place: str) -> Path:
+    for path in (folder / name, TRACES / f"{name}.csv", TRACES / name):
+        if path.is_file():
+            return path
+    shipped = ", ".join(sorted(path.stem for path in TRACES.glob("*.csv")))
+    raise WrongInput(f"{place}: there is no trace {name!r}; shipped are {shipped}")
+
+
+# --- values --------------------------------------------------------------------
+def mapping(value: object, place: str, known: set[str]) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise WrongInput(f"{place} is {value!r}, must be a mapping of {', '.join(sorted(known))}")
+    fields = {str(key): item for key, item in cast(Mapping[object, object], value).items()}
+    if unknown := sorted(fields.keys() - known):
+        raise WrongInput(f"{place}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+    return fields
+
+
+def whole(value: object, place: str, *, at_least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise WrongInput(f"{place} is {value!r}, must be a whole number from {at_least}")
+    return value
+
+
+def number_of(value: object, place: str, at_least: float | None = None) -> float:
+    """A finite number above 0, or from `at_least`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_known = math.isfinite(value) and (value > 0 or value == at_least)
+        if is_known:
+            return float(value)
+    raise WrongInput(f"{place} is {value!r}, must be a number above 0")

@@ -1,0 +1,196 @@
+"""Where every second of every rank went: a pure fold over a run's journal.
+
+The rule that gives a second its bucket is elastic/control/accounting.py's, so that a report and
+`result.json` cannot disagree; here the seconds keep their place in time and their members.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from elastic.control.accounting import Account, Recovery, account, open_account
+from elastic.control.commands import Retire
+from elastic.control.replay import Entry, Started
+from elastic.control.state import Active, Decision, Finished, Loaded, Phase, WorkerLost, WorkerReady
+from elastic.control.transition import start, transition
+
+PRODUCTIVE = "productive"  # steps that stayed committed
+ABSENT = "absent"  # fewer members than the run may have: this rank had no worker
+DOWN = "down"  # between a controller's end and the next start of the same run
+UNSETTLED = "unsettled"  # the end of a journal that does not end with the run
+ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time that went to one bucket. Unix seconds."""
+
+    began: float
+    ended: float
+    bucket: str
+    members: tuple[int, ...]
+    """Workers by rank; empty while there is no generation."""
+    step: int = 0
+    """The step that was committed at its end, if it is productive."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One recovery: the losses it healed, and when its first step was committed."""
+
+    recovery: Recovery
+    losses: tuple[WorkerLost, ...]
+    healed_at: float
+
+
+@dataclass
+class Life:
+    """A worker's time from ready to its end."""
+
+    worker: int
+    ready_at: float
+    ended_at: float | None = None
+    cause: str = ""
+    """Empty: it was retired, or the journal ends before it does."""
+
+
+@dataclass
+class Timeline:
+    """Spans follow each other without gap or overlap."""
+
+    spans: list[Span] = field(default_factory=list[Span])
+    episodes: list[Episode] = field(default_factory=list[Episode])
+    losses: list[WorkerLost] = field(default_factory=list[WorkerLost])
+    lives: list[Life] = field(default_factory=list[Life])
+    max_workers: int = 0
+    lost_steps: int = 0
+    outcome: str = "unfinished"
+
+    @property
+    def began(self) -> float:
+        return self.spans[0].began
+
+    @property
+    def ended(self) -> float:
+        return self.spans[-1].ended
+
+    def buckets(self) -> dict[str, float]:
+        """Seconds by bucket; they add up to the wall time."""
+        return added((span.bucket, span.seconds) for span in self.spans)
+
+    def rank_buckets(self, rank: int) -> dict[str, float]:
+        """Seconds of one rank by bucket; they add up to the wall time, too."""
+        return added((bucket_of(span, rank), span.seconds) for span in self.spans)
+
+
+def bucket_of(span: Span, rank: int) -> str:
+    """Without a generation every rank waits alike; in one, ranks without a worker are absent."""
+    return ABSENT if 0 < len(span.members) <= rank else span.bucket
+
+
+def added(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for bucket, seconds in parts:
+        sums[bucket] = sums.get(bucket, 0.0) + seconds
+    return {bucket: seconds for bucket, seconds in sums.items() if seconds > 0}
+
+
+def follow(parts: Iterable[list[Started | Entry]], last_at: float) -> Timeline:
+    """The timeline of a journal, one part per start of the run. `last_at`: its last line's time.
+
+    Raises ValueError for a part without `Started`, UnexpectedEvent as transition does.
+    """
+    line = Timeline()
+    for part in parts:
+        if not part or not isinstance(part[0], Started):
+            raise ValueError("the journal does not begin with its limits")
+        follow_part(line, part[0], [e for e in part[1:] if isinstance(e, Entry)])
+    if line.spans and line.outcome == "unfinished" and last_at > line.ended:
+        members = line.spans[-1].members
+        line.spans.append(Span(line.ended, last_at, UNSETTLED, members))
+    return line
+
+
+def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
+    line.max_workers = max(line.max_workers, head.limits.max_workers)
+    line.outcome = "unfinished"
+    if line.spans and head.at > line.ended:
+        line.spans.append(Span(line.ended, head.at, DOWN, ()))
+        end_all(line, line.spans[-1].began)
+    decision, so_far = start(head.limits, head.at), open_account(head.at)
+    losses: list[WorkerLost] = []
+    for entry in entries:
+        before, known = decision, so_far
+        decision = transition(before.ledger, before.phase, entry.event, head.limits)
+        so_far = account(known, entry.event, before.phase, before.ledger.generation, decision)
+        follow_workers(line, entry, decision)
+        if isinstance(entry.event, WorkerLost):
+            line.losses.append(entry.event)
+            losses.append(entry.event)
+        roll_back(line, entry, before, decision)
+        line.spans += spans_of(known, so_far, before.phase)
+        if len(so_far.recoveries) > len(known.recoveries):
+            line.episodes.append(Episode(so_far.recoveries[-1], tuple(losses), entry.event.at))
+        if so_far.healing is None:
+            losses = []
+    line.lost_steps += so_far.lost_steps
+    if isinstance(decision.phase, Finished):
+        line.outcome = decision.phase.outcome
+        end_all(line, so_far.since)
+
+
+def spans_of(before: Account, after: Account, phase: Phase) -> list[Span]:
+    """What `account` gave to its buckets in one event: work comes first, then what followed."""
+    members = phase.membership.workers if isinstance(phase, Active) else ()
+    grown = {b: seconds - dict(before.badput)[b] for b, seconds in after.badput}
+    moved_s = grown.pop(ROLLED_BACK)  # seconds that have their place in time already
+    productive_s = after.goodput_s - before.goodput_s + moved_s
+    parts = [(PRODUCTIVE, productive_s), ("retried", grown.pop("retried")), *grown.items()]
+    spans: list[Span] = []
+    at = before.since
+    for bucket, seconds in parts:
+        if seconds > 1e-9:
+            step = after.step if bucket == PRODUCTIVE else 0
+            spans.append(Span(at, at + seconds, bucket, members, step))
+            at += seconds
+    if spans:  # so that the next one begins exactly here
+        spans[-1] = replace(spans[-1], ended=after.since)
+    return spans
+
+
+def roll_back(line: Timeline, entry: Entry, before: Decision, decision: Decision) -> None:
+    """Steps that the run fell back behind were not productive."""
+    step = decision.ledger.step
+    is_back = isinstance(entry.event, Loaded) or step < before.ledger.step
+    if is_back:
+        line.spans = [
+            replace(s, bucket=ROLLED_BACK) if s.bucket == PRODUCTIVE and s.step > step else s
+            for s in line.spans
+        ]
+
+
+def follow_workers(line: Timeline, entry: Entry, decision: Decision) -> None:
+    event = entry.event
+    if isinstance(event, WorkerReady):
+        line.lives.append(Life(event.worker, event.at))
+    elif isinstance(event, WorkerLost):
+        end_life(line, event.worker, event.at, event.cause)
+    for command in decision.commands:
+        if isinstance(command, Retire):
+            for worker in command.workers:
+                end_life(line, worker, event.at, "")
+
+
+def end_life(line: Timeline, worker: int, at: float, cause: str) -> None:
+    for life in line.lives:
+        if life.worker == worker and life.ended_at is None:
+            life.ended_at, life.cause = at, cause
+
+
+def end_all(line: Timeline, at: float) -> None:
+    for life in line.lives:
+        if life.ended_at is None:
+            life.ended_at = at

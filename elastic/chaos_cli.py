@@ -1,0 +1,136 @@
+"""`elastic chaos SCENARIO RUN_DIR`, `chaos report`, `chaos list`: faults for a live run.
+
+What happens is elastic/chaos; a typer group here, so that the scenario may come first.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from elastic.chaos.inject import Injector
+from elastic.chaos.page import page
+from elastic.chaos.plan import Strike, make_plan
+from elastic.chaos.report import read_story, report
+from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, open_folder, read_json
+
+
+class ScenarioFirst(TyperGroup):
+    """`chaos SCENARIO ...` means `chaos run SCENARIO ...`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = args and args[0] in self.list_commands(ctx)
+        return super().resolve_command(ctx, args if known else ["run", *args])
+
+
+app = typer.Typer(
+    cls=ScenarioFirst,
+    no_args_is_help=True,
+    help="Put faults into a live run and report what they cost: chaos SCENARIO RUN_DIR.",
+)
+
+RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run directory, path or URI.")]
+Report = Annotated[
+    str | None,
+    typer.Option("--report", metavar="PATH", help="Base name of the .json and .html to write."),
+]
+DEFAULT_REPORT = "chaos-report"
+
+
+@app.command()
+def run(
+    scenario: Annotated[str, typer.Argument(metavar="SCENARIO", help="A name, or a YAML file.")],
+    run_dir: RunDir,
+    report_path: Report = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, do nothing.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Instead of the scenario's.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="The run's Ray cluster, for drains and other nodes.")
+    ] = None,
+    driver_pid: Annotated[
+        int | None, typer.Option(help="Of `elastic run`, for its faults.")
+    ] = None,
+) -> int:
+    """Carry a scenario out on a live run; when the run has ended, write the report."""
+    chosen = read_scenario(scenario)
+    if seed is not None:
+        chosen = Scenario(chosen.name, chosen.about, seed, chosen.faults)
+    folder = open_folder(run_dir)
+    plan = make_plan(chosen, num_workers_of(folder, run_dir))
+    if dry_run:
+        for strike in plan:
+            print(strike)
+        return 0
+    refuse_impossible(plan, folder, run_dir, driver_pid)
+    Injector(folder, chosen, plan, address=address, driver_pid=driver_pid).run()
+    return write_report(folder, report_path)
+
+
+@app.command("report")
+def report_only(run_dir: RunDir, report_path: Report = None) -> int:
+    """Write the report of a run, with or without faults, that has ended or still runs."""
+    folder = open_folder(run_dir)
+    num_workers_of(folder, run_dir)
+    return write_report(folder, report_path)
+
+
+@app.command("list")
+def list_scenarios() -> int:
+    """The scenarios that come with elastic."""
+    for name in shipped_names():
+        print(f"{name:20} {read_scenario(name).about}")
+    return 0
+
+
+def num_workers_of(folder: Folder, run_dir: str) -> int:
+    """The most workers the run may have. WrongInput if this is no run directory."""
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    workers: Any = config["workers"]
+    return int(workers if isinstance(workers, int) else workers[1])
+
+
+def refuse_impossible(
+    plan: tuple[Strike, ...], folder: Folder, run_dir: str, driver_pid: int | None
+) -> None:
+    if folder.exists("result.json"):
+        raise WrongInput(f"{run_dir}: the run has ended; `elastic chaos report` reports on it")
+    if driver_pid is None and any(strike.spec.whom.kind == "driver" for strike in plan):
+        raise WrongInput("the scenario hits the driver: give its --driver-pid")
+
+
+def write_report(folder: Folder, report_path: str | None) -> int:
+    """PATH.json and PATH.html, by default in the run directory; prints the faults in short."""
+    story = read_story(folder)
+    found = report(story)
+    base = report_path or str((folder.local or Path()) / DEFAULT_REPORT)
+    base = base.removesuffix(".json").removesuffix(".html")
+    try:
+        Path(f"{base}.json").write_text(json.dumps(found, indent=1) + "\n")
+        Path(f"{base}.html").write_text(page(story, found))
+    except OSError as error:
+        raise WrongInput(f"the report cannot be written to {base}.json: {error}") from error
+    for fault in found["faults"]:
+        print(fault_line(fault))
+    time, capacity = (100 * found["goodput"][part] for part in ("time", "capacity"))
+    print(
+        f"{found['outcome']}: {found['steps']} steps, {found['lost_steps']} lost, goodput "
+        f"{time:.1f} % of the time, {capacity:.1f} % of the capacity"
+    )
+    print(f"report: {base}.html, {base}.json")
+    return 0
+
+
+def fault_line(fault: dict[str, Any]) -> str:
+    phases = ("detect", "fence", "form", "restore", "first_step", "total")
+    times = " ".join(
+        f"{phase} {fault[f'{phase}_s']:.3f} s" for phase in phases if f"{phase}_s" in fault
+    )
+    whom = fault["worker"] or fault["whom"]
+    result = fault["note"] or fault["result"]
+    return f"  {fault['strike']} {fault['what']} {whom} at step {fault['step']}: {result} {times}"

@@ -1,0 +1,67 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Faults that need the cluster: a signal on another node, a drain notice.
+
+Whom to hit, and when, is decided in elastic/chaos.
+"""
+
+import logging
+import os
+import time
+from typing import Any, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.on_ray.submission import find_cluster, refuse_unreachable
+from elastic.protocol.errors import WrongInput
+
+SIGNAL_TIMEOUT_S = 30.0
+
+
+def join(address: str | None) -> None:
+    """Connect this process to the run's cluster, once. WrongInput if none is found."""
+    if ray.is_initialized():
+        return
+    address = address or find_cluster()
+    if address is None:
+        raise WrongInput("this fault needs the run's Ray cluster: give its --address")
+    refuse_unreachable(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise WrongInput(f"Ray cannot be joined at address {address!r}: {error}") from error
+
+
+def signal_process(node_id: str, pid: int, number: int) -> float:
+    """Send a signal to a process on another node; the Unix time there just before.
+
+    Raises what os.kill raises there.
+    """
+    there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(send)
+    return float(ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S))
+
+
+def send(pid: int, number: int) -> float:
+    """On the process's node. A status may be older than the process: only Ray's are signalled."""
+    with open(f"/proc/{pid}/cmdline", "rb") as command:
+        if not command.read().startswith(b"ray::"):
+            raise ProcessLookupError(f"process {pid} is no worker of Ray (any more)")
+    at = time.time()
+    os.kill(pid, number)
+    return at
+
+
+def drain(node_id: str, deadline_s: float) -> None:
+    """Tell Ray that the node will go in `deadline_s`. Private API of Ray, this place only."""
+    from ray._private.worker import global_worker
+    from ray.core.generated import autoscaler_pb2  # pyright: ignore
+
+    notice: Any = autoscaler_pb2
+    reason = notice.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int(1000 * (time.time() + deadline_s))
+    client: Any = cast(Any, global_worker).gcs_client
+    is_accepted, why = client.drain_node(node_id, reason, "elastic chaos", deadline_ms)
+    if not is_accepted:
+        raise WrongInput(f"Ray refused to drain node {node_id}: {why}")

@@ -1,0 +1,432 @@
+"""`elastic chaos` without a run: scenarios, plans, victims, reports of hand-made journals."""
+
+import json
+import random
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from elastic.chaos.page import merged, page
+from elastic.chaos.plan import choose, make_plan
+from elastic.chaos.record import Done, read_done, write_done
+from elastic.chaos.report import read_story, report
+from elastic.chaos.scenario import (
+    After,
+    AtStep,
+    Fault,
+    InPhase,
+    Whom,
+    parse_scenario,
+    read_scenario,
+    shipped_names,
+)
+from elastic.chaos.timeline import DOWN, PRODUCTIVE, ROLLED_BACK, UNSETTLED, follow
+from elastic.chaos.traces import Drop, read_trace
+from elastic.cli import main
+from elastic.control.accounting import account, open_account
+from elastic.control.replay import Entry, Started
+from elastic.control.state import (
+    Committed,
+    Ended,
+    Event,
+    Joined,
+    Limits,
+    Loaded,
+    Paused,
+    Suspended,
+    Synced,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.control.state import (
+    Done as LoopDone,
+)
+from elastic.control.transition import start, transition
+from elastic.protocol.encoding import encode
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import open_folder
+
+LIMITS = Limits(
+    min_workers=1,
+    max_workers=2,
+    standby=0,
+    steps=4,
+    max_failures=2,
+    join_timeout_s=30,
+    end_timeout_s=30,
+    confirm_timeout_s=3,
+)
+BEGIN: list[Event] = [
+    WorkerReady(0, 2.0),
+    Loaded(0, 0, 3.0),
+    Joined(1, 0, 0.0, 4.0),
+    WorkerReady(1, 4.0),
+    Committed(1, 1, 1.0, 6.0),
+    Synced(1, 6.5),
+    Committed(1, 2, 1.0, 7.0),
+    Paused(1, 0, 2, 7.0),
+    Joined(2, 0, 0.0, 7.25),
+    Joined(2, 1, 0.1, 7.5),
+]
+LOSS: list[Event] = [
+    WorkerLost(1, "process_died", 8.25, 8.5),
+    Suspended(2, 0, 2, False, False, 8.6),
+    Joined(3, 0, 0.0, 8.7),
+    Committed(3, 3, 1.0, 9.5),
+    Committed(3, 4, 1.0, 10.5),
+]
+END: list[Event] = [LoopDone(3, 0, 4, 10.5), Ended(3, 0, "ab", 11.0)]
+ALL_LOST: list[Event] = [
+    WorkerLost(0, "process_died", 8.25, 8.5),
+    WorkerLost(1, "process_died", 8.25, 8.5),
+    WorkerReady(2, 10.0),
+    Loaded(2, 1, 10.5),
+    Joined(3, 0, 0.0, 11.0),
+    Committed(3, 2, 1.0, 12.0),
+]
+
+
+def journal(events: list[Event], at: float = 0.0) -> list[Started | Entry]:
+    """As the supervisor writes it."""
+    decision = start(LIMITS, at)
+    entries: list[Started | Entry] = [Started(LIMITS, at, decision.commands, decision.reason)]
+    for event in events:
+        decision = transition(decision.ledger, decision.phase, event, LIMITS)
+        entries.append(Entry(event, decision.commands, decision.reason))
+    return entries
+
+
+def write_run(directory, events, done=()):
+    """A run directory with what a report reads."""
+    lines = [
+        {"at": entry.at if isinstance(entry, Started) else entry.event.at, "entry": encode(entry)}
+        for entry in journal(events)
+    ]
+    directory.mkdir()
+    (directory / "journal.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    commits = [e for e in events if isinstance(e, Committed)]
+    metrics = [{"step": e.step, "time": e.at, "loss": 1.0 / e.step} for e in commits]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in metrics))
+    (directory / "config.json").write_text(json.dumps({"workers": [1, 2]}))
+    if done:
+        write_done(open_folder(str(directory)), list(done))
+    return open_folder(str(directory))
+
+
+KILLED = Done(
+    strike="1.1",
+    what="kill",
+    whom="rank 1",
+    at=8.3,
+    step=2,
+    generation=2,
+    phase="running",
+    worker="w1",
+    rank=1,
+    node_ip="127.0.0.1",
+    pid=7,
+    scenario="a kill",
+)
+
+
+# --- scenarios -----------------------------------------------------------------
+def parse(fault, tmp_path):
+    return parse_scenario({"faults": [fault]}, "s.yaml", tmp_path).faults[0]
+
+
+def test_a_fault_says_what_whom_and_when(tmp_path):
+    assert [
+        parse({"what": "kill", "when": {"after_s": 0}}, tmp_path),
+        parse({"what": "kill", "whom": {"rank": 2}, "when": {"step": 5}}, tmp_path),
+        parse({"what": "stop", "for_s": 2, "when": {"phase": "forming"}}, tmp_path),
+        parse({"what": "drain", "whom": {"node_of": "random"}, "when": {"step": 1}}, tmp_path),
+    ] == [
+        Fault("kill", Whom("rank"), After(0.0)),
+        Fault("kill", Whom("rank", 2), AtStep(5)),
+        Fault("stop", Whom("rank"), InPhase("forming"), for_s=2.0),
+        Fault("drain", Whom("node_of"), AtStep(1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("kill", "fault 1 is 'kill', must be a mapping of for_s, what, when, whom"),
+        ({"what": "hug"}, "what is 'hug', must be one of kill, stop, term, drain"),
+        ({"what": "kill", "who": 1}, "'who' is none of for_s, what, when, whom"),
+        ({"what": "kill"}, "when is None, must be a mapping"),
+        ({"what": "kill", "when": {}}, "when has nothing: give one of after_s; step;"),
+        ({"what": "kill", "when": {"step": 1, "after_s": 1}}, "when has after_s, step: give one"),
+        ({"what": "kill", "when": {"step": 0}}, "step is 0, must be a whole number from 1"),
+        ({"what": "kill", "when": {"after_s": -1}}, "after_s is -1, must be a number above 0"),
+        ({"what": "kill", "when": {"phase": "idle"}}, "phase is 'idle', must be one of waiting"),
+        ({"what": "kill", "when": {"step": 1, "after_fault": 1}}, "must name an earlier fault"),
+        ({"what": "kill", "for_s": 1, "when": {"step": 1}}, "for_s goes with stop and drain"),
+        ({"what": "kill", "whom": "bob", "when": {"step": 1}}, "whom is 'bob', must be a mapping"),
+        ({"what": "drain", "when": {"step": 1}}, "drain is of a node: write whom: {node_of: 0}"),
+        ({"what": "kill", "when": {"trace": "x"}}, "no trace 'x'; shipped are g4dn-us-east-1c"),
+    ],
+)
+def test_a_wrong_scenario_is_one_line_that_says_where(fault, message, tmp_path):
+    with pytest.raises(WrongInput) as caught:
+        parse(fault, tmp_path)
+    assert str(caught.value).startswith("s.yaml: fault 1")
+    assert message in str(caught.value)
+
+
+def test_shipped_scenarios_are_sound_and_each_explained():
+    scenarios = [read_scenario(name) for name in shipped_names()]
+    assert len(scenarios) >= 6
+    assert all(s.about and make_plan(s, 4) for s in scenarios)
+
+
+def test_a_trace_is_its_losses(tmp_path):
+    (tmp_path / "t.csv").write_text("# seconds,count\n0,0\n5,0\n5,8\n60,8\n60,6\n90,8\n120,4\n")
+    assert read_trace(tmp_path / "t.csv") == (Drop(0.0, 0.25), Drop(60.0, 0.5))
+    trace = {"what": "kill", "when": {"trace": "t.csv", "faster": 60}}
+    plan = make_plan(parse_scenario({"faults": [trace]}, "s", tmp_path), num_workers=4)
+    assert [(s.trigger, s.num_victims) for s in plan] == [(After(0.0), 1), (After(1.0), 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0,4\n1,x\n", "line 2 is '1,x', must be seconds,count"),
+        ("5,4\n1,3\n", "times must not decrease"),
+        ("0,4\n1,5\n", "the trace has no loss"),
+    ],
+)
+def test_a_damaged_trace_says_what_is_wrong(text, message, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(WrongInput, match=message):
+        read_trace(tmp_path / "t.csv")
+
+
+# --- plans ---------------------------------------------------------------------
+def rate(seed):
+    fault = {"what": "kill", "when": {"per_minute": 30, "for_s": 60}}
+    return parse_scenario({"seed": seed, "faults": [fault]}, "s", None)
+
+
+def test_a_plan_is_fixed_by_its_seed():
+    plan = make_plan(rate(1), 4)
+    assert plan == make_plan(rate(1), 4)
+    assert plan != make_plan(rate(2), 4)
+    times = [strike.trigger.seconds for strike in plan]
+    assert times == sorted(times)
+    assert 15 < len(times) < 45
+    assert times[-1] < 60
+
+
+def test_every_so_often_means_so_many_strikes():
+    fault = {"what": "term", "when": {"every_s": 10, "times": 3}}
+    plan = make_plan(parse_scenario({"faults": [fault]}, "s", None), 4)
+    assert [str(strike) for strike in plan] == [
+        "1.1 term a random rank, after 10.00 s",
+        "1.2 term a random rank, after 20.00 s",
+        "1.3 term a random rank, after 30.00 s",
+    ]
+
+
+def test_victims_are_those_that_are_there():
+    rows = [
+        {"id": f"w{rank}", "rank": rank, "pid": 100 + rank, "node_id": "ab"[rank > 1]}
+        for rank in range(4)
+    ]
+    dice = random.Random(0)
+    assert choose(Whom("rank", 2), 1, rows, dice) == [rows[2]]
+    assert choose(Whom("rank", 9), 1, rows, dice) == []
+    assert choose(Whom("node_of", 0), 1, rows, dice) == rows[:2]
+    assert len(choose(Whom("rank"), 3, rows, dice)) == 3
+    assert choose(Whom("rank"), 9, rows, dice) == rows
+    again = [choose(Whom("rank"), 1, rows, random.Random(5)) for _ in range(2)]
+    assert again[0] == again[1]
+
+
+# --- where the time went ---------------------------------------------------------
+def spans_are_seamless(line):
+    ends = [span.ended for span in line.spans[:-1]]
+    return ends == [span.began for span in line.spans[1:]]
+
+
+def test_every_second_of_every_rank_is_in_one_bucket():
+    line = follow([journal([*BEGIN, *LOSS, *END])], 11.0)
+    assert (line.began, line.ended, line.outcome) == (0.0, 11.0, "succeeded")
+    assert spans_are_seamless(line)
+    assert line.buckets() == pytest.approx(
+        {
+            "starting": 4.0,
+            PRODUCTIVE: 3.0 + 1.8,
+            "growing": 0.5,
+            "retried": 0.75,
+            "recovering": 0.25 + 0.2,
+            "ending": 0.5,
+        }
+    )
+    assert line.rank_buckets(0) == pytest.approx(line.buckets())
+    assert line.rank_buckets(1) == pytest.approx(
+        {"starting": 3.0, "growing": 0.5, "retried": 0.75, "recovering": 0.35, "absent": 6.4}
+    )
+    assert [sum(line.rank_buckets(rank).values()) for rank in (0, 1)] == pytest.approx([11, 11])
+
+
+@pytest.mark.parametrize("tail", [[*LOSS, *END], ALL_LOST])
+def test_the_buckets_are_those_of_result_json(tail):
+    decision, so_far = start(LIMITS, 0.0), open_account(0.0)
+    for event in [*BEGIN, *tail]:
+        before = decision
+        decision = transition(before.ledger, before.phase, event, LIMITS)
+        so_far = account(so_far, event, before.phase, before.ledger.generation, decision)
+    expected = {**so_far.badput_s, PRODUCTIVE: so_far.goodput_s}
+    line = follow([journal([*BEGIN, *tail])], so_far.since)
+    assert sum(line.buckets().values()) == pytest.approx(sum(expected.values()))
+    rest = {b: s for b, s in line.buckets().items() if b not in (PRODUCTIVE, ROLLED_BACK)}
+    assert rest == pytest.approx({b: s for b, s in expected.items() if b in rest})
+
+
+def test_steps_that_were_fallen_back_behind_were_not_productive():
+    line = follow([journal([*BEGIN, *ALL_LOST])], 12.0)
+    steps = [(s.step, s.bucket) for s in line.spans if s.step]
+    assert steps == [(1, PRODUCTIVE), (2, ROLLED_BACK), (2, PRODUCTIVE)]
+    assert line.lost_steps == 1
+
+
+def test_a_run_that_is_resumed_was_down_between():
+    part = journal([WorkerReady(0, 22.0), Loaded(0, 1, 23.0), Joined(1, 0, 0.0, 24.0)], at=20.0)
+    line = follow([journal(BEGIN), part], 25.0)
+    assert spans_are_seamless(line)
+    assert [(s.bucket, s.began, s.ended) for s in line.spans if s.bucket in (DOWN, UNSETTLED)] == [
+        (DOWN, 7.5, 20.0),
+        (UNSETTLED, 24.0, 25.0),
+    ]
+    assert [(s.step, s.bucket) for s in line.spans if s.step] == [(1, PRODUCTIVE), (2, ROLLED_BACK)]
+
+
+# --- the report ------------------------------------------------------------------
+def test_a_fault_is_followed_from_the_signal_to_the_next_step(tmp_path):
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [KILLED])
+    found = report(read_story(folder))
+    [fault] = found["faults"]
+    times = {key: value for key, value in fault.items() if key.endswith("_s")}
+    assert times == pytest.approx(
+        {
+            "at_s": 8.3,
+            "detect_s": 0.2,
+            "fence_s": 0.1,
+            "form_s": 0.1,
+            "restore_s": 0.0,
+            "first_step_s": 0.8,
+            "total_s": 1.2,
+            "next_step_s": 1.2,
+        }
+    )
+    assert (fault["result"], fault["cause"], fault["lost_steps"]) == (
+        "recovered",
+        "process_died",
+        0,
+    )
+    assert found["goodput"] == pytest.approx({"time": 4.8 / 11, "capacity": 4.8 / 22})
+    assert (found["outcome"], found["steps"], found["scenario"]) == ("succeeded", 4, "a kill")
+
+
+@pytest.mark.parametrize(
+    ("change", "result"),
+    [
+        ({"note": "gone already"}, "nothing happened"),
+        ({"worker": "w0", "what": "stop"}, "no loss followed"),
+        ({"at": 9.0}, "no loss followed"),
+        ({"at": 10.6, "worker": None, "what": "kill"}, "no step followed"),
+    ],
+)
+def test_a_fault_without_a_loss_says_so(change, result, tmp_path):
+    done = replace(KILLED, **change)
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [done])
+    assert read_done(folder) == [done]
+    assert report(read_story(folder))["faults"][0]["result"] == result
+
+
+def test_a_loss_belongs_to_the_last_fault_before_it(tmp_path):
+    frozen = replace(KILLED, strike="0.1", what="stop", at=7.9)
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [frozen, KILLED])
+    results = [fault["result"] for fault in report(read_story(folder))["faults"]]
+    assert results == ["no loss followed", "recovered"]
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.links += [value for key, value in attrs if key in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path):
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [KILLED])
+    story = read_story(folder)
+    text = page(story, report(story))
+    tags = Tags()
+    tags.feed(text)
+    assert (tags.open, tags.links, tags.seen.count("svg")) == ([], [], 3)
+    assert "<title>kill w1 at step 2</title>" in text
+    assert "process died" in text
+
+
+def test_steps_of_one_colour_are_one_rectangle(tmp_path):
+    found = merged(follow([journal([*BEGIN, *LOSS, *END])], 11.0).spans)
+    productive = [(s.began, s.ended) for s in found if s.bucket == PRODUCTIVE]
+    assert productive == [(4.0, 7.0), (pytest.approx(8.7), 10.5)]
+
+
+# --- the command line --------------------------------------------------------------
+def test_a_report_is_written_without_any_fault(tmp_path, capsys):
+    write_run(tmp_path / "run", [*BEGIN, *LOSS])
+    assert main(["chaos", "report", str(tmp_path / "run"), "--report", str(tmp_path / "r")]) == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert (found["outcome"], found["faults"], len(found["recoveries"])) == ("unfinished", [], 1)
+    assert (tmp_path / "r.html").exists()
+    assert "unfinished: 4 steps, 0 lost" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_plan_and_does_nothing(tmp_path, capsys):
+    write_run(tmp_path / "run", BEGIN)
+    assert main(["chaos", "double-fault", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "1.1 kill rank 0, at step 10",
+        "2.1 kill a random rank, when forming of fault 1",
+    ]
+    assert not (tmp_path / "run" / "chaos.jsonl").exists()
+
+
+def test_wrong_input_is_one_line_and_status_2(tmp_path, capsys):
+    write_run(tmp_path / "run", BEGIN)
+    assert main(["chaos", "nonsense", str(tmp_path / "run")]) == 2
+    assert "there is no scenario 'nonsense'" in capsys.readouterr().err
+    assert main(["chaos", "double-fault", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    (tmp_path / "run" / "result.json").write_text("{}")
+    assert main(["chaos", "double-fault", str(tmp_path / "run")]) == 2
+    assert "the run has ended" in capsys.readouterr().err
+
+
+def test_the_list_names_every_shipped_scenario(capsys):
+    assert main(["chaos", "list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == shipped_names()
+
+
+def test_a_seed_may_be_given_instead_of_the_scenarios(tmp_path, capsys):
+    write_run(tmp_path / "run", BEGIN)
+    (tmp_path / "s.yaml").write_text("faults: [{what: kill, when: {per_minute: 60, for_s: 9}}]\n")
+    printed = []
+    for seed in ("1", "1", "2"):
+        command = ["chaos", str(tmp_path / "s.yaml"), str(tmp_path / "run"), "--dry-run"]
+        assert main([*command, "--seed", seed]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]

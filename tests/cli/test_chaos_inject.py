@@ -1,0 +1,134 @@
+"""The injector on real processes and a run directory that the test writes."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from elastic.chaos.inject import Injector, is_here
+from elastic.chaos.plan import make_plan
+from elastic.chaos.record import read_done
+from elastic.chaos.scenario import parse_scenario
+from elastic.store.files import open_folder
+
+
+@pytest.fixture
+def process():
+    """process("ray::title") -> a process of that title that sleeps."""
+    made = []
+
+    def make(title: str) -> subprocess.Popen:
+        made.append(subprocess.Popen([title, "600"], executable="/bin/sleep"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
+        one.wait()
+
+
+class FakeRun:
+    """A run directory; it ends when as many faults were told as it has been given."""
+
+    def __init__(self, directory, workers, num_faults):
+        self.directory = directory
+        directory.mkdir()
+        rows = [
+            {"id": f"w{rank}", "rank": rank, "pid": one.pid, "node_id": "n", "node_ip": "127.0.0.1"}
+            for rank, one in enumerate(workers)
+        ]
+        controller = {"pid": os.getpid(), "node_ip": "127.0.0.1"}
+        status = {"phase": "running", "step": 7, "generation": 2, "workers": rows}
+        self.write("status.json", {**status, "controller": controller})
+        self.left, self.told = num_faults, []
+
+    def write(self, name, value):
+        (self.directory / name).write_text(json.dumps(value))
+
+    def tell(self, line):
+        self.told.append(line)
+        with (self.directory / "journal.jsonl").open("a") as file:
+            file.write(json.dumps({"at": 1.0, "phase": "forming"}) + "\n")
+        self.left -= 1
+        if self.left == 0:
+            self.write("result.json", {})
+
+    def suffer(self, *faults, **options):
+        scenario = parse_scenario({"name": "s", "faults": list(faults)}, "s", self.directory)
+        folder = open_folder(str(self.directory))
+        plan = make_plan(scenario, 2)
+        Injector(folder, scenario, plan, tell=self.tell, **options).run()
+        return [(d.strike, d.what, d.worker, d.pid, d.note) for d in read_done(folder)]
+
+
+def test_a_worker_is_killed_and_the_next_fault_waits_for_its_phase(process, tmp_path):
+    workers = [process("ray::WorkerActor.run"), process("ray::WorkerActor.run")]
+    run = FakeRun(tmp_path / "run", workers, num_faults=2)
+    done = run.suffer(
+        {"what": "kill", "whom": {"rank": 1}, "when": {"step": 7}},
+        {"what": "term", "whom": {"rank": 0}, "when": {"after_fault": 1, "phase": "forming"}},
+    )
+    assert done == [
+        ("1.1", "kill", "w1", workers[1].pid, ""),
+        ("2.1", "term", "w0", workers[0].pid, ""),
+    ]
+    assert [worker.wait(5) for worker in workers] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert run.told == [
+        f"step 7: kill pid {workers[1].pid} w1",
+        f"step 7: term pid {workers[0].pid} w0",
+    ]
+
+
+def test_only_processes_of_ray_are_ever_signalled(process, tmp_path):
+    stranger = process("editor")
+    run = FakeRun(tmp_path / "run", [stranger], num_faults=1)
+    done = run.suffer({"what": "kill", "whom": {"rank": 0}, "when": {"step": 1}})
+    why = f"process {stranger.pid} is no worker of Ray (any more)"
+    assert done == [("1.1", "kill", "w0", stranger.pid, why)]
+    assert stranger.poll() is None
+
+
+def test_a_stopped_process_is_woken_when_the_run_ends_before(process, tmp_path):
+    worker = process("ray::WorkerActor.run")
+    run = FakeRun(tmp_path / "run", [worker], num_faults=1)
+    run.suffer({"what": "stop", "for_s": 600, "when": {"step": 1}})
+    os.waitid(os.P_PID, worker.pid, os.WCONTINUED)  # would wait for ever
+    assert worker.poll() is None
+
+
+def test_the_driver_is_hit_by_the_pid_it_is_given(process, tmp_path):
+    driver = process("python -m elastic run")
+    run = FakeRun(tmp_path / "run", [], num_faults=1)
+    done = run.suffer(
+        {"what": "kill", "whom": "driver", "when": {"after_s": 0}}, driver_pid=driver.pid
+    )
+    assert done == [("1.1", "kill", None, driver.pid, "")]
+    assert driver.wait(5) == -signal.SIGKILL
+
+
+def test_a_fault_without_a_victim_is_on_record(tmp_path):
+    run = FakeRun(tmp_path / "run", [], num_faults=1)
+    done = run.suffer({"what": "kill", "whom": {"rank": 3}, "when": {"step": 1}})
+    assert done == [("1.1", "kill", None, None, "nobody to hit: there is no rank 3 now")]
+
+
+def test_what_never_came_is_told(process, tmp_path):
+    worker = process("ray::WorkerActor.run")
+    run = FakeRun(tmp_path / "run", [worker], num_faults=1)
+    run.suffer(
+        {"what": "kill", "whom": {"rank": 0}, "when": {"step": 1}},
+        {"what": "kill", "when": {"step": 99}},
+    )
+    assert run.told[1] == "not reached before the run ended: 2.1 kill a random rank, at step 99"
+
+
+def test_this_machine_knows_its_addresses():
+    assert [is_here(ip) for ip in ("127.0.0.1", "::1", "203.0.113.7", "", None)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -1,0 +1,73 @@
+"""The Python stacks of every thread of a worker, taken from another process of its node.
+
+The worker arms itself once; its pulse (workers/pulse.py), which needs neither the worker's GIL nor
+its main thread, collects. Standard library only. When to ask is the controller's decision.
+"""
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+ASK = signal.SIGRTMIN + 5
+"""Nobody else's: Ray, torch and Python's own modules use none of the real-time signals."""
+LOOK_EVERY_S = 0.005
+QUIET_S = 0.05
+"""A dump that has not grown for so long is whole."""
+
+
+def arm() -> int:
+    """From now on ASK makes this process write its stacks to the returned file, at once, by C code
+    that takes no lock: also while the GIL is held or the main thread is stuck."""
+    fd = os.memfd_create("stacks", 0)  # inherited by a child only where pass_fds names it
+    faulthandler.register(ASK, file=fd, all_threads=True, chain=False)
+    return fd
+
+
+def collect(pid: int, fd: int, timeout_s: float) -> str:
+    """The stacks of process `pid`, which has armed `fd`; what is known instead if it is silent.
+
+    A stopped process is woken for the moment it takes, and stopped again: it is about to be killed,
+    and what it could say meanwhile is fenced like everything else.
+    """
+    before = os.fstat(fd).st_size
+    try:
+        is_stopped = state_of(pid) == "T"
+        os.kill(pid, ASK)
+        if is_stopped:
+            os.kill(pid, signal.SIGCONT)
+        text = read_when_whole(fd, before, timeout_s)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+    except (ProcessLookupError, FileNotFoundError):
+        return f"process {pid} is gone\n"
+    if is_stopped:
+        text = f"process {pid} was stopped by a signal (state T), here:\n{text}"
+    return text or f"process {pid} did not answer in {timeout_s} s; {where_in_kernel(pid)}\n"
+
+
+def read_when_whole(fd: int, before: int, timeout_s: float) -> str:
+    """What comes after `before`; empty if nothing does."""
+    deadline = time.monotonic() + timeout_s
+    size, grown_at = before, deadline
+    while (now := time.monotonic()) < deadline and now - grown_at < QUIET_S:
+        if (found := os.fstat(fd).st_size) > size:
+            size, grown_at = found, now
+        time.sleep(LOOK_EVERY_S)
+    return os.pread(fd, size - before, before).decode(errors="replace")
+
+
+def state_of(pid: int) -> str:
+    """The letter of /proc/PID/stat."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def where_in_kernel(pid: int) -> str:
+    """State and kernel function of every thread, for a process that cannot run any code."""
+    try:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name))
+        places = [f"{task.name} in {(task / 'wchan').read_text() or '?'}" for task in tasks]
+        return f"state {state_of(pid)}, threads: {', '.join(places)}"
+    except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+        return f"its threads cannot be looked at: {error}"
