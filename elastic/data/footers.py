@@ -5,16 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
-import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
-import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.fs as pa_fs  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.data.plan import Plan, PlannedFile
 from elastic.data.source import ParquetSource
 from elastic.protocol.errors import WrongInput
 
 arrow: Any = pa  # has no type stubs
-parquet: Any = arrow.parquet
-arrow_fs: Any = arrow.fs
+parquet: Any = pa_parquet
+arrow_fs: Any = pa_fs
 SUFFIXES = (".parquet", ".pq", ".parq")
 MAX_FOOTERS = 16
 """Footers that are read at the same time."""
@@ -22,12 +22,13 @@ MAX_FOOTERS = 16
 
 def make_plan(source: ParquetSource, seed: int) -> Plan:
     """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
-    listed = [entry for path in source.paths for entry in list_files(path)]
-    listed = sorted(dict(listed).items())
+    listed = sorted({entry for path in source.paths for entry in list_files(path)})
     if not listed:
         raise WrongInput(f"{' and '.join(source.paths)}: no Parquet file there ({SUFFIXES})")
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
-        read = list(pool.map(lambda entry: _footer(source, *entry), listed))
+        read = list(
+            pool.map(lambda path, size: _footer(source, path, size), *zip(*listed, strict=True))
+        )
     files = tuple(file for file, _ in read)
     schema = _common_schema(source, read)
     plan = Plan(source, seed, files, schema)

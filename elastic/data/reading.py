@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
-import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.data.footers import open_filesystem
 from elastic.data.packing import TOKENS
@@ -22,9 +22,9 @@ from elastic.data.plan import Plan, Unit
 from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
-parquet: Any = arrow.parquet
+parquet: Any = pa_parquet
 UNIT_SHIFT = 32
-"""Where transforms may change the number of rows, a row's id is unit << 32 | place in its output."""
+"""Where transforms may change the number of rows, an id is unit << 32 | place in its output."""
 DOCUMENT_SHIFT = 20
 """The id of a token is its document's id << 20, plus its place in it; of a row of packed tokens,
 its first token's. (Ids of very long documents may coincide; they are for records only.)"""
