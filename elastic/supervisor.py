@@ -22,6 +22,7 @@ from elastic.control.state import Decision
 from elastic.curves import Curves
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.feed import end_feed
 from elastic.on_ray.host import Host
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
@@ -84,7 +85,7 @@ class Supervisor:
                 on_publish=self._on_publish,
                 on_discard=self._on_discard,
                 on_step=self._on_step,
-                on_evaluation=self._on_evaluation,
+                on_evaluation=functools.partial(self._note, "evaluation"),
             ),
         )
         self.account = open_account(self.cluster.now())
@@ -95,6 +96,7 @@ class Supervisor:
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
+        self.actor.on_note = functools.partial(self._note, "data")
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -120,6 +122,7 @@ class Supervisor:
     async def close(self) -> None:
         await self.cluster.close()
         actors.end(self.cluster.rendezvous)
+        end_feed(self.order["run_id"])
         self._writer.shutdown(wait=True)
 
     # --- workers ------------------------------------------------------------------
@@ -143,6 +146,7 @@ class Supervisor:
             device=self.order["device"],
             num_threads=config.cpus_per_worker,
             folder=self.order["folder"],
+            place=self._place(),
             steps=config.steps,
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
@@ -278,8 +282,8 @@ class Supervisor:
         self._write(self.directory.record_step, line["metrics"], line["samples"])
         self._write(self._draw, line["metrics"])
 
-    def _on_evaluation(self, values: dict[str, Any]) -> None:
-        self._journal({"at": self.cluster.now(), "evaluation": values})
+    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        self._journal({"at": self.cluster.now(), kind: fields})
 
     def _write(self, function: Any, *arguments: Any) -> "Future[Any]":
         """In the writer's thread: a decision never waits for storage."""

@@ -10,7 +10,9 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +37,7 @@ from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.saver import Saver
 from workers.session import Session
+from workers.supply import OpenFeed, Supply
 from workers.vitals import Vitals
 from workers.worker_log import WorkerLog
 
@@ -44,9 +47,19 @@ EXIT_WITHOUT_LOADER = 72
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
-    def __init__(self, spec: WorkerSpec, workload: bytes, *, node_id: str) -> None:
-        """workload: a pickle of (workload, loop or None), made by the driver."""
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        workload: bytes,
+        *,
+        node_id: str,
+        open_feed: OpenFeed,
+        enter_child: Callable[[], None],
+    ) -> None:
+        """workload: a pickle of (workload, loop or None), made by the driver. enter_child: what
+        processes forked from this one must do first."""
         self._spec, self._pickled, self._node_id = spec, workload, node_id
+        self._open_feed, self._enter_child = open_feed, enter_child
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
@@ -107,9 +120,16 @@ class Worker:
             raise WrongInput(
                 f"loader_processes must be at least 1, got {workload.loader_processes}"
             )
-        self._loader = Loader(
-            workload, spec.seed, spec.global_batch, spec.micro_batch, workload.loader_processes
+        loader = Loader(
+            workload,
+            spec.seed,
+            spec.global_batch,
+            spec.micro_batch,
+            workload.loader_processes,
+            self._enter_child,
         )
+        on_stall = partial(self._vitals.enter, "feed")
+        self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
         device = torch.device(spec.device)
         if device.type == "cuda":
             device = torch.device("cuda", 0)

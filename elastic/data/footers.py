@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
@@ -25,10 +26,9 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     listed = sorted({entry for path in source.paths for entry in list_files(path)})
     if not listed:
         raise WrongInput(f"{' and '.join(source.paths)}: no Parquet file there ({SUFFIXES})")
+    paths, sizes = [path for path, _ in listed], [size_bytes for _, size_bytes in listed]
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
-        read = list(
-            pool.map(lambda path, size: _footer(source, path, size), *zip(*listed, strict=True))
-        )
+        read = list(pool.map(partial(_footer, source), paths, sizes))
     files = tuple(file for file, _ in read)
     schema = _common_schema(source, read)
     plan = Plan(source, seed, files, schema)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -35,6 +36,7 @@ class ControllerActor:
         self._supervise, self._order = supervise, order
         self.on_stop: Callable[[str], None] | None = None
         self.on_end: Callable[[str], None] | None = None
+        self.on_note: Callable[[dict[str, Any]], None] | None = None
         self._heard = time.monotonic()
         self._is_abandoned = False
         self.place = ""
@@ -68,6 +70,11 @@ class ControllerActor:
         if self.on_end is not None:
             self.on_end(reason)
 
+    async def note(self, fields: dict[str, Any]) -> None:
+        """Something about the data that belongs into the journal."""
+        if self.on_note is not None:
+            self.on_note(fields)
+
     async def _watch_driver(self) -> None:
         while time.monotonic() - self._heard < DRIVER_LEASE_S:
             await asyncio.sleep(0.5)
@@ -83,12 +90,16 @@ class WorkerActor:
 
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
+        from elastic.on_ray.feed_client import leave_ray, open_feed
         from workers.worker import Worker
 
         spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
+        feed = partial(open_feed, spec, self._workload)
         try:
-            Worker(spec, self._workload, node_id=node_id).run()
+            Worker(
+                spec, self._workload, node_id=node_id, open_feed=feed, enter_child=leave_ray
+            ).run()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class

@@ -1,0 +1,237 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The feed: an actor that has windows of the data read ahead, by Ray tasks anywhere in the cluster.
+
+It never sees a row: tasks put windows into the object store, workers take them from there (their
+side is feed_client.py). What is read when is elastic/data's; killed, the actor is started again
+and goes on where the workers ask.
+"""
+
+import asyncio
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import ray
+from ray.actor import ActorHandle
+
+from elastic.data.ahead import Ahead
+from elastic.data.footers import make_plan
+from elastic.data.reading import Skipped, WindowRows, read_window
+from elastic.data.record import FeedRecord, open_record
+from elastic.data.stream import Place, Stream, WindowKey
+from elastic.on_ray.actors import NAMESPACE, end
+
+ALONE_CHECK_S = 5.0
+WRITE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedOrder:
+    """What the feed needs to know, now and when it is started again."""
+
+    run_id: str
+    source: bytes
+    """A pickled ParquetSource; empty where `dataset()` needs Ray and the feed calls it."""
+    workload: bytes
+    folder: str | None
+    seed: int
+    place: str
+    """The run directory, which need not exist yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A window for a worker."""
+
+    first: int
+    count: int
+    rows: list[Any]
+    """One reference: in a list, so that Ray does not fetch it on the way."""
+    first_row: int | None = None
+    """For a bare block of Ray Data: the id of its first row."""
+
+
+class FeedActor:
+    """Serves the windows of a Parquet source in any order that workers ask for."""
+
+    def __init__(self, order: FeedOrder) -> None:
+        self._order = order
+        self._lock = asyncio.Lock()
+        self._ahead: Ahead | None = None
+        self._reads: dict[WindowKey, asyncio.Task[None]] = {}
+        self._rows: dict[WindowKey, Any] = {}
+        self._front: tuple[WindowKey, WindowKey] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def window_at(self, element: int, committed: int) -> Served:
+        """The window that holds an element of the stream, read first if need be.
+
+        committed: elements before it will not be asked for again, unless the run goes back.
+        WrongInput and BadData as planning and reading raise them.
+        """
+        async with self._lock:
+            if self._ahead is None:
+                self._ahead = await self._open()
+        ahead = self._ahead
+        while True:
+            found = ahead.stream.find(element)
+            behind = ahead.stream.find(min(element, committed))
+            self._front = (_key(behind), _key(found))
+            self._take_turn(*self._front)
+            if isinstance(found, Place) and found.key in self._rows:
+                return Served(found.first, found.count, [self._rows[found.key]])
+            await asyncio.shield(self._reads[_key(found)])
+
+    async def held_bytes(self) -> int:
+        """What the windows take that are held now."""
+        return 0 if self._ahead is None else sum(self._ahead.held.values())
+
+    # --- reading ----------------------------------------------------------------------
+    async def _open(self) -> Ahead:
+        order = self._order
+        see_folder(order.folder)
+        source = cloudpickle.loads(order.source)
+        loop = asyncio.get_running_loop()
+        plan = await loop.run_in_executor(None, make_plan, source, order.seed)
+        record = await loop.run_in_executor(None, open_record, plan, order.place)
+        self._record: FeedRecord = record
+        stream = Stream(plan)
+        for key, count in record.counts.items():
+            stream.record(key, count)
+        self._plan = ray.put(cloudpickle.dumps(plan))
+        options = {
+            "num_returns": 2,
+            "num_cpus": source.cpus_per_read,
+            "max_retries": -1,
+            "scheduling_strategy": "SPREAD",
+        }
+        self._read = cast(Any, ray.remote(read_task)).options(**options)
+        self._keep(self._write_record())
+        self._keep(end_when_alone(order.run_id))
+        for file in plan.files:
+            if file.problem:
+                self._note({"skipped_file": file.path, "problem": file.problem})
+        return Ahead(plan, stream)
+
+    def _take_turn(self, oldest: WindowKey, needed: WindowKey) -> None:
+        assert self._ahead is not None
+        turn = self._ahead.turn(oldest, needed)
+        for key in turn.forget:
+            self._rows.pop(key, None)
+        for key in turn.start:
+            task = asyncio.create_task(self._read_one(key))
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # said to who waits
+            self._reads[key] = task
+
+    async def _read_one(self, key: WindowKey) -> None:
+        ahead, order = self._ahead, self._order
+        assert ahead is not None
+        left_out = self._record.skipped.get(key, ())
+        rows, told = self._read.remote(order.folder, self._plan, key.epoch, key.window, left_out)
+        try:
+            count, size_bytes, skipped = await told
+            ahead.stream.record(key, count)
+        except BaseException:
+            ahead.failed(key)
+            raise
+        finally:
+            self._reads.pop(key, None)
+        self._rows[key] = rows
+        ahead.read(key, size_bytes)
+        if self._record.add(key, count, (s.unit for s in skipped)):
+            for each in skipped:
+                self._note({"skipped": each.problem, "epoch": key.epoch, "window": key.window})
+        if self._front is not None:
+            self._take_turn(*self._front)
+
+    # --- beside it ----------------------------------------------------------------------
+    def _keep(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write_record(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            try:
+                await loop.run_in_executor(None, self._record.write)
+            except OSError as error:  # the record saves reading; the run goes on without it
+                print(f'data record reason="{error}"', file=sys.stderr, flush=True)
+
+    def _note(self, fields: dict[str, Any]) -> None:
+        """For the journal."""
+        controller = find_actor(f"{self._order.run_id}-controller")
+        if controller is not None:
+            cast(Any, controller).note.remote(fields)
+
+
+def _key(found: Place | WindowKey) -> WindowKey:
+    return found if isinstance(found, WindowKey) else found.key
+
+
+def see_folder(folder: str | None) -> None:
+    """The workload's modules can be imported, where Ray has not shipped them."""
+    if folder is not None and folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+@functools.lru_cache(maxsize=4)
+def _plan_of(pickled: bytes) -> Any:
+    return cloudpickle.loads(pickled)
+
+
+def read_task(
+    folder: str | None, plan: bytes, epoch: int, window: int, left_out: tuple[int, ...]
+) -> tuple[WindowRows, tuple[int, int, list[Skipped]]]:
+    """A Ray task: a window's rows, and apart from them what the feed must know."""
+    see_folder(folder)
+    rows, skipped = read_window(_plan_of(plan), epoch, window, left_out)
+    return rows, (rows.count, rows.size_bytes, skipped)
+
+
+async def end_when_alone(run_id: str) -> None:
+    """The controller ends the feed; should it be gone, the feed ends itself."""
+    while find_actor(f"{run_id}-controller") is not None:
+        await asyncio.sleep(ALONE_CHECK_S)
+    end(ray.get_runtime_context().current_actor)
+
+
+def find_actor(name: str) -> ActorHandle[Any] | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_feed(order: FeedOrder) -> ActorHandle[Any]:
+    """The run's feed; the first worker that asks starts it."""
+    options: dict[str, Any] = {
+        "name": feed_name(order.run_id),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    actor: Any = FeedActor
+    if not order.source:
+        from elastic.on_ray.dataset_feed import DatasetFeedActor
+
+        actor = DatasetFeedActor
+    return cast(Any, ray.remote(actor).options(**options).remote(order))
+
+
+def feed_name(run_id: str) -> str:
+    return f"{run_id}-feed"
+
+
+def end_feed(run_id: str) -> None:
+    """No error if there is none."""
+    actor = find_actor(feed_name(run_id))
+    if actor is not None:
+        end(actor)

@@ -1,0 +1,151 @@
+"""Fed by Parquet and Ray Data through real losses: each row exactly once per epoch, one order."""
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from tests.cluster.live import JOBS, LiveRun, assert_complete
+
+pytestmark = pytest.mark.cluster
+SIZES = (101, 0, 57, 333, 1, 210)
+ROWS = sum(SIZES)
+STEPS, BATCH = 44, 48  # three epochs and six rows
+
+
+@pytest.fixture(scope="session")
+def rows_set(tmp_path_factory):
+    """Files of odd sizes and odd row groups; `row` is the row's number."""
+    folder = tmp_path_factory.mktemp("rows") / "set"
+    folder.mkdir()
+    first = 0
+    for i, size in enumerate(SIZES):
+        table = pa.table({"row": np.arange(first, first + size), "noise": np.ones(size)})
+        pq.write_table(table, folder / f"p{i}.parquet", row_group_size=23 + i)
+        first += size
+    return folder
+
+
+@pytest.fixture
+def fed(tmp_path, ray_temp, rows_set):
+    def start(name, target="Counts", settings=(), path=rows_set, **options):
+        options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6, **options}
+        what = [f"path={str(path)!r}", f"rows={ROWS}", *settings]
+        place = f"{JOBS / 'fed.py'}:{target}"
+        return LiveRun(place, tmp_path, name, ray_temp, set=what, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def planned(rows_set):
+    """The rows of the stream in order, from the plan alone."""
+
+    def order(epochs, seed=0):
+        plan = make_plan(parquet(rows_set, window_bytes=4000, prefetch_bytes=16000), seed)
+        from elastic.data.reading import read_window
+
+        windows = [(e, w) for e in range(epochs) for w in range(len(plan.windows(e)))]
+        return np.concatenate([read_window(plan, e, w)[0].ids for e, w in windows])
+
+    return order
+
+
+def uses(run: LiveRun) -> np.ndarray:
+    """How often each row was used by committed steps, as the weights tell."""
+    newest = sorted((run.directory / "checkpoints").glob("step-*"))[-1]
+    found = np.zeros(0)
+    for file in newest.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if tensor.size > 1 and "uses" in name:
+                found = np.concatenate([found, tensor.reshape(-1)])
+    return -found * 1.0
+
+
+def samples(run: LiveRun) -> list[str]:
+    return [s["sha256"] for s in run.lines("samples.jsonl")]
+
+
+@pytest.fixture
+def expected(fed):
+    """The uninterrupted run with one worker."""
+
+    def of(target="Counts", settings=(), **options):
+        with fed(f"reference-{target}", target, settings, workers=1, **options) as run:
+            end = run.finish()
+            assert end["status"] == 0, end["err"]
+        return end["result"]["weights_sha256"], samples(run), run
+
+    return of
+
+
+def feed_pid(run: LiveRun) -> int:
+    """The feed's process of this run: Ray names processes after their actor."""
+    sessions = os.getsid(run.process.pid)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            title = (entry / "cmdline").read_bytes().decode(errors="replace")
+            is_feed = title.startswith("ray::FeedActor")
+            if is_feed and os.getsid(int(entry.name)) in (sessions, int(entry.name)):
+                return int(entry.name)
+    raise AssertionError("no feed runs")
+
+
+def test_three_epochs_use_each_row_three_times_in_the_planned_order(fed, planned):
+    import hashlib
+
+    with fed("plain", workers=2) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    order = planned(4)[: STEPS * BATCH].astype("<i8")
+    assert uses(run).tolist() == np.bincount(order, minlength=ROWS).tolist()
+    steps = order.reshape(STEPS, BATCH)
+    assert samples(run) == [hashlib.sha256(step.tobytes()).hexdigest() for step in steps]
+    plan = json.loads((run.directory / "data.json").read_text())
+    assert sum(sum(rows) for _, rows in plan["plan"]["files"].values()) == ROWS
+
+
+def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, expected):
+    sha256, order, _ = expected()
+    with fed("kills", workers="2..3", settings=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
+        run.kill(rank=1)
+        run.wait_for(lambda s: s["generation"] > 2 and s["phase"] == "running")
+        os.kill(feed_pid(run), signal.SIGKILL)
+        run.kill(rank=0)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+    assert_complete(run, STEPS)
+
+
+def test_filtered_and_repeated_rows_resume_exactly(fed, expected):
+    settings = ["transform=True"]
+    sha256, order, _ = expected(settings=settings)
+    with fed("resumed", workers=2, steps=21, settings=settings) as run:
+        assert run.finish()["status"] == 0
+    with fed("resumed", workers=3, settings=settings) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+
+
+def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, expected):
+    sha256, order, run = expected("FromRay")
+    assert uses(run).sum() == STEPS * BATCH
+    assert set(uses(run).tolist()) == {3.0, 4.0}
+    with fed("ray", "FromRay", workers=2, steps=21) as first:
+        assert first.finish()["status"] == 0
+    with fed("ray", "FromRay", workers=3) as second:
+        end = second.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(second)) == (sha256, order)
