@@ -38,7 +38,7 @@ class DatasetFeedActor:
         self._num_rows = 0
         self._held: list[Served] = []  # in stream order, without gaps
         self._blocks: Iterator[tuple[Any, int]] = iter(())
-        self._epoch, self._end = 0, 0  # of what has been taken from _blocks
+        self._epoch, self._end = -1, 0  # of what has been taken from _blocks
         self._executor = ThreadPoolExecutor(1)
         self._alone: asyncio.Task[None] | None = None
 

@@ -16,13 +16,15 @@ from typing import Any, cast
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 
-from elastic.data.ahead import Ahead
 from elastic.data.footers import make_plan
 from elastic.data.reading import Skipped, WindowRows, read_window
 from elastic.data.record import FeedRecord, open_record
-from elastic.data.stream import Place, Stream, WindowKey
+from elastic.data.serving import Read, Server
+from elastic.data.stream import WindowKey
 from elastic.on_ray.actors import NAMESPACE, end
+from elastic.protocol.errors import BadData
 
 ALONE_CHECK_S = 5.0
 WRITE_EVERY_S = 0.5
@@ -55,122 +57,75 @@ class Served:
 
 
 class FeedActor:
-    """Serves the windows of a Parquet source in any order that workers ask for."""
+    """Serves the windows of a Parquet source: the process around elastic.data.serving."""
 
     def __init__(self, order: FeedOrder) -> None:
         self._order = order
         self._lock = asyncio.Lock()
-        self._ahead: Ahead | None = None
-        self._reads: dict[WindowKey, asyncio.Task[None]] = {}
-        self._rows: dict[WindowKey, Any] = {}
-        self._front: tuple[WindowKey, WindowKey] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Future[None]] = []
 
     async def window_at(self, element: int, committed: int) -> Served:
-        """The window that holds an element of the stream, read first if need be.
-
-        committed: elements before it will not be asked for again, unless the run goes back.
-        WrongInput and BadData as planning and reading raise them.
-        """
+        """See Server.window_at; raises WrongInput, too, as planning does."""
         async with self._lock:
-            if self._ahead is None:
-                self._ahead = await self._open()
-        ahead = self._ahead
-        while True:
-            found = ahead.stream.find(element)
-            behind = ahead.stream.find(min(element, committed))
-            self._front = (_key(behind), _key(found))
-            self._take_turn(*self._front)
-            if isinstance(found, Place) and found.key in self._rows:
-                return Served(found.first, found.count, [self._rows[found.key]])
-            await asyncio.shield(self._reads[_key(found)])
+            if self._server is None:
+                self._server = await self._open()
+        place, rows = await self._server.window_at(element, committed)
+        return Served(place.first, place.count, [rows])
 
     async def held_bytes(self) -> int:
         """What the windows take that are held now."""
-        return 0 if self._ahead is None else sum(self._ahead.held.values())
+        return 0 if self._server is None else sum(self._server.ahead.held.values())
 
-    # --- reading ----------------------------------------------------------------------
-    async def _open(self) -> Ahead:
+    async def _open(self) -> Server:
         order = self._order
         see_folder(order.folder)
         source = cloudpickle.loads(order.source)
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(None, make_plan, source, order.seed)
         record = await loop.run_in_executor(None, open_record, plan, order.place)
-        self._record: FeedRecord = record
-        stream = Stream(plan)
-        for key, count in record.counts.items():
-            stream.record(key, count)
         self._plan = ray.put(cloudpickle.dumps(plan))
-        options = {
+        options: dict[str, Any] = {
             "num_returns": 2,
             "num_cpus": source.cpus_per_read,
             "max_retries": -1,
             "scheduling_strategy": "SPREAD",
         }
-        self._read = cast(Any, ray.remote(read_task)).options(**options)
-        self._keep(self._write_record())
-        self._keep(end_when_alone(order.run_id))
+        self._task = cast(Any, ray.remote(read_task)).options(**options)
         for file in plan.files:
             if file.problem:
-                self._note({"skipped_file": file.path, "problem": file.problem})
-        return Ahead(plan, stream)
+                self._note({"skipped": file.problem})
+        self._tasks = [
+            asyncio.ensure_future(keep_written(record)),
+            asyncio.ensure_future(end_when_alone(order.run_id)),
+        ]
+        return Server(record, self._read, self._note)
 
-    def _take_turn(self, oldest: WindowKey, needed: WindowKey) -> None:
-        assert self._ahead is not None
-        turn = self._ahead.turn(oldest, needed)
-        for key in turn.forget:
-            self._rows.pop(key, None)
-        for key in turn.start:
-            task = asyncio.create_task(self._read_one(key))
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # said to who waits
-            self._reads[key] = task
-
-    async def _read_one(self, key: WindowKey) -> None:
-        ahead, order = self._ahead, self._order
-        assert ahead is not None
-        left_out = self._record.skipped.get(key, ())
-        rows, told = self._read.remote(order.folder, self._plan, key.epoch, key.window, left_out)
+    async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
+        folder = self._order.folder
+        rows, told = self._task.remote(folder, self._plan, key.epoch, key.window, left_out)
         try:
-            count, size_bytes, skipped = await told
-            ahead.stream.record(key, count)
-        except BaseException:
-            ahead.failed(key)
+            return Read(rows, *await told)
+        except RayTaskError as error:
+            if isinstance(error.cause, BadData):
+                raise error.cause from None
             raise
-        finally:
-            self._reads.pop(key, None)
-        self._rows[key] = rows
-        ahead.read(key, size_bytes)
-        if self._record.add(key, count, (s.unit for s in skipped)):
-            for each in skipped:
-                self._note({"skipped": each.problem, "epoch": key.epoch, "window": key.window})
-        if self._front is not None:
-            self._take_turn(*self._front)
-
-    # --- beside it ----------------------------------------------------------------------
-    def _keep(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _write_record(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(WRITE_EVERY_S)
-            try:
-                await loop.run_in_executor(None, self._record.write)
-            except OSError as error:  # the record saves reading; the run goes on without it
-                print(f'data record reason="{error}"', file=sys.stderr, flush=True)
 
     def _note(self, fields: dict[str, Any]) -> None:
-        """For the journal."""
         controller = find_actor(f"{self._order.run_id}-controller")
         if controller is not None:
             cast(Any, controller).note.remote(fields)
 
 
-def _key(found: Place | WindowKey) -> WindowKey:
-    return found if isinstance(found, WindowKey) else found.key
+async def keep_written(record: FeedRecord) -> None:
+    """Write the record while it changes."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(WRITE_EVERY_S)
+        try:
+            await loop.run_in_executor(None, record.write)
+        except OSError as error:  # the record saves reading; the run goes on without it
+            print(f'data record reason="{error}"', file=sys.stderr, flush=True)
 
 
 def see_folder(folder: str | None) -> None:

@@ -40,9 +40,7 @@ class Counts(elastic.Workload):
 
     def loss(self, model, batch):
         time.sleep(self.sleep)
-        # (sum, weight): the divisor is the number of rows of the step; undone here
-        weights = torch.ones(())
-        return model.uses[batch["row"]].sum(), weights
+        return model.uses[batch["row"]].sum(), torch.ones(())
 
 
 class FromRay(Counts):
