@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic import checkpoint_cli
+from elastic import checkpoint_cli, data_cli
 from elastic.config import RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
@@ -47,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(checkpoint_cli.app, name="checkpoint")
+app.add_typer(data_cli.app, name="data")
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]

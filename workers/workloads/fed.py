@@ -6,13 +6,11 @@ charlm.py's. No Ray here.
 """
 
 import os
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -20,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elastic
-from workers.workloads.charlm import VALIDATION_EVERY, CharLM, encode
+from workers.workloads.charlm import CharLM
 from workers.workloads.digits import VALIDATION_SAMPLES, Digits, digits
+from workers.workloads.documents import character_ids, documents, scaled
 
-ROWS_PER_GROUP = 64
-"""Of documents; digits have some more. Odd on purpose: batches do not fit into groups."""
+DOCUMENTS_PER_GROUP, DIGITS_PER_GROUP = 13, 77
+"""Odd on purpose: batches do not fit into row groups."""
 SEPARATOR = 0  # the id of every character that is not listed
 
 
@@ -45,23 +44,13 @@ class FedDigits(Digits):
                 "label": labels[VALIDATION_SAMPLES:].numpy(),
             }
         )
-        write_once(place, [("digits.parquet", table)], ROWS_PER_GROUP + 13)
+        write_once(place, [("digits.parquet", table)], DIGITS_PER_GROUP)
         return elastic.data.parquet(place, transform=scaled, keeps_rows=True, window_bytes=16_384)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         if isinstance(batch, dict):
             batch = [batch["image"].reshape(-1, 1, 8, 8), batch["label"]]
         return super().loss(model, batch)
-
-
-def scaled(table: Any) -> Any:
-    """Pixels 0..16 to 0..1."""
-    pixels = table.column("image").combine_chunks().flatten().to_numpy()
-    flat = pa.array(pixels.astype(np.float32) / 16)
-    return {
-        "image": pa.FixedSizeListArray.from_arrays(flat, 64),
-        "label": table.column("label").combine_chunks(),
-    }
 
 
 class FedCharLM(CharLM):
@@ -73,7 +62,7 @@ class FedCharLM(CharLM):
 
     def dataset(self) -> Any:
         place = Path(self.folder or shared_folder("charlm"))
-        write_once(place, documents(self.limit_bytes), ROWS_PER_GROUP)
+        write_once(place, documents(self.limit_bytes), DOCUMENTS_PER_GROUP)
         packed = elastic.data.pack_tokens(
             length=self.context + 1, encode=character_ids, separator=SEPARATOR
         )
@@ -84,23 +73,6 @@ class FedCharLM(CharLM):
             batch = [batch["tokens"][:, :-1], batch["tokens"][:, 1:]]
         characters, following = batch
         return F.cross_entropy(model(characters).flatten(0, 1), following.flatten())
-
-
-def character_ids(text: str) -> np.ndarray:
-    return encode(text.encode()).numpy()
-
-
-def documents(limit_bytes: int) -> Iterable[tuple[str, Any]]:
-    """The training files of the standard library, 50 to a Parquet file."""
-    found = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts: list[str] = []
-    size_bytes = 0
-    for position, file in enumerate(found):
-        if position % VALIDATION_EVERY and size_bytes < limit_bytes:
-            texts.append(file.read_text(errors="replace"))
-            size_bytes += len(texts[-1])
-    for number in range(0, len(texts), 50):
-        yield f"text-{number:04d}.parquet", pa.table({"text": texts[number : number + 50]})
 
 
 def shared_folder(name: str) -> Path:
