@@ -82,9 +82,29 @@ class FedLoader:
     def next(self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]) -> LoadedBatch:
         """One micro-batch of the assignment, in its order (going back needs a new `assign`).
 
-        StepCancelled within milliseconds of is_cancelled turning true; UserError or WrongInput if
-        its rows cannot be read, or the user's transform or collate raised.
+        StepCancelled within milliseconds of is_cancelled turning true; UserError if its rows
+        cannot be read, or the user's transform or collate raised.
         """
+        cut = self._take(step, microbatch_id, is_cancelled)
+        if isinstance(cut.error, BadData):
+            raise UserError(str(cut.error), cut.error.traceback_text)
+        if isinstance(cut.error, WrongInput):  # of a feed that was started again
+            raise UserError(str(cut.error), "")
+        return self._loaded(cut)
+
+    def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:
+        """Exactly one micro-batch, for a probe. Ends the current assignment. WrongInput where
+        `next` has a UserError, but for what the user's code raises.
+        """
+        self._assign(step, range(microbatch_id, microbatch_id + 1), num_steps=1)
+        cut = self._take(step, microbatch_id, lambda: False)
+        if isinstance(cut.error, BadData) and not cut.error.traceback_text:
+            raise WrongInput(str(cut.error))
+        if isinstance(cut.error, BadData):
+            raise UserError(str(cut.error), cut.error.traceback_text)
+        return self._loaded(cut)
+
+    def _take(self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]) -> _Cut:
         if is_cancelled():
             raise StepCancelled
         self._step = step
@@ -97,14 +117,12 @@ class FedLoader:
             if (cut.step, cut.microbatch_id) == (step, microbatch_id):
                 break
             assert (cut.step, cut.microbatch_id) < (step, microbatch_id), "going back"
+        return cut
+
+    def _loaded(self, cut: _Cut) -> LoadedBatch:
         if cut.error is not None:
             raise cut.error
-        return LoadedBatch(step, microbatch_id, cut.rows, self._collated(cut))
-
-    def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:
-        """Exactly one micro-batch, for a probe. Ends the current assignment."""
-        self._assign(step, range(microbatch_id, microbatch_id + 1), num_steps=1)
-        return self.next(step, microbatch_id, lambda: False)
+        return LoadedBatch(cut.step, cut.microbatch_id, cut.rows, self._collated(cut))
 
     def close(self) -> None:
         self._is_closed = True
@@ -168,10 +186,6 @@ class FedLoader:
         nothing = np.empty(0, np.int64)
         try:
             rows, batch = self._rows_of(assignment, step, microbatch_id)
-        except BadData as error:
-            text = error.traceback_text
-            wrapped = UserError(str(error), text) if text else WrongInput(str(error))
-            return _Cut(assignment.number, step, microbatch_id, nothing, None, wrapped)
         except Exception as error:  # said by `next`, in the worker's own thread
             return _Cut(assignment.number, step, microbatch_id, nothing, None, error)
         return _Cut(assignment.number, step, microbatch_id, rows, batch)

@@ -184,11 +184,11 @@ class Worker:
         cannot be trained, or no checkpoint is good.
         """
         self._is_warm = True
-        self._try_microbatch()
+        catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        self._try_microbatch(max([recorded_step, *catalogue.steps()]))
         if self._replica.step > recorded_step:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
-        catalogue = Catalogue(open_folder(place).at("checkpoints"))
         try:
             return load_newest(catalogue, self._replica)
         except ValueError as error:  # the files are good, but of another model
@@ -199,12 +199,13 @@ class Worker:
         if not self._is_warm:
             self._is_warm = True
             with suppress(WrongInput):  # the first worker's own try has the say
-                self._try_microbatch()
+                self._try_microbatch(self._link.recorded_step)
 
-    def _try_microbatch(self) -> None:
-        """Forward and backward of the first micro-batch; nothing of it stays."""
+    def _try_microbatch(self, step: int) -> None:
+        """Forward and backward of a micro-batch of about the step that the run goes on with (a
+        feed has its data at hand); nothing of it stays."""
         replica = self._replica
-        loaded = self._loader.fetch(0, 0)
+        loaded = self._loader.fetch(step, 0)
         batch = to_device(loaded.batch, replica.parameters[0].device)
         replica.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)

@@ -30,8 +30,8 @@ class FeedRecord:
     is_written: bool = False
 
     def add(self, key: WindowKey, count: int, skipped: Iterable[int]) -> bool:
-        """A window has been read; True if that is news."""
-        if key in self.counts:
+        """A window has been read; True if that is news (what was planned never is)."""
+        if key in self.counts or self.plan.source.has_planned_counts:
             return False
         self.counts[key] = count
         if units := tuple(skipped):

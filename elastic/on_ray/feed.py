@@ -28,6 +28,7 @@ from elastic.protocol.errors import BadData
 
 ALONE_CHECK_S = 5.0
 WRITE_EVERY_S = 0.5
+WRITE_REMOTE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,9 @@ class FeedActor:
 async def keep_written(record: FeedRecord) -> None:
     """Write the record while it changes."""
     loop = asyncio.get_running_loop()
+    every_s = WRITE_EVERY_S if record.folder.local else WRITE_REMOTE_EVERY_S
     while True:
-        await asyncio.sleep(WRITE_EVERY_S)
+        await asyncio.sleep(every_s)
         try:
             await loop.run_in_executor(None, record.write)
         except OSError as error:  # the record saves reading; the run goes on without it

@@ -4,6 +4,8 @@ import contextlib
 import hashlib
 import json
 import os
+import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -146,3 +148,100 @@ def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, expected):
         end = second.finish()
     assert end["status"] == 0, end["err"]
     assert (end["result"]["weights_sha256"], samples(second)) == (sha256, order)
+
+
+def damaged(folder: Path, source: Path) -> Path:
+    """A copy of the set with the data of one row group overwritten."""
+    shutil.copytree(source, folder)
+    path = folder / "p3.parquet"
+    content = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start + 4 : start + 60] = bytes(56)
+    path.write_bytes(content)
+    return folder
+
+
+def test_a_damaged_row_group_ends_the_run_with_its_name(fed, tmp_path, rows_set):
+    with fed("damaged", path=damaged(tmp_path / "bad", rows_set), workers=2) as run:
+        end = run.finish()
+    assert end["status"] in (1, 2), "found by the first try of a micro-batch, or later"
+    assert "p3.parquet, row group 2: cannot be read" in end["err"]
+
+
+def test_a_damaged_row_group_is_left_out_and_journaled(fed, tmp_path, rows_set):
+    path, settings = damaged(tmp_path / "bad", rows_set), ["on_bad_file='skip'"]
+    with fed("skips", path=path, settings=settings, workers=2) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    notes = [line["data"] for line in run.lines("journal.jsonl") if "data" in line]
+    assert {n["epoch"] for n in notes} >= {0, 1, 2}
+    assert all("p3.parquet, row group 2: cannot be read" in n["skipped"] for n in notes)
+
+
+def test_an_iterable_dataset_is_refused_with_the_reason(fed):
+    with fed("streaming", "Streaming") as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert "an IterableDataset: its order depends on who iterates it" in end["err"]
+
+
+def test_a_run_does_not_go_on_with_other_data(fed, tmp_path, rows_set):
+    path = tmp_path / "copy"
+    shutil.copytree(rows_set, path)
+    with fed("changed", path=path, steps=5) as run:
+        assert run.finish()["status"] == 0
+    (path / "p5.parquet").unlink()
+    with fed("changed", path=path, steps=9) as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert "the data changed since the run" in end["err"]
+    assert "p5.parquet is missing" in end["err"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_no_random_history_on_real_actors_leaves_a_trace(fed, reference_of, seed):
+    """Kills, joins, lost feeds, drains (SIGTERM) and restarts at random steps."""
+    draw = random.Random(seed)
+    kind = ["transform=False", "transform=True"][seed % 2]
+    expected = reference_of(kind)
+    name, stops = f"random-{seed}", sorted(draw.sample(range(4, STEPS - 4), 2))
+    for stop in [*stops, STEPS]:
+        high = draw.randint(2, 4)
+        settings = [kind, "sleep=0.02"]
+        with fed(name, workers=f"1..{high}", steps=STEPS, settings=settings) as run:
+            while True:
+                step = draw.randrange(stop)
+                status = run.wait_or_end(lambda s, at=step: s["step"] >= at and s["workers"])
+                if status is None or status["step"] >= stop:
+                    break
+                with contextlib.suppress(AssertionError, ProcessLookupError, StopIteration):
+                    if draw.random() < 0.25:
+                        os.kill(feed_pid(run), signal.SIGKILL)
+                    elif status["world_size"] > 1:
+                        run.kill(rank=draw.randrange(status["world_size"]))
+                status = run.wait_or_end(lambda s, at=status["step"]: s["step"] > at)
+            if stop < STEPS:
+                run.process.send_signal(signal.SIGTERM)
+            end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == expected
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory, ray_temp, rows_set):
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            storage = tmp_path_factory.mktemp("reference")
+            what = [f"path={str(rows_set)!r}", f"rows={ROWS}", kind]
+            options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6}
+            place = f"{JOBS / 'fed.py'}:Counts"
+            with LiveRun(place, storage, "run", ray_temp, set=what, workers=1, **options) as run:
+                end = run.finish()
+            known[kind] = (end["result"]["weights_sha256"], samples(run))
+        return known[kind]
+
+    return of

@@ -65,9 +65,18 @@ class LocalFeed:
 
     def close(self) -> None:
         self.record.write()
+        asyncio.run_coroutine_threadsafe(cancel_others(), self.loop).result(DEADLINE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(DEADLINE_S)
         self.loop.close()
+
+
+async def cancel_others() -> None:
+    """What a killed actor would not do any more."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class SharedFeed:
@@ -80,7 +89,7 @@ class SharedFeed:
         self.feed = LocalFeed(source, place)
 
     def window_at(self, element, committed, is_over) -> FedWindow:
-        with self.lock:
+        with self.lock:  # a call is made again where the feed was started again, as Ray does
             return self.feed.window_at(element, committed, is_over)
 
     def restart(self, *, keeps_record: bool) -> None:
@@ -126,8 +135,7 @@ class Run:
                     taken.append(loaded.batch["row"].numpy())
                 else:
                     taken.append(loaded.batch["tokens"].numpy().sum(axis=1) % ROWS)
-                self_ids = loaded.rows
-                taken.append(self_ids)
+                taken.append(loaded.rows)
         rows = np.concatenate(taken[0::2])
         for row in rows:
             self.weights[row] = (self.weights[row] + np.float32(1)) * np.float32(1.0000001)

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from elastic.data import pack_tokens, parquet
-from tests.data.histories import GLOBAL_BATCH, ROWS, random_history, uninterrupted, write_rows
+from elastic.data.stream import WindowKey
+from tests.data.histories import (
+    GLOBAL_BATCH,
+    ROWS,
+    LocalFeed,
+    random_history,
+    uninterrupted,
+    write_rows,
+)
 
 STEPS = 3 * ROWS // GLOBAL_BATCH + 1
 
@@ -80,3 +88,40 @@ def test_no_history_leaves_a_trace(kind, reference, tmp_path, seed):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_no_long_series_of_histories_leaves_a_trace(kind, reference, tmp_path, seed):
     assert_same(kind, reference, tmp_path, seed)
+
+
+def test_a_slow_consumer_never_makes_the_feed_exceed_its_budget(tmp_path):
+    source = parquet(write_rows(tmp_path / "set"), window_bytes=300, prefetch_bytes=3000)
+    feed = LocalFeed(source, tmp_path)
+    for position in range(0, 4 * ROWS, 5):
+        feed.window_at(position, position, lambda: False)
+    assert 1000 < feed.peak_bytes <= 3000
+    feed.close()
+
+
+def test_going_on_in_the_middle_reads_nothing_that_lies_before(tmp_path):
+    source = source_of(write_rows(tmp_path / "set"), "planned")
+    feed = LocalFeed(source, tmp_path)
+    middle = ROWS + ROWS // 2
+    key = feed.server.ahead.stream.find(middle).key
+    feed.window_at(middle, middle, lambda: False)
+    feed.close()
+    assert min(feed.reads) == key
+    assert key.epoch == 1
+    assert key.window > 2
+
+
+def test_a_filtered_run_goes_on_by_its_record_and_reads_nothing_before(tmp_path):
+    source = source_of(write_rows(tmp_path / "set"), "filtered")
+    (tmp_path / "config.json").write_text("{}")
+    feed = LocalFeed(source, tmp_path)
+    middle = ROWS + ROWS // 2
+    first = feed.window_at(middle, middle, lambda: False)
+    key = feed.server.ahead.stream.find(middle).key
+    feed.close()
+    assert min(feed.reads) == WindowKey(0, 0), "without a record it has to count"
+    again = LocalFeed(source, tmp_path)
+    window = again.window_at(middle, middle, lambda: False)
+    again.close()
+    assert min(again.reads) == key
+    assert (window.first, window.rows.table) == (first.first, first.rows.table)
