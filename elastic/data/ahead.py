@@ -28,14 +28,14 @@ class Ahead:
     """Read, and their bytes."""
     running: set[WindowKey] = field(default_factory=set[WindowKey])
     growth: float = 1.0
-    """Bytes of a window in memory for each byte that the footers promise; as read last."""
+    """Bytes of a window in memory for each byte that the footers promise, at most so far."""
 
     def read(self, key: WindowKey, size_bytes: int) -> None:
         """A window has been read."""
         self.running.discard(key)
         self.held[key] = size_bytes
         planned = self._planned_bytes(key)
-        self.growth = size_bytes / planned if planned else self.growth
+        self.growth = max(self.growth, size_bytes / planned) if planned else self.growth
 
     def failed(self, key: WindowKey) -> None:
         """A window cannot be read, or has been lost: it may be started again."""
