@@ -55,9 +55,9 @@ def _column(name: str, column: Any) -> Any:
     if isinstance(column, pa.ChunkedArray):  # of no chunk
         column = pa.concat_arrays(column.chunks) if column.chunks else pa.array([], kind)
     if isinstance(column, pa.ExtensionArray):
-        if hasattr(column, "to_numpy_ndarray"):
-            return column.to_numpy_ndarray()
-        column, kind = column.storage, column.storage.type
+        values = _column(name, column.storage)
+        shape = getattr(kind, "shape", None)  # of tensors, Arrow's own and Ray Data's
+        return values if shape is None else values.reshape(len(column), *shape)
     if _is_text(kind):
         return column.to_pylist()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):

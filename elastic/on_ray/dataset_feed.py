@@ -20,6 +20,8 @@ import numpy as np
 from elastic.on_ray.feed import FeedOrder, Served, end_when_alone, see_folder
 from elastic.protocol.errors import BadData, WrongInput
 
+KEPT_BEHIND = 2
+"""Windows that are kept although they are committed: for a newcomer that tries a batch of them."""
 PREFETCH_BYTES = 256 * 2**20
 """What Ray Data may take of the object store, about."""
 COST = (
@@ -53,7 +55,8 @@ class DatasetFeedActor:
         if self._dataset is None:
             self._open()
         oldest = min(element, committed)
-        self._held = [w for w in self._held if w.first + w.count > oldest]
+        behind = sum(w.first + w.count <= oldest for w in self._held)
+        self._held = self._held[max(0, behind - KEPT_BEHIND) :]
         if not self._held or element < self._held[0].first:
             is_ahead = not self._held and self._end <= element
             if not is_ahead or element // self._num_rows > self._epoch:

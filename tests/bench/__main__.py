@@ -5,7 +5,17 @@ import sys
 
 from tests.bench.harness import REPOSITORY, environment
 
-BENCHMARKS = ("control_scale", "checkpoints", "worlds", "throughput", "startup", "join", "recovery", "feed", "feed_wait")
+BENCHMARKS = (
+    "control_scale",
+    "checkpoints",
+    "worlds",
+    "throughput",
+    "startup",
+    "join",
+    "recovery",
+    "feed",
+    "feed_wait",
+)
 
 
 def main() -> int:
