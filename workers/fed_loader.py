@@ -129,7 +129,7 @@ class FedLoader:
         with self._changed:
             self._changed.notify()
         self._thread.join(_CLOSE_S)
-        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._fetcher.shutdown(wait=True, cancel_futures=True)  # its wait looks at _is_closed
 
     # --- the worker's thread -------------------------------------------------------------
     def _assign(self, step: int, ids: range, num_steps: int) -> None:
