@@ -10,7 +10,7 @@ from elastic.protocol.errors import StepCancelled, WrongInput
 from elastic.workload import Workload
 
 if TYPE_CHECKING:
-    from elastic import checkpoint
+    from elastic import checkpoint, data
     from elastic.run import Result, RunFailed, run
 
 __all__ = [
@@ -22,12 +22,17 @@ __all__ = [
     "Workload",
     "WrongInput",
     "checkpoint",
+    "data",
     "run",
 ]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # pyarrow loads here
+        import importlib
+
+        return importlib.import_module("elastic.data")
     if name in ("Result", "RunFailed", "run"):
         import importlib
 

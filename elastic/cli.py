@@ -18,7 +18,13 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic import chaos_cli, checkpoint_cli, checkpoint_compare_cli, checkpoint_exchange_cli
+from elastic import (
+    chaos_cli,
+    checkpoint_cli,
+    checkpoint_compare_cli,
+    checkpoint_exchange_cli,
+    data_cli,
+)
 from elastic.config import RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
@@ -50,6 +56,7 @@ app.add_typer(checkpoint_cli.app, name="checkpoint")
 checkpoint_cli.app.add_typer(checkpoint_exchange_cli.app)
 checkpoint_cli.app.add_typer(checkpoint_compare_cli.app)
 app.add_typer(chaos_cli.app, name="chaos")
+app.add_typer(data_cli.app, name="data")
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]

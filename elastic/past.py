@@ -6,7 +6,7 @@ Who lives is asked in elastic/on_ray/takeover.py, what follows is elastic/contro
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.control.accounting import Account, Healing, Recovery, account, open_account
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
@@ -18,8 +18,7 @@ from elastic.store.journal import lines_backwards
 TYPES = {**JOURNAL_TYPES, **registry(Account, Healing, Recovery)}
 
 
-@dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """Where the run stood according to the last line of its journal."""
 
     decision: Decision

@@ -22,6 +22,7 @@ from elastic.curves import Curves
 from elastic.limits import UNLIMITED_S, heartbeat_s, limits_of
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.feed import end_feed
 from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
 from elastic.past import Landmark, Past, line_of, read_past
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 LEDGER_EVERY = 1000
 """Events between two journal lines that hold the whole ledger."""
-TAKE_OVER_S = 10.0
-"""How long workers may take to find a new controller, if `detect_s` does not say it."""
 STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
 
@@ -89,7 +88,7 @@ class Supervisor:
                 on_discard=self._on_discard,
                 on_step=self._on_step,
                 recorded_step=lambda: self.directory.safe_step if self.directory else 0,
-                on_evaluation=self._on_evaluation,
+                on_evaluation=functools.partial(self._note, "evaluation"),
             ),
         )
         self.account = open_account(self.cluster.now())
@@ -100,6 +99,7 @@ class Supervisor:
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
+        self.actor.on_note = functools.partial(self._note, "data")
         taken_over = await self._take_over() if self.actor.has_predecessor else None
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
@@ -140,12 +140,11 @@ class Supervisor:
             await run(self._writer, self.checkpoints.take_over)
             self.cluster.take_over(self.directory.place, self.directory.last_step)
             self.actor.place = self.directory.place
-            decision, self.account = past.decision, past.account
-            self.decision, self.last_metrics = decision, past.last_metrics
-            self.lost_steps = past.lost_steps
+            self.decision, self.account, self.lost_steps, self.last_metrics = past
+            decision = past.decision
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address
-        event = await takeover.collect(self.config.detect_s or TAKE_OVER_S)
+        event = await takeover.collect(self.config.detect_s)
         self.cluster.takeover = None
         return decision.ledger, decision.phase, event
 
@@ -164,6 +163,7 @@ class Supervisor:
     async def close(self) -> None:
         await self.cluster.close()
         actors.end(self.cluster.rendezvous)
+        end_feed(self.order["run_id"])
         self._writer.shutdown(wait=True)
 
     # --- workers ------------------------------------------------------------------
@@ -187,6 +187,7 @@ class Supervisor:
             device=self.order["device"],
             num_threads=config.cpus_per_worker,
             folder=self.order["folder"],
+            place=self._place(),
             steps=config.steps,
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
@@ -246,7 +247,7 @@ class Supervisor:
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None
         self._write(self.checkpoints.discard, generation, step)
-        self.cluster.tell_of_save(step, False)
+        self.cluster.tell_of_save(step, self.checkpoints.committed == step)  # repeated parts
 
     def _journal_checkpoint(self, fields: dict[str, Any]) -> None:
         """In the writer's thread."""
@@ -311,8 +312,8 @@ class Supervisor:
         self._write(self.directory.record_step, line["metrics"], line["samples"])
         self._write(self._draw, line["metrics"])
 
-    def _on_evaluation(self, values: dict[str, Any]) -> None:
-        self._journal({"at": self.cluster.now(), "evaluation": values})
+    def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        self._journal({"at": self.cluster.now(), kind: fields})
 
     def _write(self, function: Any, *arguments: Any) -> "Future[Any]":
         """In the writer's thread: a decision never waits for storage."""

@@ -40,7 +40,16 @@ class Workload:
         raise missing(self, "build_optimizer(self, params)")
 
     def dataset(self) -> Any:
-        """A map-style dataset: `len(dataset)` samples, `dataset[i]` gives one."""
+        """The samples: one of
+
+        - a map-style dataset (Hugging Face's are): `len(dataset)` samples, `dataset[i]` gives one;
+        - `elastic.data.parquet(...)`: read and transformed by Ray tasks, in an order by seed and
+          epoch; a batch is a dict of column name to tensor (texts stay lists);
+        - a `ray.data.Dataset`: in Ray Data's own order, the same each epoch; a resume executes
+          the epoch again up to its place. Steps that shuffle must not depend on block sizes.
+
+        An IterableDataset is refused: it fixes no order.
+        """
         raise missing(self, "dataset(self)")
 
     def loss(self, model: "nn.Module", batch: Any) -> "Tensor | tuple[Tensor, Tensor | float]":

@@ -109,14 +109,21 @@ class Loader:
     """
 
     def __init__(
-        self, workload: Any, seed: int, global_batch: int, micro_batch: int, processes: int = 1
+        self,
+        workload: Any,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        processes: int = 1,
+        enter_child: Callable[[], None] = lambda: None,
     ) -> None:
         self._children: list[_Child] = []
         self._assignment = 0
         self._first_step, self._ids = 0, range(0)
         self._num_rows: int | None = None
+        self._heard: list[frames.Frame] = []
         for index in range(processes):
-            plan = frames.Plan(seed, global_batch, micro_batch, index, processes)
+            plan = frames.Plan(seed, global_batch, micro_batch, index, processes, enter_child)
             self._children.append(_fork(workload, plan))
 
     @property
@@ -126,7 +133,7 @@ class Loader:
         UserError if `dataset()` raises, WrongInput if it cannot be used.
         """
         if self._num_rows is None:
-            counts = [child.receive(lambda: False).value() for child in self._children]
+            counts = [frame.value() for frame in self._first_words()]
             if len(set(counts)) > 1:
                 raise WrongInput(
                     f"dataset() has another length in each process: {counts}; it must be the same "
@@ -134,6 +141,21 @@ class Loader:
                 )
             self._num_rows = int(counts[0])
         return self._num_rows
+
+    def source(self) -> bytes | None:
+        """None for a map-style dataset. Else the pickled source, and this loader has no part in
+        the run (empty: `dataset()` must be called where Ray can be used). Raises as num_rows does.
+        """
+        first, *_ = self._first_words()
+        if first.kind == frames.FED:
+            return first.value()
+        assert self.num_rows
+        return None
+
+    def _first_words(self) -> list[frames.Frame]:
+        if not self._heard:
+            self._heard = [child.receive(lambda: False) for child in self._children]
+        return self._heard
 
     @property
     def pids(self) -> tuple[int, ...]:

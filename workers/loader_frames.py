@@ -13,16 +13,17 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-READY, REFUSED, FAILED, LOADED, RAISED = range(5)
+READY, REFUSED, FAILED, LOADED, RAISED, FED = range(6)
 """Kinds of message: the dataset's length; why it cannot be used; dataset() raised; a
-micro-batch; the user's code raised for a micro-batch."""
+micro-batch; the user's code raised for a micro-batch; a pickled source that is fed from elsewhere
+(empty: `dataset()` has to be called where Ray can be used)."""
 
 SOCKET_BYTES = 1 << 20
 TAKEN = b"taken"
@@ -43,6 +44,8 @@ class Plan:
     micro_batch: int
     index: int
     num_processes: int
+    enter_child: Callable[[], None] = lambda: None
+    """What a forked process has to do first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from elastic.protocol.errors import UserError
 from workers import loader_frames as frames
+from workers.fed_source import fed_source, is_rays_own
 from workers.order import SampleOrder
 from workers.randomness import seed_dataset, seed_microbatch, seed_sample
 
@@ -35,11 +36,19 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     seed_dataset(plan.seed)
+    plan.enter_child()
     try:
         dataset = workload.dataset()
     except Exception as error:
+        if is_rays_own(error):
+            frames.send(connection, frames.FED, b"")
+            return
         failure = f"dataset() raised {type(error).__name__}: {error}", traceback.format_exc()
         frames.send(connection, frames.FAILED, failure)
+        return
+    source = fed_source(dataset)
+    if source is not None:
+        frames.send(connection, frames.FED, source)
         return
     refusal = _refusal(dataset)
     if refusal:
@@ -52,10 +61,16 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
 
 def _refusal(dataset: Any) -> str | None:
     kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        return (
+            f"dataset() returned a {kind}, an IterableDataset: its order depends on who iterates "
+            "it, and it cannot go on at a given sample; return a map-style dataset, "
+            "elastic.data.parquet(...) or a ray.data.Dataset"
+        )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (
             f"dataset() returned a {kind}, which has no __len__ or no __getitem__; "
-            "return a map-style dataset"
+            "return a map-style dataset, elastic.data.parquet(...) or a ray.data.Dataset"
         )
     return None if len(dataset) else f"dataset() returned a {kind} of length 0; there is no sample"
 

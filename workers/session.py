@@ -24,13 +24,16 @@ from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reducers import BitwiseReducer, FastReducer, Reducer
 from workers.saver import Saving
+from workers.supply import Supply
 from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
 
 
 class Session:
     """A worker's side of the run. `model` and `optimizer` stay valid after every regroup."""
 
-    def __init__(self, spec: WorkerSpec, workload: Any, member: Member, loader: Loader) -> None:
+    def __init__(
+        self, spec: WorkerSpec, workload: Any, member: Member, loader: Loader | Supply
+    ) -> None:
         self.workload = workload
         self._spec, self._member, self._loader = spec, member, loader
         self._reducer: Reducer | None = None

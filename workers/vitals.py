@@ -13,6 +13,7 @@ PHASES = (
     "starting",
     "lobby",
     "data",
+    "feed",
     "compute",
     "reduce",
     "vote",
@@ -22,11 +23,12 @@ PHASES = (
     "user",
     "form",
 )
-"""`lobby`: between generations; `user`: the user's code outside steps; `compute`: forward and
-backward. A worker in `reduce`, `vote` or `form` waits for its peers."""
+"""`lobby`: between generations; `feed`: data that others read is late; `user`: the user's code
+outside steps; `compute`: forward and backward. In `reduce`, `vote` and `form` a worker waits for
+its peers."""
 
 WAITING = ("reduce", "vote", "form")
-UNUSUAL = ("starting", "lobby", "save", "user", "form")
+UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form")
 """Phases without a usual time."""
 LAYOUT = struct.Struct("<QqqIdd")  # sequence, generation, step, phase, since (monotonic), p95 or -1
 SIZE_BYTES = 4096

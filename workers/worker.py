@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.saver import Saver
 from workers.session import Session
+from workers.supply import OpenFeed, Supply
 from workers.vitals import Vitals
 from workers.worker_log import WorkerLog
 
@@ -53,10 +55,14 @@ class Worker:
         *,
         node_id: str,
         find_controller: Callable[[], Address | None],
+        open_feed: OpenFeed,
+        enter_child: Callable[[], None],
     ) -> None:
-        """workload: a pickle of (workload, loop or None), made by the driver."""
+        """workload: a pickle of (workload, loop or None), made by the driver. enter_child: what
+        processes forked from this one must do first."""
         self._spec, self._pickled, self._node_id = spec, workload, node_id
         self._find_controller = find_controller
+        self._open_feed, self._enter_child = open_feed, enter_child
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
@@ -140,9 +146,16 @@ class Worker:
             raise WrongInput(
                 f"loader_processes must be at least 1, got {workload.loader_processes}"
             )
-        self._loader = Loader(
-            workload, spec.seed, spec.global_batch, spec.micro_batch, workload.loader_processes
+        loader = Loader(
+            workload,
+            spec.seed,
+            spec.global_batch,
+            spec.micro_batch,
+            workload.loader_processes,
+            self._enter_child,
         )
+        on_stall = partial(self._vitals.enter, "feed")
+        self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
         device = torch.device(spec.device)
         if device.type == "cuda":
             device = torch.device("cuda", 0)
@@ -190,11 +203,11 @@ class Worker:
         cannot be trained, or no checkpoint is good.
         """
         self._is_warm = True
-        self._try_microbatch()
+        catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        self._try_microbatch(max([recorded_step, *catalogue.steps()]))
         if self._replica.step > recorded_step:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
-        catalogue = Catalogue(open_folder(place).at("checkpoints"))
         try:
             return load_newest(catalogue, self._replica)
         except ValueError as error:  # the files are good, but of another model
@@ -205,12 +218,13 @@ class Worker:
         if not self._is_warm:
             self._is_warm = True
             with suppress(WrongInput):  # the first worker's own try has the say
-                self._try_microbatch()
+                self._try_microbatch(self._link.recorded_step)
 
-    def _try_microbatch(self) -> None:
-        """Forward and backward of the first micro-batch; nothing of it stays."""
+    def _try_microbatch(self, step: int) -> None:
+        """Forward and backward of a micro-batch of about the step that the run goes on with (a
+        feed has its data at hand); nothing of it stays."""
         replica = self._replica
-        loaded = self._loader.fetch(0, 0)
+        loaded = self._loader.fetch(step, 0)
         batch = to_device(loaded.batch, replica.parameters[0].device)
         replica.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)

@@ -41,13 +41,14 @@ class ControllerActor:
         self._supervise, self._order = supervise, order
         self.on_stop: Callable[[str], None] | None = None
         self.on_end: Callable[[str], None] | None = None
+        self.on_note: Callable[[dict[str, Any]], None] | None = None
         self._heard = time.monotonic()
         self._is_abandoned = False
         self.place = ""
         """The run directory as a person would name it, once it exists."""
         self.link_address: tuple[str, int] | None = None
         """Where workers reach this incarnation, once it listens."""
-        self.has_predecessor: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         """Ray has started this actor again after its process died."""
 
     async def run(self) -> dict[str, Any]:
@@ -82,6 +83,11 @@ class ControllerActor:
         if self.on_end is not None:
             self.on_end(reason)
 
+    async def note(self, fields: dict[str, Any]) -> None:
+        """Something about the data that belongs into the journal."""
+        if self.on_note is not None:
+            self.on_note(fields)
+
     async def _watch_driver(self) -> None:
         while time.monotonic() - self._heard < DRIVER_LEASE_S:
             await asyncio.sleep(0.5)
@@ -98,13 +104,18 @@ class WorkerActor:
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
+        from elastic.on_ray.feed_client import leave_ray, open_feed
         from workers.worker import Worker
 
         spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
-        find = partial(find_controller, spec.run_id)
+        roles: dict[str, Any] = {
+            "find_controller": partial(find_controller, spec.run_id),
+            "open_feed": partial(open_feed, spec, self._workload),
+            "enter_child": leave_ray,
+        }
         try:
-            Worker(spec, self._workload, node_id=node_id, find_controller=find).run()
+            Worker(spec, self._workload, node_id=node_id, **roles).run()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class

@@ -68,7 +68,7 @@ class RayCluster:
         self.has_formed = False
         self._loading: int | None = None
         self.takeover: Takeover | None = None
-        self._parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by rank
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "ready": self._on_ready,
@@ -124,7 +124,7 @@ class RayCluster:
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
         generation, step = command.generation, command.step
-        parts = self._parts.pop((generation, step), [])
+        parts = list(self._parts.pop((generation, step), {}).values())
         if isinstance(command, c.Publish):
             self.host.on_publish(generation, step, parts)
         else:
@@ -373,7 +373,7 @@ class RayCluster:
 
     def _on_part_saved(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         save = header["generation"], header["step"]
-        self._parts.setdefault(save, []).append(json.loads(payload))
+        self._parts.setdefault(save, {})[header["rank"]] = json.loads(payload)  # may be repeated
         self._on_report(worker, record, header, payload)
 
     def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:

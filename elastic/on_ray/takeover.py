@@ -20,6 +20,7 @@ from elastic.protocol.membership import worker_name
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
 
+PATIENCE_S = 10.0
 QUIET_S = 0.3
 """How long nobody else introduces himself before a whole generation at work is enough."""
 SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting": "pending"}
@@ -40,7 +41,7 @@ class Takeover:
         actor = self._candidates.pop(worker, None)
         if actor is None:
             return False
-        kind = header["kind"]
+        kind: str = header["kind"]
         slot = Slot(actor, last_seen=self._cluster.now(), state=SHOWN.get(kind, kind))
         standing = Standing(worker, kind)
         if kind != "starting":
@@ -71,9 +72,9 @@ class Takeover:
         except RayError:
             self._cluster.lost(worker, "process_died")
 
-    async def collect(self, patience_s: float) -> Adopted:
+    async def collect(self, patience_s: float | None) -> Adopted:
         """Everybody's standing; whoever has not said it by then is ended."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + (patience_s or PATIENCE_S)
         while (left_s := deadline - time.monotonic()) > 0 and self._candidates:
             is_enough = at_work(self._holding()) is not None
             self._has_news.clear()

@@ -57,3 +57,17 @@ class DamagedCheckpoint(Exception):
 
     def __str__(self) -> str:
         return f"{self.place}: {self.what}"
+
+
+class BadData(Exception):
+    """A file of the data, or what the workload's transform makes of it, cannot be used.
+
+    `place` names the file and row group; `traceback_text` is the user's own, or empty.
+    """
+
+    def __init__(self, place: str, what: str, traceback_text: str = "") -> None:
+        super().__init__(place, what, traceback_text)
+        self.place, self.what, self.traceback_text = place, what, traceback_text
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}"

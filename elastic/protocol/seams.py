@@ -1,6 +1,8 @@
 """What a worker is given: plain values and callables, so that `workers` never sees Ray."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class WorkerSpec:
     num_threads: int
     folder: str | None
     """Folder of the workload's module on this node; None where Ray has shipped it."""
+    place: str = ""
+    """The run directory, whether it exists already or not."""
     steps: int
     global_batch: int
     micro_batch: int
@@ -40,3 +44,33 @@ class WorkerSpec:
     @property
     def num_microbatches(self) -> int:
         return self.global_batch // self.micro_batch
+
+
+@dataclass(frozen=True, slots=True)
+class FedWindow:
+    """A part of the stream that a feed has read."""
+
+    first: int
+    """The position of its first element in the stream."""
+    count: int
+    rows: Any
+    """elastic.data.reading.WindowRows; its memory may be shared and read-only."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+class Feed(Protocol):
+    """Where a worker gets the windows of its data; elastic/on_ray/feed_client.py, or a test's."""
+
+    row_length: int
+    """Elements of the stream per row."""
+
+    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
+        """The window that holds this element; any thread.
+
+        committed: what lies before it need not be kept. StepCancelled soon after is_over turns
+        true; BadData or WrongInput if it cannot be read.
+        """
+        ...

@@ -14,6 +14,8 @@ BENCHMARKS = (
     "startup",
     "join",
     "recovery",
+    "feed",
+    "feed_wait",
 )
 
 

@@ -78,6 +78,15 @@ class LiveRun:
             time.sleep(0.01)  # polling, bounded by the deadline
         raise AssertionError(f"not in {patience_s} s: {self.status()}")
 
+    def wait_or_end(self, what, patience_s: float = PATIENCE_S) -> dict | None:
+        """As wait_for; None if the run ends before."""
+        try:
+            return self.wait_for(what, patience_s)
+        except AssertionError:
+            if self.process.poll() is None:
+                raise
+            return None
+
     def finish(self, patience_s: float = PATIENCE_S) -> dict:
         """Wait for the end: {"status", "out", "err", "result"}."""
         deadline = time.monotonic() + patience_s

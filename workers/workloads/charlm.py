@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,19 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 import elastic
+from workers.workloads.documents import CHARACTERS, VALIDATION_EVERY, VOCABULARY_SIZE, character_ids
 
-# Fixed, so that it depends neither on the Python version nor on how much text is read. Id 0 stands
-# for every character that is not listed (one per byte of it).
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-VOCABULARY_SIZE = len(CHARACTERS) + 1
-VALIDATION_EVERY = 20  # each 20th file is validation text
 VALIDATION_BYTES = 65_536  # of it that `evaluate` reads: 1,024 windows, about two seconds of a core
 
 
 def encode(text: bytes) -> Tensor:
-    ids = np.zeros(256, dtype=np.uint8)
-    ids[np.frombuffer(CHARACTERS.encode(), dtype=np.uint8)] = np.arange(1, VOCABULARY_SIZE)
-    return torch.from_numpy(ids[np.frombuffer(text, dtype=np.uint8)])
+    return torch.from_numpy(character_ids(text))
 
 
 def decode(ids: Tensor) -> str:

@@ -1,0 +1,75 @@
+"""`Ahead`: which windows to read now and which to forget, within a budget of bytes.
+
+Decisions only; who carries them out is elastic/on_ray/feed.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic.data.plan import Plan
+from elastic.data.stream import Stream, WindowKey
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What to do now."""
+
+    start: tuple[WindowKey, ...]
+    forget: tuple[WindowKey, ...]
+
+
+@dataclass
+class Ahead:
+    """The windows that are held or being read."""
+
+    plan: Plan
+    stream: Stream
+    held: dict[WindowKey, int] = field(default_factory=dict[WindowKey, int])
+    """Read, and their bytes."""
+    running: set[WindowKey] = field(default_factory=set[WindowKey])
+    growth: float = 1.0
+    """Bytes of a window in memory for each byte that the footers promise, at most so far."""
+
+    def read(self, key: WindowKey, size_bytes: int) -> None:
+        """A window has been read."""
+        self.running.discard(key)
+        self.held[key] = size_bytes
+        planned = self._planned_bytes(key)
+        self.growth = max(self.growth, size_bytes / planned) if planned else self.growth
+
+    def failed(self, key: WindowKey) -> None:
+        """A window cannot be read, or has been lost: it may be started again."""
+        self.running.discard(key)
+        self.held.pop(key, None)
+
+    def turn(self, oldest: WindowKey, needed: WindowKey) -> Turn:
+        """oldest: what lies before it has been committed. needed: somebody waits for it, so it is
+        read whatever the budget says. The caller does all of it before the next turn.
+        """
+        oldest = min(oldest, needed)
+        forget = tuple(sorted(k for k in self.held if k < oldest))
+        for key in forget:
+            del self.held[key]
+        start = [] if needed in self.held or needed in self.running else [needed]
+        self.running.update(start)
+        used = sum(self._sizes().values())
+        for key in self.stream.follow(oldest):
+            if len(self.running) >= self.plan.source.max_reads:
+                break
+            if key in self.held or key in self.running or key < needed:
+                continue
+            used += self._expected_bytes(key)
+            if used > self.plan.source.prefetch_bytes:
+                break
+            start.append(key)
+            self.running.add(key)
+        return Turn(tuple(start), forget)
+
+    def _sizes(self) -> Mapping[WindowKey, float]:
+        return {**self.held, **{k: self._expected_bytes(k) for k in self.running}}
+
+    def _expected_bytes(self, key: WindowKey) -> float:
+        return self.growth * self._planned_bytes(key)
+
+    def _planned_bytes(self, key: WindowKey) -> int:
+        return sum(unit.size_bytes for unit in self.plan.windows(key.epoch)[key.window])

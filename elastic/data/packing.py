@@ -1,0 +1,81 @@
+"""`pack_tokens`: documents become one endless row of tokens, cut into rows of a fixed length.
+
+A row may span documents, windows and epochs; the cutting is the stream's (a row is `length`
+consecutive tokens), what happens here is one window's documents to tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
+
+from elastic.protocol.errors import BadData
+
+arrow: Any = pa  # has no type stubs
+TOKENS, STARTS = "tokens", "starts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPacking:
+    """Made by `pack_tokens`, which explains the fields."""
+
+    length: int
+    column: str
+    encode: Callable[[Any], Any] | None
+    separator: int | None
+
+    def tokens_of(self, table: Any) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens of the documents in order, and where each document starts (int64)."""
+        if self.column not in table.column_names:
+            raise BadData(
+                "pack_tokens", f"there is no column {self.column!r} in {table.column_names}"
+            )
+        parts = [self._document(value) for value in table.column(self.column)]
+        sizes = np.array([len(part) for part in parts], np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])[: len(parts)]
+        whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+        return whole, starts
+
+    def _document(self, scalar: Any) -> np.ndarray:
+        if self.encode is not None:
+            tokens = np.asarray(self.encode(scalar.as_py()))
+        elif isinstance(scalar, arrow.StringScalar | arrow.LargeStringScalar):
+            tokens = np.frombuffer(scalar.as_buffer() or b"", np.uint8)
+        else:
+            tokens = np.asarray(scalar.values if scalar.is_valid else [], np.int64)
+        tokens = cast("np.ndarray", tokens)
+        if self.separator is None:
+            return tokens
+        return np.concatenate(
+            [tokens, np.array([self.separator], _fitting(tokens, self.separator))]
+        )
+
+
+def _fitting(tokens: np.ndarray, separator: int) -> Any:
+    """The tokens' own type where it holds the separator: a text's bytes stay bytes."""
+    limits = np.iinfo(tokens.dtype) if tokens.dtype.kind in "iu" else np.iinfo(np.int64)
+    return tokens.dtype if limits.min <= separator <= limits.max else np.int64
+
+
+def pack_tokens(
+    *,
+    length: int,
+    column: str = "text",
+    encode: Callable[[Any], Any] | None = None,
+    separator: int | None = None,
+) -> TokenPacking:
+    """As the last `transform` of `parquet(...)`: documents become rows of `length` tokens.
+
+    A batch is {"tokens": int64 (micro_batch, length)}. For next-token prediction take length =
+    context + 1. No token is dropped or padded: a row may begin in one document, row group or
+    epoch and end in the next.
+
+    column: the documents: text, or lists of token ids.
+    encode: a document to its token ids; None: the ids in a list column, the UTF-8 bytes of a text.
+    separator: a token id put after each document; None for none.
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1 token, got {length}")
+    return TokenPacking(length=length, column=column, encode=encode, separator=separator)

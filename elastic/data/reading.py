@@ -1,0 +1,188 @@
+"""One window of an epoch, read, transformed and shuffled: what a Ray task does for the feed.
+
+A function of (plan, epoch, window): whoever reads it again gets the same rows in the same order.
+"""
+
+import random
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
+import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
+
+from elastic.data.footers import open_filesystem
+from elastic.data.packing import TOKENS
+from elastic.data.permutation import permutation
+from elastic.data.plan import Plan, Unit
+from elastic.protocol.errors import BadData
+
+arrow: Any = pa  # has no type stubs
+parquet: Any = pa_parquet
+UNIT_SHIFT = 32
+"""Where transforms may change the number of rows, an id is unit << 32 | place in its output."""
+DOCUMENT_SHIFT = 20
+"""The id of a token is its document's id << 20, plus its place in it; of a row of packed tokens,
+its first token's. (Ids of very long documents may coincide; they are for records only.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """A window's share of the stream."""
+
+    table: Any
+    """pyarrow.Table, each column in one chunk."""
+    ids: np.ndarray
+    """int64, which row of the data each element is; for tokens, each document."""
+    starts: np.ndarray | None
+    """For tokens: the element at which each document starts; else None."""
+
+    @property
+    def count(self) -> int:
+        """Elements of the stream."""
+        return int(self.table.num_rows)
+
+    @property
+    def size_bytes(self) -> int:
+        starts = 0 if self.starts is None else self.starts.nbytes
+        return int(self.table.nbytes) + self.ids.nbytes + starts
+
+    def ids_of(self, elements: np.ndarray) -> np.ndarray:
+        """int64, the row ids of some elements; of a token, see DOCUMENT_SHIFT."""
+        if self.starts is None:
+            return self.ids[elements]
+        document = np.searchsorted(self.starts, elements, side="right") - 1
+        return (self.ids[document] << DOCUMENT_SHIFT) + elements - self.starts[document]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A unit that could not be read and was left out, as the source wants it."""
+
+    unit: int
+    problem: str
+
+
+def read_window(
+    plan: Plan, epoch: int, window: int, left_out: Collection[int] = ()
+) -> tuple[WindowRows, list[Skipped]]:
+    """The window's rows, and what was skipped in it.
+
+    left_out: units that were skipped when the window was read first; they stay so.
+    BadData names the file and row group that cannot be read, or where the transform raised.
+    """
+    tables: list[Any] = []
+    ids: list[np.ndarray] = []
+    skipped: list[Skipped] = []
+    for unit in plan.windows(epoch)[window]:
+        if unit.index in left_out:
+            skipped.append(Skipped(unit.index, ""))
+            continue
+        try:
+            table = _read_unit(plan, unit)
+        except BadData as error:
+            if plan.source.on_bad_file == "raise":
+                raise
+            skipped.append(Skipped(unit.index, str(error)))
+            continue
+        table = _transformed(plan, epoch, unit, table)
+        tables.append(table)
+        ids.append(_ids(plan, unit, table.num_rows))
+    return _joined(plan, epoch, window, tables, ids), skipped
+
+
+def _joined(
+    plan: Plan, epoch: int, window: int, tables: Sequence[Any], ids: Sequence[np.ndarray]
+) -> WindowRows:
+    if not tables:
+        return WindowRows(arrow.table({}), np.zeros(0, np.int64), None)
+    try:
+        table = arrow.concat_tables(tables)
+    except arrow.ArrowInvalid as error:
+        raise BadData(
+            f"epoch {epoch}, window {window}", f"the transform gives differing columns: {error}"
+        ) from error
+    rows = np.concatenate(ids)
+    if plan.source.shuffle:
+        order = permutation(len(rows), "rows", plan.seed, epoch, window)
+        table, rows = table.take(arrow.array(order)), rows[order]
+    if plan.source.packing is None:
+        return WindowRows(table.combine_chunks(), rows, None)
+    tokens, starts = plan.source.packing.tokens_of(table)
+    return WindowRows(arrow.table({TOKENS: tokens}), rows, starts)
+
+
+def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
+    source = plan.source
+    if source.transforms and not source.keeps_rows:
+        return (unit.index << UNIT_SHIFT) + np.arange(count, dtype=np.int64)
+    if count != unit.num_rows:
+        raise BadData(
+            str(unit),
+            f"the transform gives {count} rows for {unit.num_rows}, although keeps_rows=True",
+        )
+    return unit.first_row + np.arange(count, dtype=np.int64)
+
+
+def _read_unit(plan: Plan, unit: Unit) -> Any:
+    filesystem, inside = open_filesystem(unit.file.path)
+    columns = None if plan.source.columns is None else list(plan.source.columns)
+    try:
+        with filesystem.open_input_file(inside) as opened:
+            if opened.size() != unit.file.size_bytes:
+                raise BadData(
+                    str(unit),
+                    f"the file changed since the plan was made: {unit.file.size_bytes} bytes "
+                    f"before, {opened.size()} now",
+                )
+            file = parquet.ParquetFile(opened, page_checksum_verification=True)
+            table = file.read_row_group(unit.row_group, columns=columns, use_threads=False)
+    except (OSError, arrow.ArrowException) as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadData(str(unit), f"cannot be read: {line}") from error
+    if table.num_rows != unit.num_rows:
+        raise BadData(
+            str(unit),
+            f"the file changed since the plan was made: {unit.num_rows} rows before, "
+            f"{table.num_rows} now",
+        )
+    return table
+
+
+def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:
+    for transform in plan.source.transforms:
+        seed_transform(plan.seed, epoch, unit.index)
+        try:
+            table = transform(table)
+            table = arrow.table(table) if isinstance(table, dict) else table
+        except BadData:
+            raise
+        except Exception as error:
+            raise BadData(
+                str(unit),
+                f"the transform raised {type(error).__name__}: {error}",
+                traceback.format_exc(),
+            ) from None
+        if not isinstance(table, arrow.Table):
+            raise BadData(
+                str(unit),
+                f"the transform returned a {type(table).__name__}; return a pyarrow.Table or a "
+                "dict of column name to array",
+            )
+    return table
+
+
+def seed_transform(seed: int, epoch: int, unit: int) -> None:
+    """What a transform draws depends on the unit, not on the process or on who reads it."""
+    digest = blake2b(
+        f"{seed}:{epoch}:{unit}".encode(), digest_size=24, person=b"transform"
+    ).digest()
+    random.seed(int.from_bytes(digest[:8], "little"))
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    torch = sys.modules.get("torch")  # only where the transform's module has it loaded
+    if torch is not None:
+        torch.manual_seed(int.from_bytes(digest[12:20], "little"))

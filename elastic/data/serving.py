@@ -1,0 +1,94 @@
+"""`Server`: answers "which window holds this element" and has windows read ahead.
+
+The feed's whole behaviour but for Ray: how a window is read, and what stands for its rows, is
+given (elastic/on_ray/feed.py: Ray tasks and object references).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.data.ahead import Ahead
+from elastic.data.reading import Skipped
+from elastic.data.record import FeedRecord
+from elastic.data.stream import Place, Stream, WindowKey
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A window has been read."""
+
+    rows: Any
+    """What workers are given for it."""
+    count: int
+    size_bytes: int
+    skipped: Sequence[Skipped]
+
+
+ReadWindow = Callable[[WindowKey, tuple[int, ...]], Awaitable[Read]]
+"""A window, but for these units; raises BadData."""
+
+
+class Server:
+    """Windows of one plan, in any order that workers ask for. One event loop's."""
+
+    def __init__(
+        self, record: FeedRecord, read: ReadWindow, note: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """note: what has to go into the journal."""
+        self.record, self._read, self._note = record, read, note
+        stream = Stream(record.plan)
+        for key, count in record.counts.items():
+            stream.record(key, count)
+        self.ahead = Ahead(record.plan, stream)
+        self._reads: dict[WindowKey, asyncio.Task[None]] = {}
+        self._rows: dict[WindowKey, Any] = {}
+        self._front: tuple[WindowKey, WindowKey] | None = None
+
+    async def window_at(self, element: int, committed: int) -> tuple[Place, Any]:
+        """The window that holds an element of the stream, and its rows; read first if need be.
+
+        committed: elements before it will not be asked for again, unless the run goes back.
+        BadData as reading raises it.
+        """
+        stream = self.ahead.stream
+        while True:
+            found = stream.find(element)
+            behind = stream.find(min(element, committed))
+            self._front = (_key(behind), _key(found))
+            self._take_turn(*self._front)
+            if isinstance(found, Place) and found.key in self._rows:
+                return found, self._rows[found.key]
+            await asyncio.shield(self._reads[_key(found)])
+
+    def _take_turn(self, oldest: WindowKey, needed: WindowKey) -> None:
+        turn = self.ahead.turn(oldest, needed)
+        for key in turn.forget:
+            self._rows.pop(key, None)
+        for key in turn.start:
+            task = asyncio.create_task(self._read_one(key))
+            task.add_done_callback(lambda t: t.cancelled() or t.exception())  # said to who waits
+            self._reads[key] = task
+
+    async def _read_one(self, key: WindowKey) -> None:
+        try:
+            read = await self._read(key, self.record.skipped.get(key, ()))
+            self.ahead.stream.record(key, read.count)
+        except BaseException:
+            self.ahead.failed(key)
+            raise
+        finally:
+            del self._reads[key]
+        self._rows[key] = read.rows
+        self.ahead.read(key, read.size_bytes)
+        if self.record.add(key, read.count, (s.unit for s in read.skipped)):
+            for each in read.skipped:
+                where = {"epoch": key.epoch, "window": key.window}
+                self._note({"skipped": each.problem, **where})
+        if self._front is not None:
+            self._take_turn(*self._front)
+
+
+def _key(found: Place | WindowKey) -> WindowKey:
+    return found if isinstance(found, WindowKey) else found.key

@@ -1,0 +1,139 @@
+"""`parquet(...)`: what a workload's `dataset()` returns to be fed from Parquet files.
+
+Values only. What is in the files is found by footers.py, read by reading.py; who reads where and
+when is elastic/on_ray/feed.py's.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from elastic.data.packing import TokenPacking
+
+MiB = 2**20
+Transform: TypeAlias = Callable[[Any], Any]
+"""pyarrow.Table to pyarrow.Table, or to a dict of column name to array."""
+OnBadFile: TypeAlias = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetSource:
+    """Where the rows are and what becomes of them. Made by `parquet`, which explains the fields."""
+
+    paths: tuple[str, ...]
+    columns: tuple[str, ...] | None
+    transforms: tuple[Transform, ...]
+    packing: TokenPacking | None
+    keeps_rows: bool
+    shuffle: bool
+    window_bytes: int
+    prefetch_bytes: int
+    max_reads: int
+    cpus_per_read: float
+    on_bad_file: OnBadFile
+
+    @property
+    def row_length(self) -> int:
+        """Elements of the stream that make one row: tokens where documents are packed, else 1."""
+        return 1 if self.packing is None else self.packing.length
+
+    @property
+    def has_planned_counts(self) -> bool:
+        """What a window gives is known from the footers, before it is read."""
+        is_exact = not self.transforms or self.keeps_rows
+        return is_exact and self.packing is None and self.on_bad_file == "raise"
+
+
+def parquet(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    columns: Sequence[str] | None = None,
+    transform: Transform | TokenPacking | Sequence[Transform | TokenPacking] | None = None,
+    keeps_rows: bool = False,
+    shuffle: bool = True,
+    window_bytes: int = 32 * MiB,
+    prefetch_bytes: int = 256 * MiB,
+    max_reads: int = 2,
+    cpus_per_read: float = 0.0,
+    on_bad_file: OnBadFile = "raise",
+) -> ParquetSource:
+    """Rows of Parquet files, each exactly once per epoch, read anywhere in the Ray cluster.
+
+    path: a file, a directory (searched below, names starting with `.` or `_` left out), a list of
+        either, as local paths that every node sees or as URIs of `pyarrow.fs`.
+    columns: those to read; None for all.
+    transform: one function or several, each from a pyarrow.Table to a pyarrow.Table (or a dict of
+        column name to array); called in a Ray task with the rows of one unit (a row group), so
+        it may drop and multiply rows. It must give the same rows whenever it sees the same unit;
+        torch, numpy and `random` are seeded by (seed, epoch, unit) before it. `pack_tokens(...)`
+        may be the last.
+    keeps_rows: a promise that `transform` gives one row per row (checked): the position of every
+        row is then known without reading, and nothing has to be recorded to resume.
+    shuffle: units in an order by (seed, epoch), rows permuted inside a window; False for the
+        order of the files.
+    window_bytes: consecutive units of this many bytes (uncompressed, at least one unit) are one
+        window: read by one task and shuffled together.
+    prefetch_bytes: what the windows that are read ahead may take of the object store. At least
+        the window that is needed next is always read.
+    max_reads: windows that are read at the same time.
+    cpus_per_read: CPUs that Ray sets aside for each; 0: they share the nodes' cores with trainers,
+        and a cluster that is full of trainers is still fed.
+    on_bad_file: "raise", or "skip": unreadable files and row groups are left out, counted and
+        journaled.
+
+    ValueError for settings that cannot work.
+    """
+    named = [path] if isinstance(path, str | os.PathLike) else list(path)
+    chain = chain_of(transform)
+    packings = [t for t in chain if isinstance(t, TokenPacking)]
+    if not named:
+        raise ValueError("parquet([]): name at least one file or directory")
+    if packings and (len(packings) > 1 or chain[-1] is not packings[0]):
+        raise ValueError(
+            "pack_tokens(...) must be the last transform, and the only one of its kind"
+        )
+    if not 0 < window_bytes <= prefetch_bytes:
+        raise ValueError(
+            f"0 < window_bytes <= prefetch_bytes must hold, got {window_bytes} and {prefetch_bytes}"
+        )
+    if max_reads < 1 or cpus_per_read < 0:
+        raise ValueError(
+            f"max_reads must be at least 1 and cpus_per_read at least 0, got {max_reads} and "
+            f"{cpus_per_read}"
+        )
+    if on_bad_file not in ("raise", "skip"):
+        raise ValueError(f'on_bad_file must be "raise" or "skip", got {on_bad_file!r}')
+    if isinstance(columns, str):
+        raise ValueError(f"columns must be a list of names, got the text {columns!r}")
+    return ParquetSource(
+        paths=tuple(absolute(p) for p in named),
+        columns=None if columns is None else tuple(columns),
+        transforms=tuple(t for t in chain if not isinstance(t, TokenPacking)),
+        packing=packings[0] if packings else None,
+        keeps_rows=keeps_rows,
+        shuffle=shuffle,
+        window_bytes=window_bytes,
+        prefetch_bytes=prefetch_bytes,
+        max_reads=max_reads,
+        cpus_per_read=cpus_per_read,
+        on_bad_file=on_bad_file,
+    )
+
+
+def chain_of(
+    transform: Transform | TokenPacking | Sequence[Transform | TokenPacking] | None,
+) -> tuple[Transform | TokenPacking, ...]:
+    """The transforms in the order in which they are applied."""
+    if transform is None:
+        return ()
+    if isinstance(transform, TokenPacking) or callable(transform):
+        return (transform,)
+    return tuple(transform)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A URI as it is; a local path as every process of this machine understands it."""
+    text = os.fspath(path)
+    return text if "://" in text else str(Path(text).expanduser().absolute())

@@ -1,0 +1,145 @@
+"""`elastic data plan | check`: what a Parquet data set holds for a run, and what a run used of it.
+
+Reading happens in this process; no Ray.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from elastic.protocol.errors import BadData, WrongInput
+from elastic.store.files import open_folder, read_json
+from elastic.store.journal import read_lines
+
+app = typer.Typer(no_args_is_help=True, help="Show a data set's plan; check what a run used.")
+MAX_SHOWN = 10
+
+
+@app.command()
+def plan(
+    path: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders or URIs.")],
+    global_batch: Annotated[int, typer.Option(help="Rows per step, to count steps.")] = 256,
+    columns: Annotated[str | None, typer.Option(help="Names, with commas between.")] = None,
+    window_bytes: Annotated[int, typer.Option(help="As in elastic.data.parquet.")] = 32 * 2**20,
+    prefetch_bytes: Annotated[int, typer.Option(help="As in elastic.data.parquet.")] = 256 * 2**20,
+    seed: Annotated[int, typer.Option(help="The run's.")] = 0,
+) -> int:
+    """Units, rows, steps per epoch and expected memory of Parquet files; reads their footers."""
+    from elastic import data
+    from elastic.data.footers import make_plan
+
+    names = columns.split(",") if columns else None
+    try:
+        source = data.parquet(
+            path, columns=names, window_bytes=window_bytes, prefetch_bytes=prefetch_bytes
+        )
+    except ValueError as error:
+        raise WrongInput(str(error)) from error
+    made = make_plan(source, seed)
+    units, windows = made.units, made.windows(0)
+    sizes = sorted(sum(u.size_bytes for u in window) for window in windows)
+    steps, rest = divmod(made.num_rows, global_batch)
+    ahead = min(source.prefetch_bytes, sum(sizes))
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("files", f"{len(made.files)}, {sum(not f.num_rows for f in made.files)} of them empty"),
+        ("columns", made.schema),
+        ("rows", f"{made.num_rows:,}"),
+        ("units", f"{len(units)} row groups of {_range([u.num_rows for u in units])} rows"),
+        ("windows", f"{len(windows)} per epoch, the largest {decimal(sizes[-1])}"),
+        ("epoch", f"{steps} steps of {global_batch} and {rest} rows, {decimal(sum(sizes))}"),
+        ("memory", f"about {decimal(max(ahead, sizes[-1]))} of the object store, uncompressed"),
+        ("plan", made.hash),
+    ):
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)
+    if sizes[-1] > source.prefetch_bytes:
+        print("a window is larger than prefetch_bytes; smaller row groups need less memory")
+    return 0
+
+
+def _range(values: list[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+@app.command()
+def check(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or URI.")],
+) -> int:
+    """Whether the committed steps used each sample exactly once; exit status 1 if not.
+
+    Imports the run's TARGET, for its `dataset()`.
+    """
+    from elastic.data.checking import Repeated
+    from elastic.data.checking import check as compare
+
+    folder = open_folder(run_dir)
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    lines = read_lines(folder, "samples.jsonl")
+    if not lines:
+        raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
+    stream, size = stream_of(config, run_dir)
+    try:
+        found = compare(lines, stream, config["global_batch"])
+    except Repeated as error:
+        print(f"NOT exactly once: {error}")
+        return 1
+    except BadData as error:
+        raise WrongInput(f"the data cannot be read again: {error}") from error
+    for finding in found.findings[:MAX_SHOWN]:
+        print(finding)
+    if found.findings:
+        print(f"NOT exactly once: {len(found.findings)} of {found.steps} steps differ")
+        return 1
+    print(
+        f"{found.steps} steps used {found.rows:,} rows, each as planned: {found.epochs} whole "
+        f"epochs{size}, no row lost, repeated or out of order"
+    )
+    return 0
+
+
+def stream_of(config: dict[str, Any], run_dir: str) -> tuple[Iterator[tuple[int, Any]], str]:
+    """The stream that the run's dataset() and seed give, and the size of an epoch in words."""
+    from elastic.data import ParquetSource
+    from elastic.data.checking import planned_stream
+    from elastic.data.footers import make_plan
+    from elastic.data.record import open_record
+    from elastic.target import load_target
+    from workers.randomness import seed_dataset
+
+    target = load_target(config["target"], config["arguments"])
+    if target.folder is not None:
+        os.chdir(target.folder)  # as in a worker
+    seed_dataset(config["seed"])
+    dataset = target.workload.dataset()
+    if isinstance(dataset, ParquetSource):
+        made = make_plan(dataset, config["seed"])
+        place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
+        return planned_stream(open_record(made, place)), ""
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise WrongInput(
+            f"dataset() returns a {type(dataset).__name__}, whose order is not planned: only "
+            "elastic.data.parquet(...) and map-style datasets can be checked"
+        )
+    return map_style(len(dataset), config["seed"]), f" of {len(dataset):,} rows"
+
+
+def map_style(num_rows: int, seed: int) -> Iterator[tuple[int, Any]]:
+    """(epoch, row ids) of a map-style dataset's stream."""
+    from workers.order import SampleOrder
+
+    order, part, position = SampleOrder(num_rows, seed), 4096, 0
+    while True:
+        epoch, place = divmod(position, num_rows)
+        count = min(part, num_rows - place)
+        yield epoch, order.rows(position, count)
+        position += count

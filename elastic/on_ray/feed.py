@@ -1,0 +1,194 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The feed: an actor that has windows of the data read ahead, by Ray tasks anywhere in the cluster.
+
+It never sees a row: tasks put windows into the object store, workers take them from there (their
+side is feed_client.py). What is read when is elastic/data's; killed, the actor is started again
+and goes on where the workers ask.
+"""
+
+import asyncio
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+
+from elastic.data.footers import make_plan
+from elastic.data.reading import Skipped, WindowRows, read_window
+from elastic.data.record import FeedRecord, open_record
+from elastic.data.serving import Read, Server
+from elastic.data.stream import WindowKey
+from elastic.on_ray.actors import NAMESPACE, end
+from elastic.protocol.errors import BadData
+
+ALONE_CHECK_S = 5.0
+WRITE_EVERY_S = 0.5
+WRITE_REMOTE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedOrder:
+    """What the feed needs to know, now and when it is started again."""
+
+    run_id: str
+    source: bytes
+    """A pickled ParquetSource; empty where `dataset()` needs Ray and the feed calls it."""
+    workload: bytes
+    folder: str | None
+    seed: int
+    place: str
+    """The run directory, which need not exist yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A window for a worker."""
+
+    first: int
+    count: int
+    rows: list[Any]
+    """One reference: in a list, so that Ray does not fetch it on the way."""
+    first_row: int | None = None
+    """For a bare block of Ray Data: the id of its first row."""
+
+
+class FeedActor:
+    """Serves the windows of a Parquet source: the process around elastic.data.serving."""
+
+    def __init__(self, order: FeedOrder) -> None:
+        self._order = order
+        self._lock = asyncio.Lock()
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Future[None]] = []
+
+    async def window_at(self, element: int, committed: int) -> Served:
+        """See Server.window_at; raises WrongInput, too, as planning does."""
+        async with self._lock:
+            if self._server is None:
+                self._server = await self._open()
+        place, rows = await self._server.window_at(element, committed)
+        return Served(place.first, place.count, [rows])
+
+    async def held_bytes(self) -> int:
+        """What the windows take that are held now."""
+        return 0 if self._server is None else sum(self._server.ahead.held.values())
+
+    async def _open(self) -> Server:
+        order = self._order
+        see_folder(order.folder)
+        source = cloudpickle.loads(order.source)
+        loop = asyncio.get_running_loop()
+        plan = await loop.run_in_executor(None, make_plan, source, order.seed)
+        record = await loop.run_in_executor(None, open_record, plan, order.place)
+        self._plan = ray.put(cloudpickle.dumps(plan))
+        options: dict[str, Any] = {
+            "num_returns": 2,
+            "num_cpus": source.cpus_per_read,
+            "max_retries": -1,
+            "scheduling_strategy": "SPREAD",
+        }
+        self._task = cast(Any, ray.remote(read_task)).options(**options)
+        for file in plan.files:
+            if file.problem:
+                self._note({"skipped": file.problem})
+        self._tasks = [
+            asyncio.ensure_future(keep_written(record)),
+            asyncio.ensure_future(end_when_alone(order.run_id)),
+        ]
+        return Server(record, self._read, self._note)
+
+    async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
+        folder = self._order.folder
+        rows, told = self._task.remote(folder, self._plan, key.epoch, key.window, left_out)
+        try:
+            return Read(rows, *await told)
+        except RayTaskError as error:
+            if isinstance(error.cause, BadData):
+                raise error.cause from None
+            raise
+
+    def _note(self, fields: dict[str, Any]) -> None:
+        controller = find_actor(f"{self._order.run_id}-controller")
+        if controller is not None:
+            cast(Any, controller).note.remote(fields)
+
+
+async def keep_written(record: FeedRecord) -> None:
+    """Write the record while it changes."""
+    loop = asyncio.get_running_loop()
+    every_s = WRITE_EVERY_S if record.folder.local else WRITE_REMOTE_EVERY_S
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await loop.run_in_executor(None, record.write)
+        except OSError as error:  # the record saves reading; the run goes on without it
+            print(f'data record reason="{error}"', file=sys.stderr, flush=True)
+
+
+def see_folder(folder: str | None) -> None:
+    """The workload's modules can be imported, where Ray has not shipped them."""
+    if folder is not None and folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+@functools.lru_cache(maxsize=4)
+def _plan_of(pickled: bytes) -> Any:
+    return cloudpickle.loads(pickled)
+
+
+def read_task(
+    folder: str | None, plan: bytes, epoch: int, window: int, left_out: tuple[int, ...]
+) -> tuple[WindowRows, tuple[int, int, list[Skipped]]]:
+    """A Ray task: a window's rows, and apart from them what the feed must know."""
+    see_folder(folder)
+    rows, skipped = read_window(_plan_of(plan), epoch, window, left_out)
+    return rows, (rows.count, rows.size_bytes, skipped)
+
+
+async def end_when_alone(run_id: str) -> None:
+    """The controller ends the feed; should it be gone, the feed ends itself."""
+    while find_actor(f"{run_id}-controller") is not None:
+        await asyncio.sleep(ALONE_CHECK_S)
+    end(ray.get_runtime_context().current_actor)
+
+
+def find_actor(name: str) -> ActorHandle[Any] | None:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_feed(order: FeedOrder) -> ActorHandle[Any]:
+    """The run's feed; the first worker that asks starts it."""
+    options: dict[str, Any] = {
+        "name": feed_name(order.run_id),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    actor: Any = FeedActor
+    if not order.source:
+        from elastic.on_ray.dataset_feed import DatasetFeedActor
+
+        actor = DatasetFeedActor
+    return cast(Any, ray.remote(actor).options(**options).remote(order))
+
+
+def feed_name(run_id: str) -> str:
+    return f"{run_id}-feed"
+
+
+def end_feed(run_id: str) -> None:
+    """No error if there is none."""
+    actor = find_actor(feed_name(run_id))
+    if actor is not None:
+        end(actor)

@@ -1,0 +1,91 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""`RayFeed`: a worker's way to the feed. It fetches windows; what is in them is the worker's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError as RayObjectLost
+
+from elastic.data.reading import WindowRows
+from elastic.on_ray.feed import FeedOrder, Served, see_folder, start_feed
+from elastic.protocol.errors import BadData, StepCancelled, WrongInput
+from elastic.protocol.seams import FedWindow, WorkerSpec
+
+POLL_S = 0.25
+"""How soon a wait for the feed notices that nobody wants its window any more."""
+
+
+def leave_ray() -> None:
+    """In a forked process: Ray raises there, where it would hang. Private API, this place only."""
+    from ray._private.worker import global_worker
+
+    global_worker.set_is_connected(False)
+    ray.init = _refuse  # Ray starts itself through it
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("Ray cannot be used in a forked process")
+
+
+class RayFeed:
+    """The `Feed` of elastic/protocol/seams.py."""
+
+    def __init__(self, order: FeedOrder) -> None:
+        see_folder(order.folder)
+        self.row_length = cloudpickle.loads(order.source).row_length if order.source else 1
+        self._actor: Any = start_feed(order)
+
+    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
+        """As the seam says; waits while the feed is started again or a node is replaced."""
+        while True:
+            answer = self._actor.window_at.remote(element, committed)
+            try:
+                served: Served = self._get(answer, is_over)
+                rows = self._get(served.rows[0], is_over)
+            except (RayObjectLost, RayActorError):  # its owner or its node is gone: ask again
+                if is_over():
+                    raise StepCancelled from None
+                continue
+            if served.first_row is not None:
+                rows = of_block(rows, served.first_row)
+            return FedWindow(served.first, served.count, rows)
+
+    def _get(self, reference: Any, is_over: Callable[[], bool]) -> Any:
+        while True:
+            try:
+                return ray.get(reference, timeout=POLL_S)
+            except GetTimeoutError:
+                if is_over():
+                    raise StepCancelled from None
+            except RayTaskError as error:
+                if isinstance(error.cause, BadData | WrongInput):
+                    raise error.cause from None
+                raise
+
+
+def of_block(block: Any, first_row: int) -> WindowRows:
+    """A block of Ray Data, an Arrow table or a data frame, as a window."""
+    from ray.data.block import BlockAccessor
+
+    table = BlockAccessor.for_block(block).to_arrow()
+    ids = np.arange(first_row, first_row + table.num_rows, dtype=np.int64)
+    return WindowRows(table, ids, None)
+
+
+def open_feed(spec: WorkerSpec, workload: bytes, source: bytes) -> RayFeed:
+    """The run's feed, for one of its workers. source: as workers/supply.py has it."""
+    return RayFeed(
+        FeedOrder(
+            run_id=spec.run_id,
+            source=source,
+            workload=b"" if source else workload,
+            folder=spec.folder,
+            seed=spec.seed,
+            place=spec.place,
+        )
+    )

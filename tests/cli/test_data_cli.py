@@ -1,0 +1,122 @@
+"""`elastic data plan` and `elastic data check`, on files and records made by hand."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic.cli import main
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
+
+TARGET = """
+import elastic
+
+class Fed(elastic.Workload):
+    def __init__(self, path): self.path = path
+    def build_model(self): ...
+    def build_optimizer(self, params): ...
+    def loss(self, model, batch): ...
+    def dataset(self):
+        return elastic.data.parquet(self.path, window_bytes=300, transform=TRANSFORM)
+
+class MapStyle(Fed):
+    def dataset(self):
+        return list(range(70))
+"""
+ROWS, BATCH, STEPS = 70, 12, 15
+EVERY_SECOND = "lambda t: t.take(list(range(0, t.num_rows, 2)))"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for i in range(2):
+        table = pa.table({"x": np.arange(i * 35, i * 35 + 35)})
+        pq.write_table(table, folder / f"{i}.parquet", row_group_size=9)
+    return folder
+
+
+def record(place: Path, folder: Path, ids: np.ndarray, name="Fed", transform="None") -> Path:
+    """A run directory whose steps used these ids."""
+    target = place / f"job_{place.name}.py".replace("-", "_")
+    target.write_text(TARGET.replace("TRANSFORM", transform))
+    run = place / "run"
+    run.mkdir()
+    config = {"target": f"{target}:{name}", "arguments": {"path": str(folder)}}
+    (run / "config.json").write_text(json.dumps({**config, "seed": 4, "global_batch": BATCH}))
+    with (run / "samples.jsonl").open("w") as file:
+        for step in range(STEPS):
+            rows = ids[step * BATCH : (step + 1) * BATCH].astype("<i8")
+            sha256 = hashlib.sha256(rows.tobytes()).hexdigest()
+            line = {"step": step + 1, "first": step * BATCH, "count": BATCH, "sha256": sha256}
+            file.write(json.dumps(line) + "\n")
+    return run
+
+
+def planned_ids(folder: Path, transform=None) -> np.ndarray:
+    plan = make_plan(parquet(folder, window_bytes=300, transform=transform), 4)
+    windows = [(e, w) for e in range(6) for w in range(len(plan.windows(e)))]
+    return np.concatenate([read_window(plan, e, w)[0].ids for e, w in windows])
+
+
+def test_plan_tells_units_rows_steps_and_memory(folder, capsys):
+    assert main(["data", "plan", str(folder), "--global-batch", "12"]) == 0
+    said = capsys.readouterr().out
+    assert "8 row groups of 8 to 9 rows" in said
+    assert "5 steps of 12 and 10 rows" in said
+    assert main(["data", "plan", str(folder / "nothing")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_check_confirms_a_planned_run(folder, tmp_path, capsys):
+    run = record(tmp_path, folder, planned_ids(folder))
+    assert main(["data", "check", str(run)]) == 0
+    assert "15 steps used 180 rows, each as planned: 2 whole epochs" in capsys.readouterr().out
+
+
+def test_check_reads_again_what_a_transform_decides(folder, tmp_path, capsys):
+    ids = planned_ids(folder, lambda t: t.take(list(range(0, t.num_rows, 2))))
+    run = record(tmp_path, folder, ids, transform=EVERY_SECOND)
+    assert main(["data", "check", str(run)]) == 0
+    assert "each as planned: 4 whole epochs" in capsys.readouterr().out
+
+
+def test_check_finds_swapped_rows_and_lost_steps(folder, tmp_path, capsys):
+    ids = planned_ids(folder)
+    ids[[30, 31]] = ids[[31, 30]]
+    run = record(tmp_path, folder, ids)
+    assert main(["data", "check", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert said == (
+        "step 3: used other rows than the plan has there\nNOT exactly once: 1 of 15 steps differ\n"
+    )
+    lines = (run / "samples.jsonl").read_text().splitlines()
+    (run / "samples.jsonl").write_text("\n".join(lines[:4] + lines[5:]) + "\n")
+    assert main(["data", "check", str(run)]) == 1
+    assert "step 5: the record goes on with step 6" in capsys.readouterr().out
+
+
+def test_check_knows_map_style_datasets(folder, tmp_path, capsys):
+    from workers.order import SampleOrder
+
+    run = record(tmp_path, folder, SampleOrder(ROWS, 4).rows(0, STEPS * BATCH), name="MapStyle")
+    assert main(["data", "check", str(run)]) == 0
+    assert "2 whole epochs of 70 rows" in capsys.readouterr().out
+
+
+def test_check_says_what_changed_in_the_data(folder, tmp_path, capsys):
+    run = record(tmp_path, folder, planned_ids(folder))
+    plan = make_plan(parquet(folder, window_bytes=300), 4)
+    found = {"plan_sha256": plan.hash, "plan": plan.to_json(), "counts": [], "skipped": []}
+    (run / "data.json").write_text(json.dumps(found))
+    assert main(["data", "check", str(run)]) == 0
+    (folder / "1.parquet").unlink()
+    assert main(["data", "check", str(run)]) == 2
+    assert "1.parquet is missing" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""Fed by Parquet and Ray Data through real losses: each row exactly once per epoch, one order."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
+from tests.cluster.live import JOBS, LiveRun, assert_complete
+from workers.digest import weights_sha256
+
+pytestmark = pytest.mark.cluster
+SIZES = (101, 0, 57, 333, 1, 210)
+ROWS = sum(SIZES)
+STEPS, BATCH = 44, 48  # three epochs and six rows
+
+
+@pytest.fixture(scope="session")
+def rows_set(tmp_path_factory):
+    """Files of odd sizes and odd row groups; `row` is the row's number."""
+    folder = tmp_path_factory.mktemp("rows") / "set"
+    folder.mkdir()
+    first = 0
+    for i, size in enumerate(SIZES):
+        table = pa.table({"row": np.arange(first, first + size), "noise": np.ones(size)})
+        pq.write_table(table, folder / f"p{i}.parquet", row_group_size=23 + i)
+        first += size
+    return folder
+
+
+@pytest.fixture
+def fed(tmp_path, ray_temp, rows_set):
+    def start(name, target="Counts", settings=(), path=rows_set, **options):
+        options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6, **options}
+        what = [f"path={str(path)!r}", f"rows={ROWS}", *settings]
+        place = f"{JOBS / 'fed.py'}:{target}"
+        return LiveRun(place, tmp_path, name, ray_temp, set=what, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def planned(rows_set):
+    """The rows of the stream in order, from the plan alone."""
+
+    def order(epochs, seed=0):
+        plan = make_plan(parquet(rows_set, window_bytes=4000, prefetch_bytes=16000), seed)
+        windows = [(e, w) for e in range(epochs) for w in range(len(plan.windows(e)))]
+        return np.concatenate([read_window(plan, e, w)[0].ids for e, w in windows])
+
+    return order
+
+
+def counted_sha256(rows) -> str:
+    """The weights that count these rows: commit() divides by the sum of the weights, one each."""
+    model = nn.Module()
+    uses = np.bincount(rows, minlength=ROWS).astype(np.float32)
+    model.uses = nn.Parameter(torch.from_numpy(-uses / (BATCH // 6)))
+    return weights_sha256(model)
+
+
+def samples(run: LiveRun) -> list[str]:
+    return [s["sha256"] for s in run.lines("samples.jsonl")]
+
+
+@pytest.fixture
+def expected(fed):
+    """The uninterrupted run with one worker."""
+
+    def of(target="Counts", settings=(), **options):
+        with fed(f"reference-{target}", target, settings, workers=1, **options) as run:
+            end = run.finish()
+            assert end["status"] == 0, end["err"]
+        return end["result"]["weights_sha256"], samples(run)
+
+    return of
+
+
+def feed_pid(run: LiveRun) -> int:
+    """The feed's process of this run: Ray names processes after their actor."""
+    sessions = os.getsid(run.process.pid)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            title = (entry / "cmdline").read_bytes().decode(errors="replace")
+            is_feed = title.startswith("ray::FeedActor")
+            if is_feed and os.getsid(int(entry.name)) in (sessions, int(entry.name)):
+                return int(entry.name)
+    raise AssertionError("no feed runs")
+
+
+def test_three_epochs_use_each_row_three_times_in_the_planned_order(fed, planned):
+    with fed("plain", workers=2) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    order = planned(4)[: STEPS * BATCH].astype("<i8")
+    steps = order.reshape(STEPS, BATCH)
+    assert samples(run) == [hashlib.sha256(step.tobytes()).hexdigest() for step in steps]
+    assert end["result"]["weights_sha256"] == counted_sha256(order)
+    plan = json.loads((run.directory / "data.json").read_text())
+    assert sum(sum(rows) for _, rows in plan["plan"]["files"].values()) == ROWS
+
+
+def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, expected):
+    sha256, order = expected()
+    with fed("kills", workers="2..3", settings=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
+        run.kill(rank=1)
+        run.wait_for(lambda s: s["generation"] > 2 and s["phase"] == "running")
+        os.kill(feed_pid(run), signal.SIGKILL)
+        run.kill(rank=0)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+    assert_complete(run, STEPS)
+
+
+def test_filtered_and_repeated_rows_resume_exactly(fed, expected):
+    settings = ["transform=True"]
+    sha256, order = expected(settings=settings)
+    with fed("resumed", workers=2, steps=21, settings=settings) as run:
+        assert run.finish()["status"] == 0
+    with fed("resumed", workers=3, settings=settings) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+
+
+def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, expected):
+    sha256, order = expected("FromRay")
+    epoch = np.arange(ROWS)
+    assert sha256 == counted_sha256(np.concatenate([epoch, epoch, epoch, epoch])[: STEPS * BATCH])
+    with fed("ray", "FromRay", workers=2, steps=21) as first:
+        assert first.finish()["status"] == 0
+    with fed("ray", "FromRay", workers=3) as second:
+        end = second.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(second)) == (sha256, order)
+
+
+def damaged(folder: Path, source: Path) -> Path:
+    """A copy of the set with the data of one row group overwritten."""
+    shutil.copytree(source, folder)
+    path = folder / "p3.parquet"
+    content = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(2).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start + 4 : start + 60] = bytes(56)
+    path.write_bytes(content)
+    return folder
+
+
+def test_a_damaged_row_group_ends_the_run_with_its_name(fed, tmp_path, rows_set):
+    with fed("damaged", path=damaged(tmp_path / "bad", rows_set), workers=2) as run:
+        end = run.finish()
+    assert end["status"] in (1, 2), "found by the first try of a micro-batch, or later"
+    assert "p3.parquet, row group 2: cannot be read" in end["err"]
+
+
+def test_a_damaged_row_group_is_left_out_and_journaled(fed, tmp_path, rows_set):
+    path, settings = damaged(tmp_path / "bad", rows_set), ["on_bad_file='skip'"]
+    with fed("skips", path=path, settings=settings, workers=2) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    notes = [line["data"] for line in run.lines("journal.jsonl") if "data" in line]
+    assert {n["epoch"] for n in notes} >= {0, 1, 2}
+    assert all("p3.parquet, row group 2: cannot be read" in n["skipped"] for n in notes)
+
+
+def test_an_iterable_dataset_is_refused_with_the_reason(fed):
+    with fed("streaming", "Streaming") as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert "an IterableDataset: its order depends on who iterates it" in end["err"]
+
+
+def test_a_run_does_not_go_on_with_other_data(fed, tmp_path, rows_set):
+    path = tmp_path / "copy"
+    shutil.copytree(rows_set, path)
+    with fed("changed", path=path, steps=5) as run:
+        assert run.finish()["status"] == 0
+    (path / "p5.parquet").unlink()
+    with fed("changed", path=path, steps=9) as run:
+        end = run.finish()
+    assert end["status"] == 2
+    assert "the data changed since the run" in end["err"]
+    assert "p5.parquet is missing" in end["err"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_no_random_history_on_real_actors_leaves_a_trace(fed, reference_of, seed):
+    """Kills, joins, lost feeds, drains (SIGTERM) and restarts at random steps."""
+    draw = random.Random(seed)
+    kind = ["transform=False", "transform=True"][seed % 2]
+    expected = reference_of(kind)
+    name, stops = f"random-{seed}", sorted(draw.sample(range(4, STEPS - 4), 2))
+    for stop in [*stops, STEPS]:
+        high = draw.randint(2, 4)
+        settings = [kind, "sleep=0.02"]
+        with fed(name, workers=f"1..{high}", steps=STEPS, settings=settings) as run:
+            while True:
+                step = draw.randrange(stop)
+                status = run.wait_or_end(lambda s, at=step: s["step"] >= at and s["workers"])
+                if status is None or status["step"] >= stop:
+                    break
+                with contextlib.suppress(AssertionError, ProcessLookupError, StopIteration):
+                    if draw.random() < 0.25:
+                        os.kill(feed_pid(run), signal.SIGKILL)
+                    elif status["world_size"] > 1:
+                        run.kill(rank=draw.randrange(status["world_size"]))
+                status = run.wait_or_end(lambda s, at=status["step"]: s["step"] > at)
+            if stop < STEPS:
+                run.process.send_signal(signal.SIGTERM)
+            end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == expected
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory, ray_temp, rows_set):
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            storage = tmp_path_factory.mktemp("reference")
+            what = [f"path={str(rows_set)!r}", f"rows={ROWS}", kind]
+            options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6}
+            place = f"{JOBS / 'fed.py'}:Counts"
+            with LiveRun(place, storage, "run", ray_temp, set=what, workers=1, **options) as run:
+                end = run.finish()
+            known[kind] = (end["result"]["weights_sha256"], samples(run))
+        return known[kind]
+
+    return of

@@ -1,0 +1,173 @@
+"""Micro-batches out of fed windows: what columns become, and how troubles arrive."""
+
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from elastic.data import parquet
+from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
+from elastic.protocol.membership import microbatch_ids
+from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
+from workers.fed_batches import columns_of, samples_of
+from workers.fed_loader import FedLoader
+from workers.randomness import seed_microbatch
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def _make(collate=None, feed=None, **options):
+        if feed is None:
+            source = parquet(write_rows(tmp_path / "set"), window_bytes=300, **options)
+            feed = LocalFeed(source, tmp_path)
+            made.append(feed)
+        sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
+        made.insert(0, FedLoader(feed, seed=SEED, collate=collate, **sizes))
+        return made[0]
+
+    yield _make
+    for each in made:
+        each.close()
+
+
+def never():
+    return False
+
+
+def test_columns_become_tensors_and_texts_stay_lists():
+    pixels = pa.FixedSizeListArray.from_arrays(pa.array(range(8), pa.uint8()), 2)
+    table = pa.table(
+        {
+            "number": pa.array([1.5, 2.5, 3.5, 4.5], pa.float32()),
+            "is_even": [False, True, False, True],
+            "pixels": pixels,
+            "lists": [[[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]],
+            "text": ["a", "b", "c", "d"],
+            "kind": pa.array(["x", "y", "x", "y"]).dictionary_encode(),
+            "image": pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((4, 2, 3))),
+        }
+    )
+    batch = columns_of([table.slice(1, 1), table.slice(2, 2)], 1)
+    assert batch["number"].tolist() == [2.5, 3.5, 4.5]
+    assert batch["is_even"].tolist() == [True, False, True]
+    assert batch["pixels"].tolist() == [[2, 3], [4, 5], [6, 7]]
+    assert batch["lists"].tolist() == [[[3.0, 4.0]], [[5.0, 6.0]], [[7.0, 8.0]]]
+    assert batch["text"] == ["b", "c", "d"]
+    assert batch["kind"] == ["y", "x", "y"]
+    assert batch["image"].shape == (3, 2, 3)
+    batch["number"].add_(1)
+    assert table["number"].to_pylist() == [1.5, 2.5, 3.5, 4.5], "the batch is a copy"
+    assert batch["number"].data_ptr() % 16 == 0
+    assert samples_of(batch)[1]["text"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([1, None], "has nulls"),
+        ([[1], [2, 3]], "holds lists of 1 to 2 values"),
+        ([["a"], ["b"]], "holds lists of text"),
+        (np.array(["2020-01-01", "2020-01-02"], "M8[D]"), "has type date32"),
+    ],
+)
+def test_a_column_that_is_no_tensor_is_named(values, why):
+    with pytest.raises(BadData, match=f"column 'c': {why}"):
+        columns_of([pa.table({"c": values})], 1)
+
+
+def test_all_worlds_cut_the_same_rows(make):
+    first = make()
+    streams = []
+    for world in (1, 3, V):
+        rows = []
+        loaders = [first, *(make(feed=first._feed) for _ in range(world - 1))]
+        for rank, loader in enumerate(loaders):
+            loader.assign(0, microbatch_ids(V, world, rank))
+        for step in range(20):
+            for rank, loader in enumerate(loaders):
+                for i in microbatch_ids(V, world, rank):
+                    loaded = loader.next(step, i, never)
+                    assert loaded.rows.tolist() == loaded.batch["row"].tolist()
+                    rows += loaded.rows.tolist()
+        streams.append(rows)
+    assert streams[0] == streams[1] == streams[2]
+    assert sorted(streams[0][:ROWS]) == list(range(ROWS))
+
+
+def test_a_new_assignment_replaces_the_old_one_at_any_moment(make):
+    loader = make()
+    expected = {}
+    loader.assign(0, range(V))
+    for step in range(12):
+        for i in range(V):
+            expected[step, i] = loader.next(step, i, never).rows.tolist()
+    draw = random.Random(1)
+    for _ in range(100):
+        step, start = draw.randrange(12), draw.randrange(V)
+        ids = range(start, draw.randrange(start, V) + 1)
+        loader.assign(step, ids)
+        for i in list(ids)[: draw.randrange(len(ids) + 1)]:
+            assert loader.next(step, i, never).rows.tolist() == expected[step, i]
+    assert loader.fetch(3, 2).rows.tolist() == expected[3, 2]
+
+
+def test_the_workloads_own_collate_is_seeded_and_its_exception_told(make):
+    def collate(samples):
+        if samples[0]["row"] == 5:
+            raise KeyError("five")
+        return torch.rand(2), [int(s["row"]) for s in samples]
+
+    loader = make(collate)
+
+    def take_all():
+        loader.assign(0, range(V))
+        for step in range(40):
+            for i in range(V):
+                loaded = loader.next(step, i, never)
+                seed_microbatch(SEED, step, i)
+                draws, rows = loaded.batch
+                assert torch.equal(draws, torch.rand(2))
+                assert rows == loaded.rows.tolist()
+
+    with pytest.raises(UserError, match=r"KeyError: 'five', collating .* positions \d+") as caught:
+        take_all()
+    assert "in collate" in caught.value.traceback_text
+
+
+def failing(table):
+    raise KeyError("label")
+
+
+def test_a_users_transform_fails_as_the_users_and_a_bad_file_as_wrong_input(make, tmp_path):
+    with pytest.raises(UserError, match=r"row group \d+: the transform raised KeyError") as caught:
+        make(transform=failing).fetch(0, 0)
+    assert "in failing" in caught.value.traceback_text
+    (tmp_path / "set").rename(tmp_path / "other")
+    loader = make()
+    for file in (tmp_path / "set").iterdir():
+        file.unlink()
+    with pytest.raises(WrongInput, match=r"p\d.parquet, row group \d+: cannot be read"):
+        loader.fetch(0, 0)
+    loader.assign(0, range(V))
+    with pytest.raises(UserError, match=r"p\d.parquet, row group \d+: cannot be read"):
+        loader.next(0, 0, never)
+
+
+def test_waiting_ends_when_the_step_is_cancelled(make):
+    class Silent:
+        row_length = 1
+
+        def window_at(self, element, committed, is_over):
+            while not is_over():
+                pass
+            raise StepCancelled
+
+    loader = make(feed=Silent())
+    loader.assign(0, range(V))
+    looks = iter([False] * 5 + [True] * 100)
+    with pytest.raises(StepCancelled):
+        loader.next(0, 0, lambda: next(looks))
