@@ -10,6 +10,7 @@ from elastic.protocol.errors import StepCancelled, WrongInput
 from elastic.workload import Workload
 
 if TYPE_CHECKING:
+    from elastic import checkpoint
     from elastic.run import Result, RunFailed, run
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "StepCancelled",
     "Workload",
     "WrongInput",
+    "checkpoint",
     "run",
 ]
 __version__ = "0.1.0"
@@ -33,4 +35,8 @@ def __getattr__(name: str) -> Any:
         found = {n: getattr(module, n) for n in ("Result", "RunFailed", "run")}
         globals().update(found)  # `elastic.run` is the function, whatever the import bound it to
         return found[name]
+    if name == "checkpoint":
+        import importlib
+
+        return importlib.import_module("elastic.checkpoint")
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

@@ -4,6 +4,8 @@ Reading one executes nothing, whoever wrote it. Writing is workers/saver.py's.
 """
 
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -17,7 +19,9 @@ from elastic.protocol.manifest import Manifest
 from elastic.store.catalogue import ASIDE, Catalogue
 from elastic.store.files import open_folder
 
-app = typer.Typer(no_args_is_help=True, help="List, show, verify and hash a run's checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, help="What a run's checkpoints hold; to and from other formats."
+)
 
 RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run directory, path or URI.")]
 Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the newest.")]
@@ -80,20 +84,17 @@ def verify(run_dir: RunDir, step: Step = None) -> int:
     catalogue = catalogue_of(run_dir)
     steps = catalogue.steps() if step is None else [chosen(catalogue, step)]
     num_damaged = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
-        for each in steps:
-            task = progress.add_task(f"step {each}", total=None)
-            try:
-                progress.update(task, total=catalogue.manifest(each).size_bytes)
+    for each in steps:
+        try:
+            with progress_bar(f"step {each}", catalogue.manifest(each).size_bytes) as on_bytes:
                 for size_bytes in catalogue.verify(each):
-                    progress.advance(task, size_bytes)
-            except DamagedCheckpoint as error:
-                num_damaged += 1
-                print(f"step {each}: DAMAGED: {error}")
-                continue
-            strangers = ", ".join(catalogue.strangers(each))
-            print(f"step {each}: good" + (f"; foreign files: {strangers}" if strangers else ""))
+                    on_bytes(size_bytes)
+        except DamagedCheckpoint as error:
+            num_damaged += 1
+            print(f"step {each}: DAMAGED: {error}")
+            continue
+        strangers = ", ".join(catalogue.strangers(each))
+        print(f"step {each}: good" + (f"; foreign files: {strangers}" if strangers else ""))
     return 1 if num_damaged else 0
 
 
@@ -116,3 +117,13 @@ def read_manifest(catalogue: Catalogue, step: int) -> Manifest:
         return catalogue.manifest(step)
     except DamagedCheckpoint as error:
         raise WrongInput(str(error)) from error
+
+
+@contextmanager
+def progress_bar(what: str, size_bytes: int | None) -> Generator[Callable[[int], object]]:
+    """On stderr; gives the function that is told of bytes. size_bytes: None where unknown."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task(what, total=size_bytes)
+        yield lambda count: progress.advance(task, count)
+        progress.update(task, completed=size_bytes)  # headers and checksums were read, too

@@ -11,12 +11,17 @@ from typing import Any
 
 from elastic.protocol.manifest import part_from_json
 from elastic.store.catalogue import PINNED, Catalogue, Damage
+from elastic.store.files import first_line
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 Content = dict[str, Any]
 """A part as its rank reported it: {"part": ..., "state": JSON or None}."""
+
+
+class Unpublished(OSError):
+    """A checkpoint that all ranks have written, but whose manifest could not be."""
 
 
 class Checkpoints:
@@ -36,6 +41,7 @@ class Checkpoints:
         self._keep, self._about, self._journal = keep, about, journal
         self.committed: int | None = None
         """Step of the newest good checkpoint."""
+        self._leftovers: set[tuple[int, int]] = set()  # generation, step of saves to be removed
 
     def open(self, step: int, damaged: list[Damage]) -> None:
         """The run stands at `step`, after these newer checkpoints could not be used."""
@@ -47,16 +53,24 @@ class Checkpoints:
             self._journal({"removed": name, "reason": "a save that was never whole"})
         self.committed = step or None
 
+    def take_over(self) -> None:
+        """Another controller opened them; a save of it may still be on its way."""
+        self.committed = max(self._catalogue.steps(), default=None)
+
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
-        """Raises OSError; the save stays unpublished then."""
+        """Raises Unpublished; its files are removed with the next one that is published."""
         began = time.monotonic()
-        self._directory.sync()  # the records of its steps are not less durable than it is
         parts = [part_from_json(content["part"]) for content in contents]
         state = next(c["state"] for c in contents if c["state"] is not None)
         about = {**self._about, PINNED: any(c["is_pinned"] for c in contents)}
-        manifest = self._catalogue.publish(step, generation, parts, state, about)
+        try:
+            self._directory.sync()  # the records of its steps are not less durable than it is
+            manifest = self._catalogue.publish(step, generation, parts, state, about)
+        except OSError as error:
+            self._leftovers.add((generation, step))
+            raise Unpublished(first_line(error)) from error
         self.committed = max(step, self.committed or 0)
-        retired = self._catalogue.retire(*self._keep)
+        retired = self._clean_up()
         self._journal(
             {
                 "published": step,
@@ -66,5 +80,24 @@ class Checkpoints:
             }
         )
 
+    def _clean_up(self) -> list[int]:
+        """Old checkpoints, and what could not be removed before. It can wait for the next one."""
+        retired: list[int] = []
+        try:
+            retired = self._catalogue.retire(*self._keep)
+        except OSError as error:
+            log.warning('old checkpoints stay reason="%s"', first_line(error))
+        for left in sorted(self._leftovers):
+            self.discard(*left)
+        return retired
+
     def discard(self, generation: int, step: int) -> None:
-        self._catalogue.discard(step, generation)
+        """Remove what a save that will not be whole has written. Where that fails it is tried
+        again with the next checkpoint that is published."""
+        self._leftovers.add((generation, step))
+        try:
+            self._catalogue.discard(step, generation)
+        except OSError as error:
+            log.warning('checkpoint=%d leftovers stay reason="%s"', step, first_line(error))
+            return
+        self._leftovers.discard((generation, step))

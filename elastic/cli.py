@@ -18,7 +18,12 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic import chaos_cli, checkpoint_cli
+from elastic import (
+    chaos_cli,
+    checkpoint_cli,
+    checkpoint_compare_cli,
+    checkpoint_exchange_cli,
+)
 from elastic.config import RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
@@ -48,6 +53,8 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_cli.app, name="checkpoint")
 app.add_typer(chaos_cli.app, name="chaos")
+checkpoint_cli.app.add_typer(checkpoint_exchange_cli.app)
+checkpoint_cli.app.add_typer(checkpoint_compare_cli.app)
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]
@@ -106,6 +113,9 @@ def run(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; the last state is always saved.")
     ] = None,
+    on_storage_error: Annotated[
+        str, typer.Option(help="warn: train on and say so at the end; or fail.")
+    ] = "warn",
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
     detect_s: Annotated[
@@ -148,6 +158,7 @@ def run(
         name=name,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
+        on_storage_error=on_storage_error,
         standby=standby,
         detect_s=parse_detect(detect_s),
         max_failures=max_failures,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic.control.commands import Command
-from elastic.control.state import Decision, Event, Finished, Limits
+from elastic.control.state import Adopted, Decision, Event, Finished, Ledger, Limits, Phase
 from elastic.control.transition import start, transition
 
 Record = Callable[[Event | None, Decision], None]
@@ -21,8 +21,21 @@ class Cluster(Protocol):
         ...
 
 
-async def control(cluster: Cluster, limits: Limits, record: Record, at: float) -> Finished:
+async def control(
+    cluster: Cluster,
+    limits: Limits,
+    record: Record,
+    at: float,
+    taken_over: tuple[Ledger, Phase, Adopted] | None = None,
+) -> Finished:
+    """Until the run is over.
+
+    taken_over: what the journal of a controller that died says, and who introduced himself.
+    """
     event, decision = None, start(limits, at)
+    if taken_over is not None:
+        ledger, phase, event = taken_over
+        decision = transition(ledger, phase, event, limits)
     while True:
         record(event, decision)
         for command in decision.commands:

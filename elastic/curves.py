@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CURVES = ("loss", "world_size", "generation", "step_s", "samples")
+MAX_QUEUE = 10_000
 
 
 class Curves:
@@ -15,8 +16,13 @@ class Curves:
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
         self._writer: Any = import_without_torch().SummaryWriter(
-            logdir=str(path), purge_step=last_step + 1 if path.exists() else None, flush_secs=5
+            logdir=str(path),
+            purge_step=last_step + 1 if path.exists() else None,
+            flush_secs=5,
+            max_queue=MAX_QUEUE,
         )
+        # private: its thread ends at the first error (a full disk), and a full queue waits for ever
+        self._thread: Any = self._writer.file_writer.event_writer._worker
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Add one committed step; values that are not finite are left out."""
@@ -24,11 +30,13 @@ class Curves:
         values = {name: metrics[name] for name in CURVES}
         values |= {f"user/{name}": value for name, value in metrics["user"].items()}
         for name, value in values.items():
-            if value is not None:
+            if value is not None and self._thread.is_alive():
                 self._writer.add_scalar(name, value, step, walltime=at)
 
     def close(self) -> None:
-        self._writer.close()
+        """Raises OSError; of curves that broke off before, nothing more is written."""
+        if self._thread.is_alive():
+            self._writer.close()
 
 
 def import_without_torch() -> Any:

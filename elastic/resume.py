@@ -27,6 +27,8 @@ MAY_DIFFER = frozenset(
         "snapshot_every",
     ]
 )
+LAST_PROCESSES_S = 3.0
+"""How long a run that seems to be alive may take to end."""
 WHERE_IT_IS = frozenset(("storage", "name", "versions"))
 SILENT_AFTER_S = 10.0
 """A local status.json is written at least once a second."""
@@ -157,6 +159,17 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
         is_controller_gone=is_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
     )
+
+
+def await_last_processes(folder: Folder) -> PastRun | None:
+    """The run in this folder. If everything of it was killed a moment ago, its controller may have
+    had a successor that is just about to notice; a live run is still alive afterwards."""
+    deadline = time.monotonic() + LAST_PROCESSES_S
+    while (past := read_past_run(folder)) is not None and past.is_alive:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    return past
 
 
 def controller_of(status: dict[str, Any] | None) -> dict[str, Any]:

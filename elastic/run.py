@@ -23,7 +23,7 @@ from typing import Any
 from elastic import resume
 from elastic.config import RunConfig
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import leave_probe, open_folder, remove_probe
+from elastic.store.files import leave_probe, open_folder, place_of, remove_probe
 from elastic.target import target_of
 from elastic.workload import Workload
 
@@ -123,8 +123,8 @@ def run_config(
     name = config.name or f"{type(workload).__name__.lower()}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     named = {**config.to_json(), "storage": storage, "name": name}
     content = resume.config_json(named, target, arguments, versions())
-    place = str(open_folder(storage).at(name))
-    past = resume.read_past_run(open_folder(storage).at(name))
+    place = place_of(storage, name)
+    past = resume.await_last_processes(open_folder(storage).at(name))
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
@@ -150,6 +150,8 @@ def run_config(
     )
     if answer is None:
         return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
+    if answer["storage_warning"]:
+        print(f"elastic: warning: {answer['storage_warning']}", file=sys.stderr)
     return conclude(answer, place)
 
 

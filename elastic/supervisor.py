@@ -7,28 +7,31 @@ elastic/on_ray/cluster.py's, the files are elastic/store's.
 import asyncio
 import functools
 import logging
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
-from elastic.checkpoints import Checkpoints
+from elastic.checkpoints import Checkpoints, Unpublished
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
-from elastic.control.replay import Entry, Started, is_news
+from elastic.control.replay import is_news
 from elastic.control.state import Decision
+from elastic.control.transition import start
 from elastic.curves import Curves
+from elastic.limits import UNLIMITED_S, heartbeat_s, limits_of
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.host import Host
-from elastic.protocol.encoding import encode
+from elastic.on_ray.takeover import Takeover
+from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.status import result_of, status_of
+from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
-from elastic.store.files import sees_probe
+from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
 from elastic.store.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -36,9 +39,10 @@ if TYPE_CHECKING:
 
 LEDGER_EVERY = 1000
 """Events between two journal lines that hold the whole ledger."""
+TAKE_OVER_S = 10.0
+"""How long workers may take to find a new controller, if `detect_s` does not say it."""
 STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
-UNLIMITED_S = 24 * 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ class Supervisor:
         self._status_due = asyncio.Event()
         self._events = 0
         self._is_over = False
-        self._storage_error = ""
+        self.trouble = StorageTrouble()
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -84,6 +88,7 @@ class Supervisor:
                 on_publish=self._on_publish,
                 on_discard=self._on_discard,
                 on_step=self._on_step,
+                recorded_step=lambda: self.directory.safe_step if self.directory else 0,
                 on_evaluation=self._on_evaluation,
             ),
         )
@@ -95,11 +100,13 @@ class Supervisor:
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
+        taken_over = await self._take_over() if self.actor.has_predecessor else None
+        self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             finished = await controller.control(
-                self.cluster, self.limits, self._record, self.cluster.now()
+                self.cluster, self.limits, self._record, self.cluster.now(), taken_over
             )
         except Exception as error:  # whatever it is, the run ends with a result
             log.exception("the controller failed")
@@ -115,7 +122,44 @@ class Supervisor:
             "wrong_input": self.cluster.wrong_input,
             "user_error": self.cluster.user_error,
             "is_open": self.directory is not None,
+            "storage_warning": self._storage_warning(),
         }
+
+    async def _take_over(self) -> tuple[s.Ledger, s.Phase, s.Adopted]:
+        """Go on where this run's last controller died: its journal, and whoever lives."""
+        run = self._loop.run_in_executor
+        self.cluster.rendezvous.forget.remote()
+        found = await run(None, actors.find_workers, self.order["run_id"])
+        opened = await run(self._writer, self._reopen)
+        if opened is None:  # it died before there was anything on record
+            decision = start(self.limits, self.cluster.now())
+            self._record(None, decision)
+        else:
+            self.directory, past = opened
+            self.checkpoints = self._make_checkpoints(self.directory)
+            await run(self._writer, self.checkpoints.take_over)
+            self.cluster.take_over(self.directory.place, self.directory.last_step)
+            self.actor.place = self.directory.place
+            decision, self.account = past.decision, past.account
+            self.decision, self.last_metrics = decision, past.last_metrics
+            self.lost_steps = past.lost_steps
+        self.cluster.takeover = takeover = Takeover(self.cluster, found)
+        self.actor.link_address = self._controller_address
+        event = await takeover.collect(self.config.detect_s or TAKE_OVER_S)
+        self.cluster.takeover = None
+        return decision.ledger, decision.phase, event
+
+    def _reopen(self) -> tuple[RunDirectory, Past] | None:
+        """In the writer's thread; None if this run has nothing on record."""
+        storage, name = self.order["storage"], self.order["name"]
+        if read_json(open_folder(storage).at(name), "config.json") is None:
+            return None
+        directory = RunDirectory(storage, name)
+        past = read_past(directory.directory, self.order["run_id"], self.limits)
+        if past is None:
+            directory.close()
+            return None
+        return directory, past
 
     async def close(self) -> None:
         await self.cluster.close()
@@ -168,21 +212,26 @@ class Supervisor:
         if directory is None:
             directory = await run(self._writer, self._open_directory)
             self.directory, self.actor.place = directory, directory.place
-        self.lost_steps += await run(self._writer, directory.roll_back, step)
+        lost_steps = await run(self._writer, directory.roll_back, step)
+        if lost_steps:
+            self.lost_steps += lost_steps
+            self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
         if self.checkpoints is None:
-            self.checkpoints = Checkpoints(
-                directory,
-                keep=self.config.keep,
-                about=self.order["content"],
-                journal=self._journal_checkpoint,
-            )
+            self.checkpoints = self._make_checkpoints(directory)
             await run(self._writer, self.checkpoints.open, step, damaged)
         return directory.place
 
+    def _make_checkpoints(self, directory: RunDirectory) -> Checkpoints:
+        return Checkpoints(
+            directory,
+            keep=self.config.keep,
+            about=self.order["content"],
+            journal=self._journal_checkpoint,
+        )
+
     def _place(self) -> str:
         """As RunDirectory says it, before there is one."""
-        storage, name = self.order["storage"], self.order["name"]
-        return f"{str(storage).rstrip('/')}/{name}"
+        return place_of(self.order["storage"], self.order["name"])
 
     def _on_publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
         assert self.checkpoints is not None
@@ -190,8 +239,9 @@ class Supervisor:
         publishing.add_done_callback(functools.partial(self._on_published, step))
 
     def _on_published(self, step: int, publishing: "Future[Any]") -> None:
-        is_published = publishing.exception() is None
-        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, is_published)
+        error = publishing.exception()
+        self.trouble.hear_published(step, "" if error is None else first_line(error))
+        self._loop.call_soon_threadsafe(self.cluster.tell_of_save, step, error is None)
 
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None
@@ -228,6 +278,8 @@ class Supervisor:
     def _record(self, event: s.Event | None, decision: Decision) -> None:
         """Every event that mattered and what was decided, with its reason."""
         before, self.decision = self.decision, decision
+        if isinstance(event, s.PartFailed):
+            self.trouble.hear_save(event.step, event.message)
         if event is not None and before is not None:
             self.account = account(
                 self.account, event, before.phase, before.ledger.generation, decision
@@ -235,34 +287,15 @@ class Supervisor:
         if event is not None and not is_news(event, decision):
             return
         self._events += 1
-        ledger = decision.ledger
-        if event is None:
-            entry = Started(self.limits, self.cluster.now(), decision.commands, decision.reason)
-        else:
-            is_due = self._events % LEDGER_EVERY == 0
-            entry = Entry(
-                event,
-                decision.commands,
-                decision.reason,
-                ledger if is_due else None,
-                decision.phase if is_due else None,
-            )
-        self._journal(
-            {
-                "at": event.at if event is not None else self.cluster.now(),
-                "phase": type(decision.phase).__name__.lower(),
-                "generation": ledger.generation,
-                "step": ledger.step,
-                "entry": encode(entry),
-            }
-        )
+        landmark = None
+        if event is None or self._events % LEDGER_EVERY == 0:
+            landmark = Landmark(self.order["run_id"], self.account, self.lost_steps)
+        self._journal(line_of(event, decision, self.limits, self.cluster.now(), landmark))
         if decision.reason:
             log.info(
                 'generation=%d step=%d phase=%s reason="%s"',
-                ledger.generation,
-                ledger.step,
-                type(decision.phase).__name__.lower(),
-                decision.reason,
+                *(decision.ledger.generation, decision.ledger.step),
+                *(type(decision.phase).__name__.lower(), decision.reason),
             )
             self._status_due.set()
 
@@ -291,18 +324,38 @@ class Supervisor:
         error = future.exception()
         if isinstance(error, ValueError | AssertionError):  # a broken invariant of ours
             self._loop.call_soon_threadsafe(self.cluster.cancel, "failed", f"record: {error}")
-        elif error is not None and not self._storage_error:
-            self._storage_error = f"{type(error).__name__}: {error}"
-            log.error('storage reason="%s"', self._storage_error)
-            if self.config.on_storage_error == "fail":
-                self._loop.call_soon_threadsafe(
-                    self.cluster.cancel, "failed", f"storage failed: {self._storage_error}"
-                )
+        elif error is not None:
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, Unpublished) or self.trouble.hear_write(cause):
+                self._loop.call_soon_threadsafe(self._storage_failed, cause)
+
+    def _storage_failed(self, cause: str) -> None:
+        log.error('storage reason="%s"', cause)
+        if self._is_over:  # the files are being closed
+            return
+        self._journal({"at": self.cluster.now(), "storage": cause})
+        if self.config.on_storage_error == "fail":
+            self.cluster.cancel("failed", f"storage failed: {cause}")
+
+    def _hear_uploads(self, directory: RunDirectory) -> None:
+        cause = directory.upload_error
+        if self.trouble.hear_upload(cause) and cause:
+            self._storage_failed(cause)
+
+    def _storage_warning(self) -> str:
+        """For the end of the run; empty if storage took everything."""
+        if self.directory is None:
+            return ""
+        self._hear_uploads(self.directory)
+        spool = "" if self.directory.folder.local else str(self.directory.directory)
+        committed = self.checkpoints.committed if self.checkpoints else None
+        return self.trouble.summary(committed, spool)
 
     # --- status and result ------------------------------------------------------------
     async def _keep_status(self) -> None:
         while not self._is_over:
             if self.directory is not None and self.decision is not None:
+                self._hear_uploads(self.directory)
                 self._write(self.directory.write_status, self._status(self.decision))
             try:
                 await asyncio.wait_for(self._status_due.wait(), STATUS_EVERY_S)
@@ -312,58 +365,28 @@ class Supervisor:
             await asyncio.sleep(STEP_STATUS_EVERY_S / 5)
 
     def _status(self, decision: Decision) -> dict[str, Any]:
-        phase, ledger = decision.phase, decision.ledger
-        members = phase.membership.workers if isinstance(phase, s.Active) else ()
-        ranks = {worker: rank for rank, worker in enumerate(members)}
-        rows: list[dict[str, Any]] = [
-            {
-                "id": worker_name(w),
-                "rank": ranks.get(w),
-                "node_id": r.node_id or None,
-                "node_ip": r.node_ip or None,
-                "pid": r.pid or None,
-                "device": r.device or None,
-                "state": r.shown_state,
-                "step": max(r.step, ledger.step) if w in ranks else r.step,
-            }
-            for w, r in sorted(self.cluster.workers.items())
-        ]
-        is_starting = isinstance(phase, s.Waiting) and ledger.generation == 0
-        return {
-            "phase": "starting" if is_starting else type(phase).__name__.lower(),
-            "generation": ledger.generation,
-            "world_size": len(members),
-            "step": ledger.step,
-            "steps": self.config.steps,
-            "committed_checkpoint": self.checkpoints.committed if self.checkpoints else None,
-            "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
-            "standby": [r for r in rows if r["rank"] is None],
-            "controller": {"pid": os.getpid(), "node_ip": self._host},
-            "reason": self._reason(decision),
-        }
+        return status_of(
+            decision,
+            self.cluster.workers,
+            steps=self.config.steps,
+            committed_checkpoint=self.checkpoints.committed if self.checkpoints else None,
+            node_ip=self._host,
+            reason=self._reason(decision),
+        )
 
     def _reason(self, decision: Decision) -> str:
         if decision.reason:
             self._last_reason = decision.reason
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        return self._last_reason
+        return "; ".join(filter(None, (self._last_reason, self.trouble.now)))
 
     _last_reason = ""
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None
-        return {
-            "outcome": finished.outcome,
-            "steps": self.decision.ledger.step,
-            "loss": self.last_metrics.get("loss"),
-            "weights_sha256": finished.weights_sha256,
-            "generations": self.decision.ledger.generation,
-            "lost_steps": self.lost_steps,
-            "goodput": self.account.goodput,
-            "badput": self.account.badput_s,
-            "recoveries": [asdict(r) for r in self.account.recoveries],
-        }
+        loss = self.last_metrics.get("loss")
+        return result_of(finished, self.decision, self.account, loss, self.lost_steps)
 
     async def _close_files(self, result: dict[str, Any]) -> None:
         directory, decision = self.directory, self.decision
@@ -374,22 +397,3 @@ class Supervisor:
         self._write(lambda: self.curves.close() if self.curves is not None else None)
         self._write(directory.close)
         await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
-
-
-def limits_of(config: RunConfig) -> s.Limits:
-    detect_s = config.detect_s
-    return s.Limits(
-        min_workers=config.min_workers,
-        max_workers=config.max_workers,
-        standby=config.standby,
-        steps=config.steps,
-        max_failures=config.max_failures,
-        join_timeout_s=10 * detect_s if detect_s else 600.0,
-        end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
-        confirm_timeout_s=detect_s or 30.0,
-        must_save=config.on_storage_error == "fail",
-    )
-
-
-def heartbeat_s(config: RunConfig) -> float:
-    return min(0.5, (config.detect_s or 3.0) / 6)

@@ -117,6 +117,12 @@ class TrackedBuffers:
         for i, name in enumerate(self.names):
             self._is_tracked[i] = self._is_tracked[i] or name in added
 
+    def track_only(self, names: Iterable[str]) -> None:
+        """Forget what was tracked beyond these, and look closely again."""
+        kept = set(names)
+        self._is_tracked = [name in kept for name in self.names]
+        self._num_seen = 0
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """Before the first micro-batch of every attempt at a step."""

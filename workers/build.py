@@ -1,13 +1,12 @@
 """From a workload to a replica: model, optimizer and scheduler, built under the run's seed."""
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.seams import WorkerSpec
 from workers.randomness import seed_microbatch
 from workers.replica import Replica
 
@@ -15,7 +14,18 @@ BUILD_STEP = -1
 """Stands for "before the first step" where randomness is seeded by step."""
 
 
-def build_replica(workload: Any, spec: WorkerSpec, device: torch.device) -> Replica:
+class Settings(Protocol):
+    """What building needs of a WorkerSpec, or of an import."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def clip_norm(self) -> float | None: ...
+    @property
+    def max_nonfinite(self) -> int: ...
+
+
+def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replica:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
     if hasattr(workload, "init_weights"):
         raise WrongInput("init_weights() is not available yet; initialise in build_model()")

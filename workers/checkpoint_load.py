@@ -14,7 +14,7 @@ from torch import Tensor
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
-from elastic.store.checkpoint_files import PartReader, Range, blocks_of
+from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
 from workers.peer import as_bytes
 from workers.replica import Replica
@@ -24,14 +24,15 @@ READERS = 4
 
 
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
-    """Restore the newest good checkpoint that is newer than `replica`, else leave it as it is.
+    """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
 
     It is read into the memory that the replica has already: damage found on the way leaves nothing
     of an initial state, and a later one is touched only when all was verified before. Gives those
     that were found damaged. WrongInput if all are, and nothing else is left but to start over.
     """
     damaged: list[Damage] = []
-    for step in reversed([s for s in catalogue.steps() if s > replica.step]):
+    held = replica.step or -1  # an imported checkpoint, of step 0, replaces the initial state
+    for step in reversed([s for s in catalogue.steps() if s > held]):
         try:
             manifest = catalogue.manifest(step)
             if replica.step:

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.seams import WorkerSpec
 
 _left_behind: list["AnyGroup"] = []
 
@@ -272,6 +273,21 @@ def form(
         )
 
     return Formation(build)
+
+
+def form_for(spec: WorkerSpec, header: dict[str, Any], device: torch.device) -> Formation:
+    """The group that a Form command asks for."""
+    host, port = header["store"]
+    return form(
+        store_address=(host, port),
+        prefix=f"{spec.run_id}/{header['generation']}",
+        rank=header["rank"],
+        world_size=header["world_size"],
+        host=spec.host,
+        device=device,
+        join_timeout_s=spec.join_timeout_s,
+        operation_timeout_s=spec.operation_timeout_s,
+    )
 
 
 def leave(group: AnyGroup) -> None:

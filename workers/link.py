@@ -1,4 +1,8 @@
-"""The worker's end of its link to the controller: reports out, commands in, and the lease."""
+"""The worker's end of its link to the controller: reports out, commands in, and the lease.
+
+A controller may die and have a successor: the link finds it, says where the worker stands, and
+goes on. What a worker's standing is, is in standing.py.
+"""
 
 import os
 import queue
@@ -6,69 +10,129 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from elastic.protocol import wire
 
 EXIT_WITHOUT_CONTROLLER = 71
+RETRY_S = 0.05
+URGENT = ("abort", "pause", "recall", "form", "finish")
+"""Commands that `on_command` is told of at once, before the main thread obeys them."""
+
+Address = tuple[str, int]
 
 
 class ControllerLink:
-    """One TCP connection, read by a thread.
+    """One TCP connection at a time, read by a thread.
 
-    `on_interrupt` is called in that thread with each `abort` and `pause`, at once; every other
-    command waits in `commands` for the main thread. Without a word from the controller for
-    `lease_s`, or when it closes the connection, the process ends itself: it would only compute
-    what nobody counts.
+    `on_command` is called in that thread with each urgent command, at once; the main thread finds
+    all commands in `commands`. Without a word from any controller for `lease_s`, or when it is
+    told to leave, the process ends itself: it would only compute what nobody counts.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: Address,
         *,
         token: str,
         worker: int,
         lease_s: float,
-        on_interrupt: Callable[[dict[str, Any]], None],
+        find: Callable[[], Address | None],
+        on_command: Callable[[dict[str, Any]], None],
+        on_found: Callable[[Address], dict[str, Any]],
     ) -> None:
+        """find: asks for the controller's present address, which may take a second.
+        on_found: called with the address of a new controller; gives what to introduce us with."""
         self.commands: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
         self.recorded_step = 0
         """Steps that the controller has put on record."""
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
-        self._connection = socket.create_connection(address, timeout=lease_s)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._on_interrupt = on_interrupt
+        self.num_controllers = 1
+        """So many this worker has met."""
+        self._token, self._worker, self._lease_s = token, worker, lease_s
+        self._find, self._on_command, self._on_found = find, on_command, on_found
         self._lock = threading.Lock()
-        self.send("hello", role="worker", worker=worker, token=token)
+        self._unsent: deque[bytes] = deque()
+        self._connection: socket.socket | None = None
+        try:
+            self._connect(address)
+        except OSError:
+            self._find_another()
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Report to the controller. A broken link is not the caller's concern: `_read` sees it."""
+        """Report to the controller, or to the next one if there is none now."""
         frame = wire.pack({"type": kind, **fields}, payload)
         with self._lock:
+            self._unsent.append(frame)
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent and self._connection is not None:
             try:
-                self._connection.sendall(frame)
+                self._connection.sendall(self._unsent[0])
             except OSError:
-                time.sleep(0)  # the reading thread ends the process
+                self._connection = None  # the reading thread finds another
+                return
+            self._unsent.popleft()
+
+    def _connect(self, address: Address, introduction: dict[str, Any] | None = None) -> None:
+        """Raises OSError."""
+        connection = socket.create_connection(address, timeout=self._lease_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = {"type": "hello", "role": "worker", "worker": self._worker, "token": self._token}
+        wire.send(connection, hello)
+        if introduction is not None:
+            wire.send(connection, {"type": "standing", **introduction})
+        with self._lock:
+            self._connection = connection
+            self._flush()
 
     def _read(self) -> None:
-        try:
-            while True:
-                header, payload = wire.receive(self._connection)
-                if header["type"] == "word":
+        while True:
+            connection = self._connection
+            try:
+                assert connection is not None
+                self._listen(connection)
+            except TimeoutError:
+                self._leave("no word from the controller within the lease")
+            except (OSError, ConnectionError, AssertionError):
+                with self._lock:
+                    self._connection = None
+            self._find_another()
+
+    def _listen(self, connection: socket.socket) -> None:
+        while True:
+            header, payload = wire.receive(connection)
+            match header["type"]:
+                case "word":
                     self.recorded_step = header["recorded_step"]
-                    continue
-                if header["type"] == "save_concluded":
+                case "save_concluded":
                     self.concluded_saves[header["step"]] = header["is_published"]
-                    continue
-                if header["type"] in ("abort", "pause"):
-                    self._on_interrupt(header)
-                self.commands.put((header, bytes(payload)))
-        except TimeoutError:
-            reason = "no word from the controller within the lease"
-        except (OSError, ConnectionError):
-            reason = "the controller closed the link"
+                case "leave":
+                    self._leave("the controller ended this worker")
+                case kind:
+                    if kind in URGENT:
+                        self._on_command(header)
+                    self.commands.put((header, bytes(payload)))
+
+    def _find_another(self) -> None:
+        deadline = time.monotonic() + self._lease_s
+        while time.monotonic() < deadline:
+            address = self._find()
+            if address is not None:
+                try:
+                    self.num_controllers += 1
+                    self._connect(address, self._on_found(address))
+                    return
+                except OSError:
+                    self.num_controllers -= 1
+            time.sleep(RETRY_S)
+        self._leave("no controller within the lease")
+
+    def _leave(self, reason: str) -> None:
         print(f'leaving reason="{reason}"', file=sys.stderr, flush=True)
         os._exit(EXIT_WITHOUT_CONTROLLER)

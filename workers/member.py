@@ -24,6 +24,7 @@ from workers.peer import Follower, Following, PeerServer
 from workers.records import Records
 from workers.replica import Replica, Update
 from workers.saver import Saver
+from workers.standing import Standing
 from workers.vitals import Vitals
 from workers.vote import Prepared, Vote, decode
 
@@ -67,20 +68,22 @@ class Member:
         self.last_evaluation: tuple[int, int, Any] | None = None
         """(step, how many before it at this step, result) of the last completed evaluation."""
         self.peer_evaluation: tuple[int, int, Any] | None = None
+        self.standing = Standing()
         self._pause_asked = 0  # generation; written by the link's thread
         self._aborted = 0  # generation; written by the link's thread
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
         self._following: Following | None = None
-        self._is_synced = False
         self.records = Records(link, spec.global_batch)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, header: dict[str, Any]) -> None:
-        """An abort or pause, at once."""
+        """A command for a generation, at once."""
         generation = header["generation"]
+        self.standing.hear(header)
         if header["type"] == "pause":
             self._pause_asked = generation
+        if header["type"] not in ("abort", "recall"):
             return
         self._aborted = max(self._aborted, generation)
         if self._formation is not None:
@@ -163,12 +166,14 @@ class Member:
     def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
         self.vitals.enter("lobby")
+        self.standing.is_waiting = True
         while True:
             while not self._obey(*self._next_command()):
                 pass
             if not self.should_pause or self.is_evaluating or self.is_done:
                 break
             self._say_paused()
+        self.standing.is_waiting = False
         self.vitals.enter("user")
 
     def _next_command(self) -> tuple[dict[str, Any], bytes]:
@@ -190,6 +195,7 @@ class Member:
             case "load":
                 self._unfollow()
                 damaged = self._on_load(header["place"], header["recorded_step"])
+                self.standing.has_state = True
                 self.vitals.step = self.replica.step
                 self.link.send(
                     "loaded", step=self.replica.step, damaged=[[d.step, d.what] for d in damaged]
@@ -200,6 +206,10 @@ class Member:
             case "log_to":
                 self._on_log_to(header["folder"])
             case "abort" if header["generation"] == self.generation:
+                self._say_suspended()
+            case "recall":
+                self._unfollow()
+                self.generation, self.rank, self.world_size = self.standing.told
                 self._say_suspended()
             case "form":
                 return self._form(header, payload)
@@ -253,7 +263,9 @@ class Member:
         if self._aborted >= self.generation:
             return False
         began = time.monotonic()
-        self._formation = None if self.world_size == 1 else self._begin_formation(header)
+        self._formation = (
+            None if self.world_size == 1 else groups.form_for(spec, header, self.device)
+        )
         try:
             self._reach(header, payload)
         except PeerLost as error:
@@ -282,7 +294,8 @@ class Member:
         self.should_pause = bool(header["then_pause"])
         evaluation = header["evaluation"]
         self.peer_evaluation = tuple(evaluation) if evaluation else None
-        self.has_joined = True
+        self.has_joined = self.standing.has_state = True
+        self.standing.formed = self.generation
         log.info(
             "generation=%d step=%d rank=%d world_size=%d joined",
             self.generation,
@@ -297,20 +310,6 @@ class Member:
             self.records.repeat(self.generation, header["recorded_step"])
         return True
 
-    def _begin_formation(self, header: dict[str, Any]) -> groups.Formation:
-        spec = self.spec
-        host, port = header["store"]
-        return groups.form(
-            store_address=(host, port),
-            prefix=f"{spec.run_id}/{self.generation}",
-            rank=self.rank,
-            world_size=self.world_size,
-            host=spec.host,
-            device=self.device,
-            join_timeout_s=spec.join_timeout_s,
-            operation_timeout_s=spec.operation_timeout_s,
-        )
-
     def _reach(self, header: dict[str, Any], payload: bytes) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
         if header["vote"] is not None and self.prepared is not None:
@@ -320,6 +319,7 @@ class Member:
             prepared = replace(self.prepared, layout=layout)
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
+        self.replica.forget_unagreed()
         deadline = time.monotonic() + self.spec.join_timeout_s
         while self.replica.step != header["step"]:
             following = self._following
@@ -354,13 +354,14 @@ class Member:
                 timeout_s=self.spec.join_timeout_s,
                 wake=self.wake,
             )
+            self.standing.is_following = False
         except (OSError, TypeError) as error:
             self.link.send("sync_failed", reason=f"cannot reach the source: {error}")
 
     def _unfollow(self) -> None:
         if self._following is not None:
             self._following.close()
-        self._following, self._is_synced = None, False
+        self._following = self.standing.is_following = None
 
     def _apply_received(self) -> None:
         following = self._following
@@ -370,14 +371,15 @@ class Member:
             header, tensors = following.received.get()
             if header["type"] == "snapshot":
                 self.replica.restore(header, tensors)
+                self.standing.has_state = True
                 self.prepared = None
                 self.records.forget()
             elif header["step"] == self.replica.step + 1:
                 self.replica.apply(Update.from_frame(header, tensors, self.device))
                 following.memory.give(tensors)
             self.vitals.step = self.replica.step
-            if header["queued"] == 0 and not self._is_synced:
-                self._is_synced = True
+            if header["queued"] == 0 and not self.standing.is_following:
+                self.standing.is_following = True
                 self.link.send("synced", step=self.replica.step)
         if following.failure and self.vitals.phase == "lobby":
             failure = following.failure

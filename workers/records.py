@@ -31,6 +31,7 @@ class Records:
     def __init__(self, link: ControllerLink, global_batch: int) -> None:
         self._link, self._global_batch = link, global_batch
         self._unrecorded: deque[dict[str, Any]] = deque()
+        self._num_controllers = link.num_controllers
         self.last_vote: tuple[dict[str, Any], bytes] | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
 
@@ -65,9 +66,12 @@ class Records:
             self._unrecorded.popleft()
 
     def tell(self, by: Standing) -> None:
-        """The lowest rank says what was committed last, as a member that has joined."""
+        """The lowest rank says what was committed last, as a member that has joined; all that it
+        knows to a controller that it has not met before."""
+        is_new = self._num_controllers != self._link.num_controllers
+        self._num_controllers = self._link.num_controllers
         if by.rank == 0 and self._unrecorded:
-            self._say(by.generation, [self._unrecorded[-1]])
+            self._say(by.generation, list(self._unrecorded)[0 if is_new else -1 :])
 
     def repeat(self, generation: int, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""

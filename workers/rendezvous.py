@@ -21,3 +21,7 @@ class Rendezvous:
             self._store = TCPStore(self.host, 0, None, True, wait_for_workers=False)
             self._generation = generation
         return self.host, self._store.port
+
+    def forget(self) -> None:
+        """A new controller has taken over: what it does not know of may be in the newest store."""
+        self._store, self._generation = None, 0

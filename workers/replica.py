@@ -101,6 +101,8 @@ class Replica:
         self.skipped_in_a_row = 0
         self.log_names: tuple[str, ...] = ()
         """Names given to session.log so far, sorted: the layout of votes."""
+        self._agreed = (self.buffers.tracked, self.log_names)
+        """As of the last committed step: a vote that was cut off reached some members only."""
         self.gradient_norm: float | None = None
         self._snapshots: list[Snapshot] = []
 
@@ -108,12 +110,14 @@ class Replica:
         """Take one step. Raises FloatingPointError after too many steps that are not finite."""
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
+        self.buffers.track(update.tracked)
         if update.is_finite:
             self._change_weights(update)
         self.drop_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
         self.log_names = update.log_names
+        self._agreed = (self.buffers.tracked, self.log_names)
         self.step = update.step
         self.skipped_in_a_row = 0 if update.is_finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.max_nonfinite:
@@ -142,7 +146,6 @@ class Replica:
             if coefficient < 1.0:
                 torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
         self.optimizer.step()
-        self.buffers.track(update.tracked)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
     def snapshot(
@@ -161,8 +164,8 @@ class Replica:
             "step": self.step,
             "values": values,
             "weights": state.weight_names(self.model),
-            "tracked": list(self.buffers.tracked),
-            "log_names": list(self.log_names),
+            "tracked": list(self._agreed[0]),
+            "log_names": list(self._agreed[1]),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
         snapshot = Snapshot(header, select(tensors), memory)
@@ -186,5 +189,12 @@ class Replica:
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]
         self.log_names = tuple(header["log_names"])
-        self.buffers.track(header["tracked"])
+        self.buffers.track_only(header["tracked"])
+        self._agreed = (self.buffers.tracked, self.log_names)
         self.buffers.refresh()
+
+    def forget_unagreed(self) -> None:
+        """Before another attempt at a step, by other members: they may not know what this one
+        found out (changing buffers, names of logged values) in a step that was never committed."""
+        tracked, self.log_names = self._agreed
+        self.buffers.track_only(tracked)

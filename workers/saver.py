@@ -91,6 +91,7 @@ class Saver:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
+        self._said: tuple[str, bytes, dict[str, Any]] | None = None
 
     def open(self, place: str) -> None:
         """place: the run directory."""
@@ -144,6 +145,16 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
         self._thread.start()
 
+    def repeat(self) -> None:
+        """Say again how the last save went, to a controller that may not know."""
+        if self._said is not None and self._said[2]["step"] not in self._link.concluded_saves:
+            kind, content, fields = self._said
+            self._link.send(kind, content, **fields)
+
+    def _say(self, kind: str, content: bytes, fields: dict[str, Any]) -> None:
+        self._said = (kind, content, fields)
+        self._link.send(kind, content, **fields)
+
     def give_up(self, generation: int) -> None:
         """Generations up to this one are over; what they write is removed by the controller."""
         if self._job is not None and self._job.generation <= generation:
@@ -172,7 +183,7 @@ class Saver:
             state = job.snapshot.header if job.rank == 0 else None
             said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
             content = json.dumps(said).encode()
-            self._link.send("part_saved", content, **where)
+            self._say("part_saved", content, where)
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except (OSError, WrongInput) as error:
@@ -180,7 +191,7 @@ class Saver:
             log.warning(
                 'generation=%d step=%d save failed reason="%s"', job.generation, job.step, message
             )
-            self._link.send("part_failed", message=message, **where)
+            self._say("part_failed", b"", {"message": message, **where})
         finally:
             self._memory.give(copies)
 

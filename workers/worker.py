@@ -9,7 +9,9 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +27,7 @@ from workers import pulse
 from workers.build import build_replica
 from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
-from workers.link import ControllerLink
+from workers.link import Address, ControllerLink
 from workers.loader import Loader, LoaderLost
 from workers.loop import fit
 from workers.loss import check_loss
@@ -44,9 +46,17 @@ EXIT_WITHOUT_LOADER = 72
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
-    def __init__(self, spec: WorkerSpec, workload: bytes, *, node_id: str) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        workload: bytes,
+        *,
+        node_id: str,
+        find_controller: Callable[[], Address | None],
+    ) -> None:
         """workload: a pickle of (workload, loop or None), made by the driver."""
         self._spec, self._pickled, self._node_id = spec, workload, node_id
+        self._find_controller = find_controller
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
@@ -66,7 +76,9 @@ class Worker:
             token=spec.token,
             worker=spec.worker,
             lease_s=spec.lease_s,
-            on_interrupt=self._on_interrupt,
+            find=self._find_controller,
+            on_command=self._on_command,
+            on_found=self._introduce,
         )
         try:
             self._train()
@@ -92,9 +104,30 @@ class Worker:
         self._keep_log()
         raise error
 
-    def _on_interrupt(self, header: dict[str, Any]) -> None:
+    def _on_command(self, header: dict[str, Any]) -> None:
         if self._member is not None:
             self._member.interrupt(header)
+
+    def _introduce(self, controller: Address) -> dict[str, Any]:
+        """To a controller that has taken over; in the link's thread."""
+        spec = self._spec
+        pulse.start(self._vitals.fd, spec.worker, controller, spec.token, spec.heartbeat_s)
+        if self._member is None:
+            return {"kind": "starting"}
+        self._saver.repeat()  # waits in the link until we are introduced
+        member = self._member
+        where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
+        return {**where, **self._address()}
+
+    def _address(self) -> dict[str, Any]:
+        """Where this process is, for the controller and for peers."""
+        return {
+            "node_id": self._node_id,
+            "node_ip": self._spec.host,
+            "pid": os.getpid(),
+            "device": str(self._device),
+            "peer_address": self._peers.address,
+        }
 
     def _train(self) -> None:
         spec = self._spec
@@ -116,7 +149,7 @@ class Worker:
             make_deterministic(spec)
         self._device = device
         self._replica = build_replica(workload, spec, device)
-        peers = PeerServer(spec.host, spec.token, self._wake)
+        self._peers = peers = PeerServer(spec.host, spec.token, self._wake)
         self._saver = Saver(self._link, spec)
         self._member = member = Member(
             spec,
@@ -132,14 +165,7 @@ class Worker:
             on_finish=self._finish,
         )
         self._session = session = Session(spec, workload, member, self._loader)
-        self._link.send(
-            "ready",
-            node_id=self._node_id,
-            node_ip=spec.host,
-            pid=os.getpid(),
-            device=str(device),
-            peer_address=peers.address,
-        )
+        self._link.send("ready", **self._address())
         self._vitals.enter("user")
         (loop or fit)(session)
         member.is_done = True
@@ -210,7 +236,8 @@ class Worker:
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
                 "storage that every node sees, or a URI"
             )
-        self._log.move_to(folder / "logs" if folder else Path(os.getcwd()) / "elastic-logs")
+        spool = Path(tempfile.gettempdir()) / self._spec.run_id
+        self._log.move_to(folder / "logs" if folder else spool)
 
     def _keep_log(self) -> None:
         """Bring what a loader printed to the log, and the log to remote storage."""
@@ -218,7 +245,10 @@ class Worker:
         if self._place is not None and self._log.path is not None:
             folder = open_folder(self._place)
             if folder.local is None:
-                folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
+                try:
+                    folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
+                except OSError as error:  # the run does not end with it
+                    print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
 
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
@@ -226,7 +256,7 @@ class Worker:
         return weights_sha256(member.replica.model)
 
     def _rest(self) -> None:
-        """Wait to be ended: the controller closes the link, which ends the process.
+        """Wait to be ended: the controller tells the link to leave, which ends the process.
 
         Until then a member may be lost, and the others write the final state once more.
         """

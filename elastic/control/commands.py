@@ -55,6 +55,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """A new controller calls everybody together who holds state: whatever generation they think
+    they are in, they abandon it, are ranks of this one that never formed, and answer Suspended."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     membership: Membership
     outcome: str
@@ -81,4 +89,4 @@ class Discard:
     step: int
 
 
-Command = Spawn | Load | Sync | Form | Pause | Abort | Finish | Retire | Publish | Discard
+Command = Spawn | Load | Sync | Form | Pause | Abort | Recall | Finish | Retire | Publish | Discard

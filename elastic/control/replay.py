@@ -58,6 +58,7 @@ JOURNAL_TYPES: Registry = registry(
     Limits,
     Ledger,
     state.Save,
+    state.Standing,
     Started,
     Entry,
     *(c for union in (state.Phase, state.Event, commands.Command) for c in get_args(union)),

@@ -192,6 +192,42 @@ class SyncFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a live worker says that it stands, to a controller that it has not met before."""
+
+    worker: int
+    kind: str
+    """One of KINDS."""
+    generation: int = 0
+    """Of which it is or was a member, the newest; 0: of none."""
+    rank: int = 0
+    world_size: int = 0
+    step: int = 0
+    """Committed steps of its state."""
+
+
+KINDS = (
+    "working",  # a member whose generation has formed and has not been given up
+    "stopped",  # holds state, waits at a boundary: paused, done, suspended, forming
+    "ended",  # a member that was told to write the final state
+    "starting",  # builds the model
+    "ready",  # without state
+    "syncing",  # copying state
+    "synced",  # following somebody
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A controller died; this is its successor's first event. Whoever lives has said where it
+    stands, and what others knew of it, or were told to do, may never have happened."""
+
+    standings: tuple[Standing, ...]
+    """By worker; whoever is not among them counts as lost or never started."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     reason: str
     at: float
@@ -325,6 +361,7 @@ Event = (
     | Loaded
     | Synced
     | SyncFailed
+    | Adopted
     | StopRequested
     | UserFailed
     | Cancelled

@@ -6,6 +6,7 @@ capacity.py, recovery.py and ending.py.
 
 from dataclasses import replace
 
+from elastic.control.adoption import adopt
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
@@ -24,6 +25,7 @@ from elastic.control.saving import hear_failed_part, hear_part
 from elastic.control.state import (
     NOBODY,
     Active,
+    Adopted,
     Cancelled,
     CollectiveFailed,
     Committed,
@@ -93,12 +95,14 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         return Decision(ledger, phase)
     match phase, event:
         # --- workers outside the generation
-        case _, WorkerReady(worker=w) if w not in ledger.spawned:
-            why = f"{worker_name(w)} is no part of the run any more"
-            return Decision(ledger, phase, (Retire((w,)),), why)
-        case _, WorkerReady(worker=w, at=at):
+        case _, WorkerReady(worker=w, at=at) if w in ledger.spawned:
             ledger = replace(ledger, spawned=ledger.spawned.remove(w), ready=ledger.ready.add(w))
             return staff(ledger, phase, at, limits)
+        case _, WorkerReady(worker=w) if is_in_lobby(ledger, w) or is_member(phase, w):
+            return Decision(ledger, phase)  # it has introduced itself to a new controller already
+        case _, WorkerReady(worker=w):
+            why = f"{worker_name(w)} is no part of the run any more"
+            return Decision(ledger, phase, (Retire((w,)),), why)
         case _, Loaded():
             return hear_loaded(ledger, phase, event, limits)
         case _, Synced(worker=w, at=at):
@@ -163,6 +167,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
                 return finish(ledger, phase, "failed", why)
             return hear_failed_part(ledger, phase, event)
         # --- from outside
+        case _, Adopted():
+            return adopt(ledger, phase, event, limits)
         case Waiting(), StopRequested(reason=reason, at=at):
             survivors, rollers = tuple(ledger.holders), ledger.behind
             ledger = replace(ledger, stop=reason, holders=NOBODY, behind=NOBODY)

@@ -10,12 +10,15 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from elastic.protocol.errors import WorkerFailed
 from elastic.protocol.seams import WorkerSpec
@@ -23,6 +26,8 @@ from elastic.protocol.seams import WorkerSpec
 NAMESPACE = "elastic"
 LAST_WORDS_S = 5.0
 """How long a controller stays for its driver to fetch the result."""
+FIND_S = 2.0
+"""How long a worker waits for the answer of a controller that it looks for."""
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 
@@ -40,6 +45,10 @@ class ControllerActor:
         self._is_abandoned = False
         self.place = ""
         """The run directory as a person would name it, once it exists."""
+        self.link_address: tuple[str, int] | None = None
+        """Where workers reach this incarnation, once it listens."""
+        self.has_predecessor: bool = ray.get_runtime_context().was_current_actor_reconstructed
+        """Ray has started this actor again after its process died."""
 
     async def run(self) -> dict[str, Any]:
         """Supervise the run from start to end."""
@@ -57,6 +66,10 @@ class ControllerActor:
         """The driver lives. Returns the run directory's place, empty while there is none."""
         self._heard = time.monotonic()
         return self.place
+
+    async def address(self) -> tuple[str, int] | None:
+        """For workers that have lost their controller."""
+        return self.link_address
 
     async def stop(self, reason: str) -> None:
         """Finish the step, then end the run as stopped."""
@@ -89,11 +102,16 @@ class WorkerActor:
 
         spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
+        find = partial(find_controller, spec.run_id)
         try:
-            Worker(spec, self._workload, node_id=node_id).run()
+            Worker(spec, self._workload, node_id=node_id, find_controller=find).run()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
+
+    def is_free(self) -> bool:
+        """Answers once `run` has ended: how a controller that did not call it learns of that."""
+        return True
 
 
 class RendezvousActor:
@@ -106,6 +124,9 @@ class RendezvousActor:
 
     def open(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.open(generation)
+
+    def forget(self) -> None:
+        self._rendezvous.forget()
 
 
 def spawn_worker(
@@ -125,10 +146,15 @@ def spawn_worker(
 
 
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
-    """On the node of its caller, the controller: no partition can come between the two."""
+    """On the node of its caller, the controller: no partition can come between the two.
+
+    A controller that comes back on another node has one there: the old one's node may be gone.
+    """
+    here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {
-        "label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-        "name": f"{run_id}-rendezvous",
+        "label_selector": {"ray.io/node-id": here},
+        "name": f"{run_id}-rendezvous-{here[:12]}",
+        "get_if_exists": True,  # it outlives a controller
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
@@ -144,10 +170,31 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
-        "max_restarts": 0,
+        "max_restarts": -1,  # its successor takes the run over
+        "max_task_retries": -1,
         "max_concurrency": 16,
     }
     return cast(Any, ray.remote(ControllerActor).options(**options).remote(supervise, order))
+
+
+def find_controller(run_id: str) -> tuple[str, int] | None:
+    """Where workers reach the run's controller now; None while it is away."""
+    try:
+        controller = ray.get_actor(f"{run_id}-controller", namespace=NAMESPACE)
+        return ray.get(cast(Any, controller).address.remote(), timeout=FIND_S)
+    except (RayError, ValueError):  # there is none, or it is being started again
+        return None
+
+
+def find_workers(run_id: str) -> dict[int, ActorHandle[Any]]:
+    """The run's live worker actors by number, pending ones included."""
+    found: dict[int, ActorHandle[Any]] = {}
+    for entry in cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True)):
+        number = entry["name"].removeprefix(f"{run_id}-w")
+        if entry["namespace"] == NAMESPACE and number.isdigit():
+            with suppress(ValueError):  # it has just died
+                found[int(number)] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+    return found
 
 
 def share(content: bytes) -> Any:

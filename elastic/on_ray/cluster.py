@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,11 +20,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import state as s
-from elastic.control.suspicion import Heartbeat, suspects, watch
+from elastic.control.suspicion import suspects, watch
 from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
-from elastic.on_ray.reports import STATES, event_of
+from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.slots import Slot, end_process, is_running
+from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
 from elastic.store.catalogue import Damage
@@ -64,6 +66,8 @@ class RayCluster:
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self.has_formed = False
+        self._loading: int | None = None
+        self.takeover: Takeover | None = None
         self._parts: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._handlers = {
             "heartbeat": self._on_heartbeat,
@@ -88,11 +92,12 @@ class RayCluster:
             case c.Spawn(workers=workers):
                 self._spawn_all(workers)
             case c.Load(worker=worker):
+                self._loading = worker
                 where = {"place": self.host.place, "recorded_step": self.recorded_step}
                 self.links.send(worker, {"type": "load", **where})
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
-            case c.Pause() | c.Abort():
+            case c.Pause() | c.Abort() | c.Recall():
                 self._interrupt(command)
             case c.Form():
                 await self._form(command)
@@ -110,11 +115,11 @@ class RayCluster:
             self.workers[worker].state = "syncing"
         self.links.send(worker, {"type": "sync", "address": address, "source": source})
 
-    def _interrupt(self, command: c.Pause | c.Abort) -> None:
+    def _interrupt(self, command: c.Pause | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
-        kind = "pause" if isinstance(command, c.Pause) else "abort"
-        self._tell(command.membership, {"type": kind, "generation": generation})
-        if isinstance(command, c.Abort):
+        kind = type(command).__name__.lower()
+        self._tell_ranks(command.membership, {"type": kind})
+        if not isinstance(command, c.Pause):
             self._open_store(generation + 1)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
@@ -125,20 +130,14 @@ class RayCluster:
         else:
             self.host.on_discard(generation, step)
 
-    def _tell(self, membership: Membership, header: dict[str, Any]) -> None:
-        for worker in membership.workers:
-            self.links.send(worker, header)
-
     def _finish(self, membership: Membership, outcome: str) -> None:
-        common = {
-            "type": "finish",
-            "generation": membership.generation,
-            "world_size": membership.world_size,
-            "outcome": outcome,
-            "log_folder": self.log_folder,
-        }
+        header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
+        self._tell_ranks(membership, header)
+
+    def _tell_ranks(self, membership: Membership, header: dict[str, Any]) -> None:
+        size = {"generation": membership.generation, "world_size": membership.world_size}
         for rank, worker in enumerate(membership.workers):
-            self.links.send(worker, {**common, "rank": rank})
+            self.links.send(worker, {**header, **size, "rank": rank})
 
     def _spawn_all(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
@@ -147,8 +146,7 @@ class RayCluster:
     def _spawn(self, worker: int) -> None:
         record = Slot(self.host.spawn(worker), last_seen=self.now())
         self.workers[worker] = record
-        record.task = asyncio.create_task(self._watch(worker, record))
-        record.task.add_done_callback(self._on_background_done)
+        record.task = self.in_background(self._watch(worker, record))
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
@@ -159,15 +157,15 @@ class RayCluster:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self.user_error:
                 self.user_error = failed.pickled
-            self._user_failed(worker, f"{worker_name(worker)} failed: {failed or error}")
+            self.user_failed(worker, f"{worker_name(worker)} failed: {failed or error}")
             return
         except RayError as error:  # dead, out of memory, no environment on its node
             log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
             if record.state == "pending":
                 cause = "start_failed"
-        self._lost(worker, cause)
+        self.lost(worker, cause)
 
-    def _user_failed(self, worker: int, fallback: str) -> None:
+    def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""
         record = self.workers.get(worker)
         if record is not None and not record.has_failed:
@@ -207,6 +205,10 @@ class RayCluster:
                 assert self.vote[0] == form.step, (self.vote[0], form)
                 _, vote, payload = self.vote
             self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
+
+    def take_over(self, place: str, recorded_step: int) -> None:
+        """The run is on record, by a controller before this one."""
+        self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, True
 
     def tell_of_save(self, step: int, is_published: bool) -> None:
         for worker in tuple(self.workers):
@@ -256,7 +258,7 @@ class RayCluster:
     def cancel(self, outcome: str, reason: str) -> None:
         self._emit(s.Cancelled(outcome, reason, self.now()))
 
-    def _lost(self, worker: int, cause: str) -> None:
+    def lost(self, worker: int, cause: str) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -271,14 +273,14 @@ class RayCluster:
             return
         is_here = record.node_id == ray.get_runtime_context().get_node_id()
         is_gone = is_here and not is_running(record.pid)
-        self._lost(worker, "process_died" if is_gone else "connection_lost")
+        self.lost(worker, "process_died" if is_gone else "connection_lost")
 
     def _suspect(self) -> None:
         """Heartbeats become events only when they make a worker suspect."""
         watches = [r.watch for r in self.workers.values() if r.watch is not None]
         for worker, why in tuple(suspects(watches, self.now(), self.detect_s)):
             log.warning('worker=%s suspect reason="%s"', worker_name(worker), why)
-            self._lost(worker, "heartbeat_silent" if "no heartbeat" in why else "hung")
+            self.lost(worker, "heartbeat_silent" if "no heartbeat" in why else "hung")
 
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)
@@ -286,26 +288,19 @@ class RayCluster:
             record.last_seen = self.now()
             handle = self._handlers.get(header["type"], self._on_report)
             handle(worker, record, header, payload)
+        elif header["type"] != "heartbeat":
+            takeover = self.takeover if header["type"] == "standing" else None
+            if takeover is None or not takeover.hear(worker, header):
+                self.links.drop(worker)
 
     def _on_heartbeat(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        beat = Heartbeat(
-            worker=worker,
-            generation=header["generation"],
-            step=header["step"],
-            phase=header["phase"],
-            phase_s=header["phase_s"],
-            p95_s=header["p95_s"],
-            waits_for_peers=header["waits_for_peers"],
-            process_state=header["process_state"],
-        )
-        record.watch = watch(record.watch, beat, self.now())
+        record.watch = watch(record.watch, heartbeat_of(worker, header), self.now())
         record.step = max(record.step, header["step"])
-        self.links.send(worker, {"type": "word", "recorded_step": self.recorded_step})
+        recorded_step = min(self.recorded_step, self.host.recorded_step())
+        self.links.send(worker, {"type": "word", "recorded_step": recorded_step})
 
     def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.node_id, record.node_ip = header["node_id"], header["node_ip"]
-        record.pid, record.device = header["pid"], header["device"]
-        record.peer_address = (header["peer_address"][0], header["peer_address"][1])
+        record.locate(header)
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
@@ -321,10 +316,17 @@ class RayCluster:
                 self.links.send(other, {"type": "log_to", "folder": self.log_folder})
             self._emit(s.Loaded(worker, header["step"], self.now()))
 
+        if self._loading != worker:
+            return  # a controller before this one had asked for it
         record.state = "ready"
-        task = asyncio.ensure_future(open_then_say())
+        self.in_background(open_then_say())
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Its failure ends the run."""
+        task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._on_background_done)
+        return task
 
     def _on_background_done(self, task: "asyncio.Task[None]") -> None:
         self._background.discard(task)
@@ -338,19 +340,19 @@ class RayCluster:
 
     def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.wrong_input = record.failure = header["message"]
-        self._user_failed(worker, header["message"])
+        self.user_failed(worker, header["message"])
 
     def _on_unfit_node(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         if not self.has_formed:
             self._on_wrong_input(worker, record, header, payload)
         else:  # the run goes on without that node
             log.warning('worker=%s reason="%s"', worker_name(worker), header["message"])
-            self._lost(worker, "start_failed")
+            self.lost(worker, "start_failed")
 
     def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.failure = header["message"]  # the exception itself arrives as the end of run()
         loop = asyncio.get_running_loop()
-        loop.call_later(FAILURE_GRACE_S, self._user_failed, worker, header["message"])
+        loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, header["message"])
 
     def _on_committed(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""

@@ -29,4 +29,6 @@ class Host:
     on_discard: Callable[[int, int], None]
     on_step: Callable[[dict[str, Any]], None]
     """A committed step's record, exactly once per step, in order."""
+    recorded_step: Callable[[], int]
+    """Steps whose record this process's death cannot take along; at most those of `on_step`."""
     on_evaluation: Callable[[dict[str, Any]], None]

@@ -55,9 +55,13 @@ class LinkServer:
             writer.write(wire.pack(header, payload))
 
     def drop(self, worker: int) -> None:
-        """Close the link of a worker that is no longer part of the run, without a report."""
+        """Close the link of a worker that is no longer part of the run, without a report.
+
+        It is told to leave, else it would look for another controller.
+        """
         writer = self._writers.pop(worker, None)
         if writer is not None:
+            writer.write(wire.pack({"type": "leave"}))
             writer.close()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.control import state as s
+from elastic.control.suspicion import Heartbeat
 
 STATES = {
     "synced": "ready",
@@ -43,3 +44,16 @@ def event_of(worker: int, header: dict[str, Any], at: float) -> s.Event:
             event, fields = REPORTS[kind]
             said = (header[field] for field in fields)
             return event(header["generation"], header["rank"], *said, at)
+
+
+def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
+    return Heartbeat(
+        worker=worker,
+        generation=header["generation"],
+        step=header["step"],
+        phase=header["phase"],
+        phase_s=header["phase_s"],
+        p95_s=header["p95_s"],
+        waits_for_peers=header["waits_for_peers"],
+        process_state=header["process_state"],
+    )

@@ -35,6 +35,12 @@ class Slot:
     evaluation: tuple[int, int, Any] | None = None
     """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
 
+    def locate(self, header: dict[str, Any]) -> None:
+        """Where its process is, as it says itself."""
+        self.node_id, self.node_ip = header["node_id"], header["node_ip"]
+        self.pid, self.device = header["pid"], header["device"]
+        self.peer_address = (header["peer_address"][0], header["peer_address"][1])
+
     @property
     def shown_state(self) -> str:
         """`state` as status.json says it."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic.on_ray import actors
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -145,7 +145,8 @@ class RayDriver:
             return ray.get(self._run, timeout=10)
         except RayError as error:
             self._end_leftovers()
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            lines = (str(error).strip() or type(error).__name__).splitlines()
+            line = lines[-1] if isinstance(error, RayTaskError) else lines[0]
             raise ControllerLost(
                 f"the run's controller is gone ({line}); its workers were ended, and the same "
                 "command resumes the run"

@@ -6,6 +6,7 @@ A checkpoint exists once its manifest does; the manifest is the last file writte
 the controller. What is in the files is checkpoint_files.py's.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
-from elastic.store.checkpoint_files import PartReader
-from elastic.store.files import Folder
+from elastic.store.checkpoint_reading import PartReader, raise_unless_damage
+from elastic.store.files import Folder, first_line
+
+log = logging.getLogger(__name__)
 
 NEVER_DELETED = 2
 """So many of the newest good checkpoints stay, whatever retention says."""
@@ -59,12 +62,14 @@ class Catalogue:
         return [step for step in steps if self.of_step(step).exists(MANIFEST)]
 
     def manifest(self, step: int) -> Manifest:
-        """Raises DamagedCheckpoint; its files are looked at only when they are read."""
+        """Raises DamagedCheckpoint, OSError if the store does not answer; its files are looked at
+        only when they are read."""
         folder = self.of_step(step)
         place = f"{folder}/{MANIFEST}"
         try:
             content = folder.read(MANIFEST)
         except OSError as error:
+            raise_unless_damage(folder, error)
             raise DamagedCheckpoint(place, f"cannot be read: {error}") from error
         manifest = decode(content, place)
         if manifest.step != step:
@@ -72,7 +77,8 @@ class Catalogue:
         return manifest
 
     def verify(self, step: int) -> Iterator[int]:
-        """Read every byte again; yields the sizes of the blocks. Raises DamagedCheckpoint."""
+        """Read every byte again; yields the sizes of the blocks. Raises DamagedCheckpoint, OSError
+        if the store does not answer."""
         folder = self.of_step(step)
         for file in self.manifest(step).files:
             with PartReader(folder, file) as reader:
@@ -98,11 +104,15 @@ class Catalogue:
         state: object,
         about: Mapping[str, Any],
     ) -> Manifest:
-        """The checkpoint exists once this returns. ValueError if the parts do not make a whole."""
+        """The checkpoint exists once this returns. ValueError if the parts do not make a whole,
+        OSError if it cannot be written."""
         files, tensors = merge(parts)
         manifest = Manifest(step, generation, files, tensors, state, dict(about))
         self.of_step(step).write(MANIFEST, manifest.encode())
-        self._remove_torn(step, {file.name for file in files})
+        try:
+            self._remove_torn(step, {file.name for file in files})
+        except OSError as error:  # they do no harm, and go with the checkpoint
+            log.warning('checkpoint=%d torn files stay reason="%s"', step, first_line(error))
         return manifest
 
     def discard(self, step: int, generation: int) -> None:
@@ -121,7 +131,7 @@ class Catalogue:
         taken = set(self.folder.folders())
         names = (f"{folder_name(step)}{ASIDE}{n or ''}" for n in range(len(taken) + 1))
         name = next(n for n in names if n not in taken)
-        self.folder.filesystem.move(self.of_step(step).path, self.folder.path_of(name))
+        self.folder.move_folder(folder_name(step), name, last=MANIFEST)
         return name
 
     def sweep(self) -> list[str]:

@@ -1,8 +1,8 @@
-"""One file of a checkpoint: safetensors, written front to back, read by verified blocks.
+"""One file of a checkpoint: safetensors, written front to back in checksummed blocks.
 
 The format is safetensors' (huggingface.co/docs/safetensors), written by hand because a file is
 streamed here while its tensors are still being copied, and checksummed on the way. Which files
-make a checkpoint is catalogue.py's.
+make a checkpoint is catalogue.py's, reading is in checkpoint_reading.py.
 """
 
 import errno
@@ -12,15 +12,15 @@ import math
 import mmap
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from isal import isal_zlib
 
-from elastic.protocol.errors import DamagedCheckpoint, WrongInput
+from elastic.protocol.errors import WrongInput
 from elastic.protocol.manifest import BLOCK_BYTES, Chunk, Part, StoredFile, StoredTensor
 from elastic.store.files import Folder, sync_directory
 
@@ -45,8 +45,6 @@ SAFETENSORS_DTYPES = {
 """torch's name -> safetensors' name and bytes per element."""
 crc32 = cast(Callable[[memoryview, int], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
 """zlib's, at five to nine times its speed."""
-_MOST_VIEWS = 512
-"""Pieces of memory that one system call fills (POSIX allows 1,024)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +70,19 @@ def element_bytes(dtype: str, name: str) -> int:
 
 
 def write_part(
-    folder: Folder, file: str, boxes: Sequence[Box], contents: Iterable[memoryview]
+    folder: Folder,
+    file: str,
+    boxes: Sequence[Box],
+    contents: Iterable[memoryview],
+    metadata: dict[str, str] | None = None,
 ) -> Part:
     """Write `file` durably: one tensor per box, each box's bytes in C order from `contents`.
 
     `contents` is consumed one by one, so that each may be made just before it is written. Raises
     OSError; whatever `contents` raises passes through. Nothing refers to the file until a manifest
-    does.
+    does. metadata: for the file's header.
     """
-    header, offsets = safetensors_header(boxes)
+    header, offsets = safetensors_header(boxes, metadata)
     with _Output(folder, file) as output:
         output.write(memoryview(header))
         for box, content in zip(boxes, contents, strict=True):
@@ -93,9 +95,11 @@ def write_part(
     return Part(StoredFile(file, output.size_bytes, tuple(output.blocks)), tensors)
 
 
-def safetensors_header(boxes: Sequence[Box]) -> tuple[bytes, list[int]]:
+def safetensors_header(
+    boxes: Sequence[Box], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
     """The beginning of the file, and where each box begins in it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at, offsets = 0, list[int]()
     for box in boxes:
         end = at + box.size_bytes
@@ -147,7 +151,11 @@ class _Output:
         self.size_bytes += self._filled
         self._filled = 0
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        local = self._folder.local
+        if kind is not None and local is None:
+            self._give_up(is_broken=issubclass(kind, OSError))
+            return
         try:
             if kind is None and self._filled:
                 self._end_block()
@@ -155,9 +163,15 @@ class _Output:
                 self._file.sync()
         finally:
             self._file.close()
-        local = self._folder.local
         if kind is None and local is not None:
             sync_directory(local)
+
+    def _give_up(self, *, is_broken: bool) -> None:
+        """Closing completes an upload that is not broken: what is there then is removed again."""
+        with suppress(OSError):
+            self._file.close()
+            if not is_broken:
+                self._folder.delete(self._name)
 
 
 class _LocalFile:
@@ -204,117 +218,3 @@ class _LocalFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-Range = tuple[int, memoryview]
-"""Offset in the file, and memory for the bytes from there on."""
-
-
-class PartReader:
-    """Ranges of one file, every byte of them verified. Raises DamagedCheckpoint. Threads share it.
-
-    Reads take whole blocks, since those have the checksums. A block is read straight into the
-    memory that wants its bytes, and the rest of it into memory that is used again.
-    """
-
-    def __init__(self, folder: Folder, file: StoredFile) -> None:
-        self._file = file
-        self._scratch = threading.local()
-        self.place = f"{folder}/{file.name}"
-        try:
-            self._stream: Any = folder.open(file.name)
-        except OSError as error:
-            raise DamagedCheckpoint(self.place, f"the file is missing: {error}") from error
-        local = folder.local
-        self._descriptor = None if local is None else os.open(local / file.name, os.O_RDONLY)
-        size_bytes = self._stream.size()
-        if size_bytes != file.size_bytes:
-            self.close()
-            what = f"it has {size_bytes} bytes, {file.size_bytes} were written"
-            raise DamagedCheckpoint(self.place, what)
-
-    def __enter__(self) -> "PartReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stream.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def read(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
-        """The range in pieces, in order."""
-        for index, pieces in blocks_of([(offset, memoryview(bytearray(size_bytes)))]):
-            self.read_block(index, pieces)
-            for _, piece in pieces:
-                yield piece
-
-    def verify(self) -> Iterator[int]:
-        """Read everything; yields the size of each block once it is verified."""
-        for index in range(len(self._file.blocks)):
-            yield self.read_block(index, ())
-
-    def read_block(self, index: int, pieces: Sequence[Range]) -> int:
-        """Fill the pieces of a block; gives the block's size.
-
-        pieces: (offset in the file, writable memory), ascending, without overlap, in this block.
-        """
-        first = index * BLOCK_BYTES
-        end = min(first + BLOCK_BYTES, self._file.size_bytes)
-        views, at = list[memoryview](), first
-        for offset, piece in (*pieces, (end, memoryview(b""))):
-            if offset > at:
-                views.append(self._unwanted(at - first, offset - first))
-            if piece.nbytes:
-                views.append(piece)
-            at = offset + piece.nbytes
-        try:
-            count = self._read_into(views, first, end - first)
-        except OSError as error:
-            raise DamagedCheckpoint(self.place, f"cannot be read: {error}") from error
-        checksum = 0
-        for view in views:
-            checksum = crc32(view, checksum)
-        if count != end - first or checksum != self._file.blocks[index]:
-            what = f"bytes {first}..{end - 1} are not what was written"
-            raise DamagedCheckpoint(self.place, what)
-        return end - first
-
-    def _unwanted(self, low: int, high: int) -> memoryview:
-        if not hasattr(self._scratch, "block"):
-            self._scratch.block = memoryview(bytearray(BLOCK_BYTES))
-        return self._scratch.block[low:high]
-
-    def _read_into(self, views: Sequence[memoryview], offset: int, size_bytes: int) -> int:
-        """Gives the number of bytes."""
-        if self._descriptor is not None:
-            count = 0
-            for i in range(0, len(views), _MOST_VIEWS):
-                count += os.preadv(self._descriptor, views[i : i + _MOST_VIEWS], offset + count)
-            return count
-        read = memoryview(self._stream.read_at(size_bytes, offset))
-        at = 0
-        for view in views:
-            if at + view.nbytes <= read.nbytes:
-                view[:] = read[at : at + view.nbytes]
-            at += view.nbytes
-        return read.nbytes
-
-
-def blocks_of(ranges: Iterable[Range]) -> Iterator[tuple[int, list[Range]]]:
-    """The ranges cut at the edges of blocks: (a block's index, its pieces).
-
-    ranges: without overlap.
-    """
-    pieces: dict[int, list[Range]] = {}
-    for offset, memory in sorted(ranges, key=lambda r: r[0]):
-        at, end = offset, offset + memory.nbytes
-        while at < end:
-            index = at // BLOCK_BYTES
-            stop = min((index + 1) * BLOCK_BYTES, end)
-            pieces.setdefault(index, []).append((at, memory[at - offset : stop - offset]))
-            at = stop
-    yield from pieces.items()

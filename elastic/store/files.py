@@ -14,6 +14,7 @@ from typing import Any, cast
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.protocol.errors import WrongInput
+from elastic.store.remote import copy_file, from_uri, read_whole
 
 arrow_fs: Any = pyarrow.fs  # has no type stubs
 
@@ -59,8 +60,7 @@ class Folder:
         """The whole file; FileNotFoundError if there is none."""
         if self.local:
             return (self.local / name).read_bytes()
-        with self.filesystem.open_input_stream(self.path_of(name)) as stream:
-            return stream.read()
+        return read_whole(self.filesystem, self.path_of(name))
 
     def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
         """Publish `content` under `name`; `is_durable` also survives the machine's crash."""
@@ -85,6 +85,21 @@ class Folder:
         if self.filesystem.get_file_info(self.path).type != arrow_fs.FileType.NotFound:
             self.filesystem.delete_dir(self.path)
 
+    def move_folder(self, name: str, new_name: str, *, last: str) -> None:
+        """Rename a folder of files in this one; file by file in an object store, which knows no
+        folders: `last` is the first file to go and the last to arrive."""
+        old, new = self.at(name), self.at(new_name)
+        if self.local:
+            self.filesystem.move(old.path, new.path)
+            return
+        new.create()
+        names = sorted(old.names(), key=lambda each: each == last)
+        for each in names:
+            copy_file(self.filesystem, old._stat(each), new.path_of(each))
+        for each in reversed(names):
+            old.delete(each)
+        old.delete_all()
+
     def delete(self, name: str) -> None:
         if self.exists(name):
             self.filesystem.delete_file(self.path_of(name))
@@ -104,10 +119,18 @@ def open_folder(place: str) -> Folder:
     if "://" not in place:
         return Folder(arrow_fs.LocalFileSystem(), str(Path(place).expanduser().absolute()))
     try:
-        filesystem, path = arrow_fs.FileSystem.from_uri(place)
+        filesystem, path = from_uri(place)
     except (OSError, ValueError) as error:
         raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
     return Folder(filesystem, path.rstrip("/"))
+
+
+def place_of(storage: str, name: str) -> str:
+    """How a person names the folder `name` in `storage`: a path, or a URI with the same query."""
+    if open_folder(storage).local is not None:
+        return str(open_folder(storage).at(name))
+    path, mark, query = storage.partition("?")
+    return f"{path.rstrip('/')}/{name}{mark}{query}"
 
 
 def write_local(path: Path, content: bytes, *, is_durable: bool) -> None:

@@ -31,25 +31,31 @@ class LineFile:
         if whole < path.stat().st_size:
             os.truncate(path, whole)
         self._uploaded = self._base_size() if remote is not None else 0
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""  # could not be written when it came: the disk was full
 
     def append(self, line: dict[str, Any]) -> None:
-        self._file.write(encode(line) + b"\n")
-        self._file.flush()
+        """OSError if it cannot be written; it is not lost, and written before the next line."""
+        self._pending += encode(line) + b"\n"
+        self._write_pending()
+
+    def _write_pending(self) -> None:
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
 
     def append_raw(self, content: bytes) -> None:
         """Whole lines that are encoded already, safe against the machine's crash."""
-        self._file.write(content)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._pending += content
+        self.sync()
 
     def sync(self) -> None:
         """What was appended survives the machine's crash."""
+        self._write_pending()
         os.fsync(self._file.fileno())
 
     def truncate(self, size_bytes: int) -> None:
         """Drop everything after `size_bytes`, a line's end."""
-        self._file.flush()
+        self._write_pending()
         self._file.truncate(size_bytes)
         os.fsync(self._file.fileno())
         if self._remote is not None:
@@ -81,8 +87,7 @@ class LineFile:
         self._uploaded = len(content)
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.sync()
         self._file.close()
         self.join()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, first_line, open_folder, write_json
+from elastic.store.files import Folder, first_line, open_folder, place_of, write_json
 from elastic.store.journal import LineFile, lines_backwards
 
 UPLOAD_EVERY_S = 5.0
@@ -66,7 +66,7 @@ class RunDirectory:
     def __init__(self, storage: str | Folder, name: str, *, spool: Path | None = None) -> None:
         base = storage if isinstance(storage, Folder) else open_folder(storage)
         self.folder = base.at(name)
-        self.place = str(self.folder) if self.folder.local else f"{str(storage).rstrip('/')}/{name}"
+        self.place = str(self.folder) if isinstance(storage, Folder) else place_of(storage, name)
         try:
             self.folder.create()
         except OSError as error:
@@ -82,12 +82,15 @@ class RunDirectory:
         self._status: dict[str, Any] | None = None  # what the uploader brings over next
         self._status_at = -REMOTE_STATUS_EVERY_S
         self._lock = threading.Lock()
+        self.upload_error = ""
+        """Why the last upload failed; empty after one that did not."""
         self._closed = threading.Event()
         self._journal = self._open("journal.jsonl")
         self._metrics = self._open("metrics.jsonl")
         self._samples = self._open("samples.jsonl")
         self.last_step = self._repair()
         """Committed steps on record."""
+        self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
         if self._remote is not None:
             self._uploader.start()
@@ -96,6 +99,11 @@ class RunDirectory:
     def logs(self) -> Path:
         """Where worker logs go on this node; brought to remote storage at the end."""
         return self.directory / "logs"
+
+    @property
+    def safe_step(self) -> int:
+        """Committed steps whose record outlives this process."""
+        return self.last_step if self._remote is None else self._uploaded_step
 
     @property
     def tensorboard(self) -> Path | None:
@@ -134,9 +142,11 @@ class RunDirectory:
                 f"step {step} cannot follow step {self.last_step} in {self._metrics.path}: "
                 "a committed step was not reported"
             )
-        self._samples.append(samples)
-        self._metrics.append(metrics)
-        self.last_step = step
+        self.last_step = step  # a line that cannot be written now is written before the next one
+        try:
+            self._samples.append(samples)
+        finally:
+            self._metrics.append(metrics)
         return True
 
     def roll_back(self, step: int) -> int:
@@ -168,8 +178,10 @@ class RunDirectory:
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:
+            step = self.last_step
             for lines in (self._journal, self._samples, self._metrics):
                 lines.upload()
+            self._uploaded_step = min(step, self.last_step)
         if with_status and self._status is not None:
             status, self._status = self._status, None
             write_json(self.folder, "status.json", status)
@@ -211,7 +223,9 @@ class RunDirectory:
             is_due = time.monotonic() - self._status_at >= REMOTE_STATUS_EVERY_S
             try:
                 self.flush(with_status=is_due)
+                self.upload_error = ""
             except OSError as error:  # on_storage_error="warn": the next round tries again
+                self.upload_error = first_line(error)
                 log.warning('storage=%s upload failed, reason="%s"', self.place, first_line(error))
 
     def _bring_logs(self, remote: Folder) -> None:

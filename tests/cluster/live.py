@@ -22,8 +22,8 @@ def environment(temp: Path) -> dict[str, str]:
 class LiveRun:
     """`elastic run` in a process of its own. Use as a context manager."""
 
-    def __init__(self, target: str, storage: Path, name: str, ray_temp: Path, **options):
-        self.directory = storage / name
+    def __init__(self, target: str, storage: Path | str, name: str, ray_temp: Path, **options):
+        self.directory = Path(storage) / name
         arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
         defaults = {"steps": 30, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"}
         for key, value in {**defaults, **options}.items():

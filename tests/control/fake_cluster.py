@@ -18,11 +18,13 @@ from elastic.control.commands import (
     Load,
     Pause,
     Publish,
+    Recall,
     Retire,
     Spawn,
     Sync,
 )
 from elastic.control.state import (
+    Adopted,
     CollectiveFailed,
     Committed,
     Done,
@@ -33,6 +35,7 @@ from elastic.control.state import (
     PartFailed,
     PartSaved,
     Paused,
+    Standing,
     StopRequested,
     Suspended,
     Synced,
@@ -62,6 +65,8 @@ class FakeCluster:
         self.falls = 0
         self.published: list[int] = []  # steps of checkpoints
         self.dropped: set[tuple[int, int]] = set()
+        self.num_adopted = 0
+        self.retired: set[int] = set()
         self.trace: list[Command] = []
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
@@ -78,20 +83,30 @@ class FakeCluster:
                 self.workers[worker].inbox.append(command)
             case Form():
                 self.form(command)
+            case Recall():
+                self.recall(command)
             case Publish() | Discard():
                 self.conclude_save(command)
-            case Finish(membership=membership):
-                self.generation = membership.generation
-                for number in membership.workers:
-                    self.workers[number].inbox.append(command)
-            case Pause(membership) | Abort(membership):
+            case Finish(membership) | Pause(membership) | Abort(membership):
+                is_new = isinstance(command, Finish)
+                self.generation = membership.generation if is_new else self.generation
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
 
+    def recall(self, command: Recall) -> None:
+        membership = command.membership
+        assert membership.generation > self.generation
+        self.generation = membership.generation
+        members = [self.workers[w] for w in membership.workers]
+        self.groups[self.generation] = Group(members, is_broken=True)
+        for w in members:
+            w.aborted = self.generation
+            w.inbox.append(command)
+
     def conclude_save(self, command: Publish | Discard) -> None:
         save = command.generation, command.step
-        assert save not in self.dropped, "it was discarded"
+        assert save not in self.dropped or self.num_adopted, "it was discarded"
         if isinstance(command, Discard):
             self.dropped.add(save)
             return
@@ -99,7 +114,37 @@ class FakeCluster:
         assert group.saved[command.step] == set(range(len(group.members))), command
         self.published.append(command.step)
 
+    def lose_controller(self) -> Adopted:
+        """Its memory is gone, and the reports that were on their way to it."""
+        self.num_adopted += 1
+        self.votes.clear()
+        self.pending.clear()
+        standings: list[Standing] = []
+        for number, w in sorted(self.workers.items()):
+            if not w.is_alive or w.is_stuck:
+                w.is_alive = False  # what does not answer is ended
+                continue
+            if not w.is_up:
+                standings.append(Standing(number, "starting"))
+                continue
+            box = self.outbox.setdefault(number, deque())
+            for _ in range(self.rng.randint(0, len(box))):
+                box.popleft()
+            form, kind = w.newest_form, w.kind
+            generation = max(form.membership.generation if form else 0, w.aborted)
+            size = form.membership.world_size if form else 0
+            rank = form.membership.rank_of(number) if form else 0
+            standings.append(Standing(number, kind, generation, rank, size, w.step))
+            if kind == "working" and w.rank == 0 and w.step > 0:
+                self.send(w, Committed(generation, w.step, 0.1, self.now))
+        known = {s.worker for s in standings}
+        self.news = [
+            (at, e) for at, e in self.news if not isinstance(e, WorkerLost) or e.worker in known
+        ]
+        return Adopted(tuple(standings), self.now)
+
     def retire(self, workers: tuple[int, ...]) -> None:
+        self.retired |= set(workers)
         for number in workers:
             if number in self.workers:
                 self.workers[number].is_alive = False
@@ -138,7 +183,8 @@ class FakeCluster:
         for w in self.workers.values():
             if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
                 assert w.step <= command.step, (w, command)
-                reach = w.step + (w.prepared is not None)
+                has_vote = (self.generation - 1, self.heard_step) in self.votes
+                reach = w.step + (w.prepared is not None and has_vote)
                 if command.step < self.heard_step:
                     assert reach < self.heard_step, (w, command, "a step fell although it lives on")
         self.falls += command.step < self.heard_step
@@ -195,7 +241,8 @@ class FakeCluster:
         candidates = [w for w in self.workers.values() if w.is_alive]
         modes = self.faults.kill_modes
         if "torn" in modes:  # a step that some have committed and others have not
-            members = self.groups[self.generation].members if self.generation else []
+            group = self.groups.get(self.generation)
+            members = group.members if group else []
             steps = {w.step for w in members if w.is_alive and w.source is None}
             candidates = [w for w in members if w.is_alive] if len(steps) > 1 else []
         elif modes:
@@ -246,46 +293,67 @@ class FakeCluster:
             case Sync(source=source):
                 w.source, w.is_copying, w.has_complained = self.workers[source], True, False
                 w.step, w.prepared = -1, None
-            case Form(membership=membership, roll_forward=rolling):
-                if self.faults.stuck and self.rng.random() < 0.2:
-                    self.faults.stuck -= 1
-                    w.is_stuck = True
-                    at = self.now + 100
-                    self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
-                    return
-                w.form, w.rank, w.mode = command, membership.rank_of(w.number), "lobby"
-                w.wants_pause = False
-                if w.number in rolling:
-                    assert w.prepared is not None
-                    self.step_to(w, w.prepared)
-                w.prepared = None
-            case Abort(membership):
-                assert w.form is not None
-                assert w.form.membership == membership, (w, command)
-                is_evaluating = w.mode == "evaluate"
-                has_gradient = w.prepared is not None
-                generation = membership.generation
-                if w.source is not None:
-                    w.source = None
-                    w.step = -1 if w.is_copying else w.step
-                self.groups[generation].is_broken = True
-                w.mode = "suspended"
-                self.send(
-                    w,
-                    Suspended(generation, w.rank, w.step, has_gradient, is_evaluating, self.now),
-                )
-            case Pause(membership):
+            case Form():
+                self.be_told(w, command)
+            case Recall():
+                self.be_recalled(w, command)
+            case Abort():
+                self.abort(w, command)
+            case Pause():
                 w.wants_pause = True
-            case Finish(membership=membership):
-                assert w.mode in ("paused", "done"), w
-                w.rank = membership.rank_of(w.number)
-                members = [self.workers[number] for number in membership.workers]
-                self.groups.setdefault(membership.generation, Group(members))
-                self.save(w, membership.generation)
-                sha = f"{w.state:x}"
-                self.send(w, Ended(membership.generation, w.rank, sha, self.now))
+            case Finish():
+                self.end(w, command)
             case _:
                 raise AssertionError(command)
+
+    def be_told(self, w: Worker, form: Form) -> None:
+        rank = form.membership.rank_of(w.number)
+        if form.membership.generation <= w.aborted:
+            w.form, w.rank = form, rank  # it is recalled already
+            return
+        if self.faults.stuck and self.rng.random() < 0.2:
+            self.faults.stuck -= 1
+            w.is_stuck = True
+            at = self.now + 100
+            self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
+            return
+        w.form, w.rank, w.mode = form, rank, "lobby"
+        w.wants_pause = False
+        if w.number in form.roll_forward:
+            assert w.prepared is not None
+            self.step_to(w, w.prepared)
+        w.prepared = None
+
+    def abort(self, w: Worker, command: Abort) -> None:
+        assert w.form is not None
+        assert w.form.membership == command.membership, (w, command)
+        self.suspend(w, command.membership.generation)
+
+    def be_recalled(self, w: Worker, command: Recall) -> None:
+        if w.form is not None and w.form.membership.generation in self.groups:
+            self.groups[w.form.membership.generation].is_broken = True
+        w.rank = command.membership.rank_of(w.number)
+        self.suspend(w, command.membership.generation)
+
+    def suspend(self, w: Worker, generation: int) -> None:
+        is_evaluating, has_gradient = w.mode == "evaluate", w.prepared is not None
+        if w.source is not None:
+            w.source = None
+            w.step = -1 if w.is_copying else w.step
+        self.groups[generation].is_broken = True
+        w.mode = "suspended"
+        said = (w.rank, w.step, has_gradient, is_evaluating)
+        self.send(w, Suspended(generation, *said, self.now))
+
+    def end(self, w: Worker, command: Finish) -> None:
+        assert w.mode in ("paused", "done", "ended"), w
+        membership = command.membership
+        w.mode, w.rank = "ended", membership.rank_of(w.number)
+        members = [self.workers[number] for number in membership.workers]
+        self.groups.setdefault(membership.generation, Group(members))
+        self.save(w, membership.generation)
+        sha = f"{w.state:x}"
+        self.send(w, Ended(membership.generation, w.rank, sha, self.now))
 
     def save(self, w: Worker, generation: int) -> None:
         """This worker's part of the checkpoint of its step."""

@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from elastic.control.commands import Command, Form
+from elastic.control.commands import Command, Finish, Form
 
 
 @dataclass(kw_only=True)
@@ -22,6 +22,7 @@ class Faults:
     eval_every: int = 0
     slow_detection: float = 0.0  # chance
     failing_saves: int = 0
+    controller_kills: int = 0
 
 
 @dataclass(eq=False)
@@ -41,7 +42,28 @@ class Worker:
     rank: int = -1
     wants_pause: bool = False
     evaluated: int = 0
+    aborted: int = 0  # generations up to this one are given up
     inbox: deque[Command] = field(default_factory=deque)
+
+    @property
+    def newest_form(self) -> Form | None:
+        """That it was told of, whether it has obeyed or not."""
+        told = [c for c in self.inbox if isinstance(c, Form)]
+        return told[-1] if told else self.form
+
+    @property
+    def kind(self) -> str:
+        """What it says to a new controller."""
+        is_told = self.newest_form is not self.form
+        is_forming = is_told or self.mode in ("lobby", "rendezvous")
+        if self.mode == "ended" or any(isinstance(c, Finish) for c in self.inbox):
+            return "ended"
+        if self.source is not None and not is_forming:
+            return "syncing" if self.is_copying else "synced"
+        if self.step < 0 or self.is_copying:
+            return "ready"
+        is_at_work = self.mode in ("boundary", "evaluate", "compute", "reduce", "vote")
+        return "working" if is_at_work and not is_told else "stopped"
 
 
 @dataclass(eq=False)

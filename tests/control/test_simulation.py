@@ -1,6 +1,6 @@
 """Thousands of seeded runs against FakeCluster: safety, liveness, conservation, runs that fail."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -55,14 +55,24 @@ def simulate(seed: int, limits: Limits, faults: Faults) -> Run:
     ledger, phase, commands, reason = start(limits, 0.0)
     journal: list[Started | Entry] = [Started(limits, 0.0, commands, reason)]
     entry, seen = open_account(0.0), Counter()
+    past: deque[tuple[Ledger, Phase, int, Account]] = deque(maxlen=6)
     for i in range(NUM_EVENTS):
-        for command in commands:
+        past.append((ledger, phase, len(journal), entry))
+        is_dying = faults.controller_kills > 0 and cluster.rng.random() < 0.004
+        is_dying = is_dying and not isinstance(phase, Finished)
+        for command in commands[: cluster.rng.randint(0, len(commands)) if is_dying else None]:
             cluster.execute(command)
         if isinstance(phase, Finished):
             return Run(cluster, ledger, phase, journal, entry, seen)
         if i % 8 == 0:
             check_conservation(cluster, ledger, phase)
-        event = cluster.next_event()
+        if is_dying:  # the journal's tail, and some of the last commands, are lost with it
+            faults.controller_kills -= 1
+            ledger, phase, size, entry = cluster.rng.choice(past)
+            del journal[size:]
+            event = cluster.lose_controller()
+        else:
+            event = cluster.next_event()
         seen[f"{type(phase).__name__} {type(event).__name__}"] += 1
         decision = transition(ledger, phase, event, limits)
         if (decision.commands or type(decision.phase) is not type(phase)) and not decision.reason:
@@ -94,6 +104,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
     assert not members & outside
     assert not isinstance(phase, Active) or not ledger.holders
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
+    assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
     assert alive <= members | outside, f"forgot {alive - members - outside}"
 
 
@@ -103,10 +114,14 @@ def check_end(run: Run) -> None:
     assert not run.cluster.pending
     assert not lobby(run.ledger)
     generations = [c.membership.generation for c in run.cluster.trace if isinstance(c, Form)]
-    assert generations == list(range(1, len(generations) + 1))
+    num_adopted = sum(n for pair, n in run.seen.items() if pair.endswith(" Adopted"))
+    if num_adopted:
+        assert generations == sorted(set(generations))
+    else:
+        assert generations == list(range(1, len(generations) + 1))
     faults, workers = run.cluster.faults, run.cluster.workers.values()
     is_late = faults.slow_detection > 0 or any(w.is_stuck for w in workers)
-    is_hindered = is_late or any("PartFailed" in pair for pair in run.seen)
+    is_hindered = is_late or num_adopted or any("PartFailed" in pair for pair in run.seen)
     if run.phase.outcome == "succeeded" and not is_hindered:
         assert run.cluster.published[-1] == run.ledger.step, "no final checkpoint"
     total = run.account.goodput_s + sum(s for _, s in run.account.badput)
@@ -160,6 +175,25 @@ def test_runs_with_faults_end_with_all_steps(part: int) -> None:
             assert run.phase.reason.startswith("no member lived to say the hash"), (seed, run.phase)
         if seed % 10 == 0:
             assert not list(replay(run.journal))
+
+
+def test_runs_whose_controller_dies_end_with_all_steps() -> None:
+    """Also while it forms, recovers or ends, with the tail of its journal, of its commands and of
+    the reports to it lost, and with workers dying at the same time."""
+    seen: Counter[str] = Counter()
+    for seed in range(1500):
+        limits, faults = scenario(seed)
+        faults.controller_kills = 1 + seed % 3
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        seen.update(run.seen)
+        assert isinstance(run.phase, Finished)
+        if run.phase.outcome != "succeeded":
+            assert run.phase.reason.startswith("no member"), (seed, run.phase)
+        if seed % 10 == 0:
+            assert not list(replay(run.journal))
+    for phase in ("Waiting", "Forming", "Running", "Pausing", "Suspending", "Ending"):
+        assert seen[f"{phase} Adopted"] > 5, seen
 
 
 def test_stopped_runs_end_stopped_or_complete() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from elastic.control import state
 from elastic.control.state import (
+    Adopted,
     Cancelled,
     CollectiveFailed,
     Committed,
@@ -24,6 +25,7 @@ from elastic.control.state import (
     Pausing,
     Phase,
     Running,
+    Standing,
     StopRequested,
     Suspended,
     Suspending,
@@ -55,6 +57,7 @@ SAMPLES: tuple[Event, ...] = (
     Synced(6, 1.0),
     SyncFailed(6, "gone", 1.0),
     SyncFailed(1, "gone", 1.0),
+    Adopted((Standing(0, "stopped", 7, 0, 3, 40), Standing(4, "ready")), 1.0),
     StopRequested("SIGINT", 1.0),
     UserFailed(0, "no", 1.0),
     Cancelled("stopped", "SIGINT twice", 1.0),

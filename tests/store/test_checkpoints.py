@@ -3,7 +3,6 @@
 import builtins
 import errno
 import fcntl
-import functools
 import json
 import os
 import random
@@ -20,89 +19,15 @@ from safetensors.numpy import load_file
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import BLOCK_BYTES, MANIFEST, Manifest, Part, decode, merge
 from elastic.store.catalogue import Catalogue, file_name, folder_name, newest_good
-from elastic.store.checkpoint_files import Box, PartReader, write_part
+from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_reading import PartReader
 from elastic.store.files import Folder, open_folder
-
-ROWS, COLUMNS = 700, 1000  # 2.8 MB of float32 per tensor
-
-
-@functools.cache
-def tensors(seed: int) -> dict[str, np.ndarray]:
-    dice = np.random.default_rng(seed)
-    return {
-        "model/a": dice.standard_normal((ROWS, COLUMNS)).astype(np.float32),
-        "model/b": dice.standard_normal((ROWS, COLUMNS)).astype(np.float32),
-        "model/scalar": np.float32(seed).reshape(()),
-        "model/empty": np.zeros((0, 3), np.float32),
-        "optimizer/step": np.arange(5, dtype=np.int64),
-    }
-
-
-def part_of(
-    values: dict[str, np.ndarray], rank: int, world_size: int
-) -> list[tuple[Box, np.ndarray]]:
-    """Every rank's rows of every tensor; what has no rows is rank 0's."""
-    found: list[tuple[Box, np.ndarray]] = []
-    for name, value in values.items():
-        shape = value.shape
-        low, high = 0, shape[0] if shape else 0
-        if shape and shape[0]:
-            low, high = shape[0] * rank // world_size, shape[0] * (rank + 1) // world_size
-            if low == high:
-                continue
-        elif rank:
-            continue
-        piece = value[low:high] if shape else value
-        start = (low, *(0 for _ in shape[1:])) if shape else ()
-        found.append((Box(name, str(value.dtype), shape, start, piece.shape), piece))
-    return found
-
-
-def save(
-    catalogue: Catalogue,
-    step: int,
-    seed: int,
-    world_size: int = 2,
-    generation: int = 1,
-    is_pinned: bool = False,
-) -> Manifest:
-    folder = catalogue.prepare(step)
-    parts: list[Part] = []
-    for rank in range(world_size):
-        pieces = part_of(tensors(seed), rank, world_size)
-        contents = (memoryview(np.ascontiguousarray(v)) for _, v in pieces)
-        name = file_name(generation, rank, world_size)
-        parts.append(write_part(folder, name, [b for b, _ in pieces], contents))
-    return catalogue.publish(
-        step, generation, parts, {"hello": [1]}, {"seed": seed, "is_pinned": is_pinned}
-    )
-
-
-def load(catalogue: Catalogue, step: int) -> dict[str, np.ndarray]:
-    manifest, folder = catalogue.manifest(step), catalogue.of_step(step)
-    files = {file.name: file for file in manifest.files}
-    found: dict[str, np.ndarray] = {}
-    for stored in manifest.tensors:
-        value = np.zeros(stored.shape, stored.dtype)
-        for chunk in stored.chunks:
-            size = int(np.prod(chunk.shape)) * value.itemsize
-            with PartReader(folder, files[chunk.file]) as reader:
-                content = b"".join(bytes(piece) for piece in reader.read(chunk.offset, size))
-            where = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.shape, strict=True))
-            value[where] = np.frombuffer(content, stored.dtype).reshape(chunk.shape)
-        found[stored.name] = value
-    return found
+from tests.store.saves import assert_holds, part_of, save, tensors
 
 
 @pytest.fixture
 def catalogue(tmp_path: Path) -> Catalogue:
     return Catalogue(open_folder(str(tmp_path / "checkpoints")))
-
-
-def assert_holds(catalogue: Catalogue, step: int, seed: int) -> None:
-    found, expected = load(catalogue, step), tensors(seed)
-    assert found.keys() == expected.keys()
-    assert all(found[n].tobytes() == expected[n].tobytes() for n in expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

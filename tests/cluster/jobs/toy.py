@@ -82,6 +82,19 @@ class Toy(elastic.Workload):
         return loss / labels.numel()
 
 
+class Still(Toy):
+    """Ends with the weights that it began with."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def build_optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.0)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 class Logging(Toy):
     """Logs, evaluates."""
 

@@ -1,0 +1,136 @@
+"""A new controller takes over: what it knows from the journal, corrected by those who live.
+
+The journal's tail may be missing, commands may have reached some workers only, and reports may
+have reached nobody. Where everything points to a generation at work, it is left at work. Else all
+who hold state are called together as one more generation, and the usual regrouping follows.
+"""
+
+from dataclasses import replace
+
+from elastic.control.capacity import staff
+from elastic.control.commands import Finish, Recall
+from elastic.control.ending import finish
+from elastic.control.lobby import explain, names, top_up
+from elastic.control.saving import drop_save
+from elastic.control.state import (
+    NOBODY,
+    Adopted,
+    Decision,
+    Ending,
+    Finished,
+    Ledger,
+    Limits,
+    Phase,
+    Running,
+    Standing,
+    Suspending,
+    Waiting,
+)
+from elastic.protocol.membership import Membership, NumberSet
+
+
+def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decision:
+    """Go on from where the workers stand. `ledger` and `phase` are the journal's."""
+    standings = event.standings
+    if isinstance(phase, Finished):
+        everybody = NumberSet.of(s.worker for s in standings)
+        ledger = replace(with_lobby(ledger, ()), ready=everybody)
+        return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
+    holding = tuple(s for s in standings if s.kind in ("working", "stopped", "ended"))
+    ledger = with_lobby(ledger, standings)
+    if holding:  # a step that nobody alive has is lost: its vote died with the controller
+        ledger = replace(ledger, step=max(s.step for s in holding))
+    found = f"a new controller: {len(standings)} workers found"
+    if any(s.kind == "ended" for s in holding):
+        return end_again(ledger, phase, holding, event.at, limits)
+    membership = at_work(holding)
+    if membership is not None and membership.generation >= ledger.generation:
+        running = Running(membership)
+        older = NumberSet.of(s.worker for s in holding) - NumberSet.of(membership.workers)
+        ledger = replace(
+            ledger,
+            generation=membership.generation,
+            ready=ledger.ready | older,
+            outdated=older,
+        )
+        reason = f"{found}, generation {membership.generation} is at work"
+        return explain(reason, with_staff(Decision(ledger, running), event.at, limits))
+    if holding:
+        return recall(ledger, holding, found, event.at, limits)
+    ledger, dropped = drop_save(ledger)
+    why = f"{found}, none holds the state of step {ledger.step}"
+    decision = with_staff(Decision(ledger, Waiting(why)), event.at, limits)
+    return explain(why, decision)._replace(commands=(*dropped, *decision.commands))
+
+
+def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
+    """The ledger with those who hold no state of their own; whoever was on its way is given up."""
+
+    def who(kind: str) -> NumberSet:
+        return NumberSet.of(s.worker for s in standings if s.kind == kind)
+
+    newest = max((s.worker for s in standings), default=-1)
+    return replace(
+        ledger,
+        next_worker=max(ledger.next_worker, newest + 1),
+        failures=0,
+        spawned=who("starting"),
+        ready=who("ready"),
+        outdated=NOBODY,
+        loading=NOBODY,
+        syncing=who("syncing"),
+        synced=who("synced"),
+        holders=NOBODY,
+        behind=NOBODY,
+    )
+
+
+def at_work(holding: tuple[Standing, ...]) -> Membership | None:
+    """The newest generation that any of them is a member of, if it is whole and working."""
+    newest = max((s.generation for s in holding), default=0)
+    by_rank = sorted((s for s in holding if s.generation == newest), key=lambda s: s.rank)
+    if not by_rank or any(s.kind != "working" for s in by_rank):
+        return None
+    first = by_rank[0]
+    ranks = [(s.generation, s.world_size, s.rank) for s in by_rank]
+    if ranks != [(first.generation, first.world_size, rank) for rank in range(first.world_size)]:
+        return None
+    return Membership(first.generation, tuple(s.worker for s in by_rank))
+
+
+def recall(
+    ledger: Ledger, holding: tuple[Standing, ...], found: str, at: float, limits: Limits
+) -> Decision:
+    """As if a generation of all of them had failed to form."""
+    generation = 1 + max(ledger.generation, *(s.generation for s in holding))
+    workers = tuple(s.worker for s in sorted(holding, key=lambda s: (-s.generation, s.rank)))
+    membership = Membership(generation, workers)
+    ledger, dropped = drop_save(replace(ledger, generation=generation))
+    suspending = Suspending(membership, NOBODY, None, was_forming=True)
+    reason = f"{found}, {names(workers)} are called together"
+    return Decision(ledger, suspending, (*dropped, Recall(membership)), reason)
+
+
+def end_again(
+    ledger: Ledger, phase: Phase, holding: tuple[Standing, ...], at: float, limits: Limits
+) -> Decision:
+    """Whoever ended holds the final state; the others may hold it as well or are left alone."""
+    step = max(s.step for s in holding)
+    last = tuple(s for s in holding if s.step == step)
+    workers = tuple(s.worker for s in sorted(last, key=lambda s: (-s.generation, s.rank)))
+    generation = 1 + max(ledger.generation, *(s.generation for s in holding))
+    membership = Membership(generation, workers)
+    outcome, why = "succeeded" if step >= limits.steps else "stopped", ledger.stop or "it ended"
+    if isinstance(phase, Ending):
+        outcome, why = phase.outcome, phase.reason
+    others = NumberSet.of(s.worker for s in holding if s.step != step)
+    ledger, dropped = drop_save(replace(ledger, generation=generation, ready=ledger.ready | others))
+    ending = Ending(membership, outcome, why, at + limits.end_timeout_s)
+    reason = f"a new controller: {names(workers)} write the final state of step {step}"
+    return Decision(ledger, ending, (*dropped, Finish(membership, outcome)), reason)
+
+
+def with_staff(decision: Decision, at: float, limits: Limits) -> Decision:
+    staffed = staff(decision.ledger, decision.phase, at, limits)
+    commands = (*decision.commands, *staffed.commands)
+    return top_up(staffed._replace(commands=commands), at, limits)

@@ -1,0 +1,94 @@
+"""Taking over the workers of a controller that died: they introduce themselves, then it goes on.
+
+What follows from where they stand is elastic/control/adoption.py's; what the journal says is read
+in elastic/takeover.py.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from elastic.control.adoption import at_work
+from elastic.control.state import Adopted, Standing
+from elastic.on_ray.actors import end
+from elastic.on_ray.slots import Slot
+from elastic.protocol.membership import worker_name
+
+if TYPE_CHECKING:
+    from elastic.on_ray.cluster import RayCluster
+
+QUIET_S = 0.3
+"""How long nobody else introduces himself before a whole generation at work is enough."""
+SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting": "pending"}
+"""A worker's state in status.json, by the kind of its standing."""
+
+
+class Takeover:
+    """The wait for introductions."""
+
+    def __init__(self, cluster: "RayCluster", candidates: dict[int, ActorHandle[Any]]) -> None:
+        """candidates: the run's worker actors as Ray knows them, some dead or not yet started."""
+        self._cluster, self._candidates = cluster, candidates
+        self._standings: dict[int, Standing] = {}
+        self._has_news = asyncio.Event()
+
+    def hear(self, worker: int, header: dict[str, Any]) -> bool:
+        """An introduction; False if it is none of ours."""
+        actor = self._candidates.pop(worker, None)
+        if actor is None:
+            return False
+        kind = header["kind"]
+        slot = Slot(actor, last_seen=self._cluster.now(), state=SHOWN.get(kind, kind))
+        standing = Standing(worker, kind)
+        if kind != "starting":
+            slot.locate(header)
+            slot.step = header["step"]
+            standing = Standing(
+                worker,
+                kind,
+                header["generation"],
+                header["rank"],
+                header["world_size"],
+                header["step"],
+            )
+        self._cluster.workers[worker] = slot
+        slot.task = self._cluster.in_background(self._watch(worker, slot))
+        self._standings[worker] = standing
+        self._has_news.set()
+        return True
+
+    async def _watch(self, worker: int, slot: Slot) -> None:
+        """Its `run` was called by the controller that died; Ray tells us how it ends all the same.
+
+        What it raised, if it did, its own report tells.
+        """
+        try:
+            await cast(Any, slot.actor).is_free.remote()  # waits behind `run`
+            self._cluster.user_failed(worker, f"{worker_name(worker)} failed: see its log")
+        except RayError:
+            self._cluster.lost(worker, "process_died")
+
+    async def collect(self, patience_s: float) -> Adopted:
+        """Everybody's standing; whoever has not said it by then is ended."""
+        deadline = time.monotonic() + patience_s
+        while (left_s := deadline - time.monotonic()) > 0 and self._candidates:
+            is_enough = at_work(self._holding()) is not None
+            self._has_news.clear()
+            try:
+                wait_s = min(QUIET_S, left_s) if is_enough else left_s
+                await asyncio.wait_for(self._has_news.wait(), wait_s)
+            except TimeoutError:
+                if is_enough:
+                    break
+        for actor in self._candidates.values():
+            end(actor)
+        self._candidates.clear()
+        by_worker = tuple(self._standings[w] for w in sorted(self._standings))
+        return Adopted(by_worker, self._cluster.now())
+
+    def _holding(self) -> tuple[Standing, ...]:
+        kinds = ("working", "stopped", "ended")
+        return tuple(s for s in self._standings.values() if s.kind in kinds)

@@ -1,0 +1,91 @@
+"""The journal's lines of decisions: written one by one, read back by a controller's successor.
+
+Who lives is asked in elastic/on_ray/takeover.py, what follows is elastic/control/adoption.py's.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.control.accounting import Account, Healing, Recovery, account, open_account
+from elastic.control.replay import JOURNAL_TYPES, Entry, Started
+from elastic.control.state import Decision, Event, Limits
+from elastic.control.transition import start, transition
+from elastic.protocol.encoding import decode, encode, registry
+from elastic.store.journal import lines_backwards
+
+TYPES = {**JOURNAL_TYPES, **registry(Account, Healing, Recovery)}
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where the run stood according to the last line of its journal."""
+
+    decision: Decision
+    account: Account
+    lost_steps: int
+    last_metrics: dict[str, Any]
+    """The last line of metrics.jsonl, {} if it has none."""
+
+
+@dataclass(frozen=True)
+class Landmark:
+    """What a line has besides its event so that reading back may stop there."""
+
+    run_id: str
+    account: Account
+    lost_steps: int
+
+
+def line_of(
+    event: Event | None, decision: Decision, limits: Limits, at: float, landmark: Landmark | None
+) -> dict[str, Any]:
+    """A decision's line in journal.jsonl; the run's first one has no event, but a landmark."""
+    ledger, phase = decision.ledger, decision.phase
+    if event is None:
+        entry = Started(limits, at, decision.commands, decision.reason)
+    else:
+        whole = (ledger, phase) if landmark is not None else (None, None)
+        entry = Entry(event, decision.commands, decision.reason, *whole)
+    line: dict[str, Any] = {
+        "at": event.at if event is not None else at,
+        "phase": type(phase).__name__.lower(),
+        "generation": ledger.generation,
+        "step": ledger.step,
+        "entry": encode(entry),
+    }
+    if landmark is not None:
+        line |= {"run": landmark.run_id, "account": encode(landmark.account)}
+        line["lost_steps"] = landmark.lost_steps
+    return line
+
+
+def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
+    """None if the journal has nothing of this run. Its torn last line must be gone already."""
+    tail: list[dict[str, Any]] = []
+    for _, raw in lines_backwards(directory / "journal.jsonl"):
+        tail.append(json.loads(raw))
+        if "run" in tail[-1]:
+            break
+    if not tail or tail[-1].get("run") != run_id:
+        return None
+    head, lines = tail[-1], tail[-2::-1]
+    entry = decode(head["entry"], TYPES)
+    so_far: Account = decode(head["account"], TYPES)
+    if isinstance(entry, Started):
+        decision, so_far = start(limits, entry.at), open_account(entry.at)
+    else:
+        decision = Decision(entry.ledger, entry.phase)
+    entries = [decode(line["entry"], TYPES) for line in lines if "entry" in line]
+    for entry in entries:
+        before = decision
+        decision = transition(before.ledger, before.phase, entry.event, limits)
+        generation = before.ledger.generation
+        so_far = account(so_far, entry.event, before.phase, generation, decision)
+    lost_steps = head["lost_steps"] + sum(line.get("rolled_back", 0) for line in lines)
+    metrics: dict[str, Any] = {}
+    for _, raw in lines_backwards(directory / "metrics.jsonl"):
+        metrics = json.loads(raw)
+        break
+    return Past(decision, so_far, lost_steps, metrics)

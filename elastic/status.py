@@ -1,0 +1,72 @@
+"""The content of status.json and result.json, from what the controller knows.
+
+The fields are CONTRACT.md's; who writes the files, and when, is in supervisor.py.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from elastic.control.accounting import Account
+from elastic.control.state import Active, Decision, Finished, Waiting
+from elastic.on_ray.slots import Slot
+from elastic.protocol.membership import worker_name
+
+
+def status_of(
+    decision: Decision,
+    slots: Mapping[int, Slot],
+    *,
+    steps: int,
+    committed_checkpoint: int | None,
+    node_ip: str,
+    reason: str,
+) -> dict[str, Any]:
+    """slots: the run's workers by number. node_ip: the controller's."""
+    phase, ledger = decision.phase, decision.ledger
+    members = phase.membership.workers if isinstance(phase, Active) else ()
+    ranks = {worker: rank for rank, worker in enumerate(members)}
+    rows: list[dict[str, Any]] = [
+        {
+            "id": worker_name(w),
+            "rank": ranks.get(w),
+            "node_id": r.node_id or None,
+            "node_ip": r.node_ip or None,
+            "pid": r.pid or None,
+            "device": r.device or None,
+            "state": r.shown_state,
+            "step": max(r.step, ledger.step) if w in ranks else r.step,
+        }
+        for w, r in sorted(slots.items())
+    ]
+    is_starting = isinstance(phase, Waiting) and ledger.generation == 0
+    return {
+        "phase": "starting" if is_starting else type(phase).__name__.lower(),
+        "generation": ledger.generation,
+        "world_size": len(members),
+        "step": ledger.step,
+        "steps": steps,
+        "committed_checkpoint": committed_checkpoint,
+        "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
+        "standby": [r for r in rows if r["rank"] is None],
+        "controller": {"pid": os.getpid(), "node_ip": node_ip},
+        "reason": reason,
+    }
+
+
+def result_of(
+    finished: Finished, decision: Decision, account: Account, loss: Any, lost_steps: int
+) -> dict[str, Any]:
+    """loss: of the last step on record."""
+    return {
+        "outcome": finished.outcome,
+        "steps": decision.ledger.step,
+        "loss": loss,
+        "weights_sha256": finished.weights_sha256,
+        "generations": decision.ledger.generation,
+        "lost_steps": lost_steps,
+        "goodput": account.goodput,
+        "badput": account.badput_s,
+        "recoveries": [asdict(r) for r in account.recoveries],
+    }

@@ -1,0 +1,104 @@
+"""The controller dies: training goes on, its successor takes over, and no step is lost."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.cluster.live import assert_complete, leftovers
+
+pytestmark = pytest.mark.cluster
+STEPS = 400
+
+
+def kill_controller(run) -> tuple[float, int]:
+    """The moment and the process."""
+    pid = run.status()["controller"]["pid"]
+    at = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return at, pid
+
+
+def await_successor(run, pid: int) -> dict:
+    return run.wait_for(lambda s: s["controller"]["pid"] != pid and s["phase"] == "running")
+
+
+def assert_as_if_nothing_had_happened(run, end, reference, steps: int = STEPS) -> None:
+    sha256, samples = reference("Toy", steps=steps)
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert end["result"]["lost_steps"] == 0
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, steps)
+    assert leftovers(run.seen_pids) == []
+
+
+def test_training_goes_on_while_the_controller_is_away(start, reference):
+    with start("Toy", workers=3, steps=STEPS, checkpoint_every=50, set=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["step"] > 20)
+        workers = [w["pid"] for w in run.status()["workers"]]
+        _, pid = kill_controller(run)
+        status = await_successor(run, pid)
+        assert [w["pid"] for w in status["workers"]] == workers
+        assert status["generation"] == 1
+        end = run.finish()
+    assert_as_if_nothing_had_happened(run, end, reference)
+    assert end["result"]["generations"] == 1
+    times = [m["time"] for m in run.lines("metrics.jsonl")]
+    steps_s = sorted(b - a for a, b in itertools.pairwise(times))
+    assert steps_s[-1] < 20 * steps_s[len(steps_s) // 2], "training stood still"
+
+
+def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start, reference):
+    with start("Toy", workers="2..3", steps=STEPS, set=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
+        run.kill(rank=0)
+        _, pid = kill_controller(run)
+        await_successor(run, pid)
+        end = run.finish()
+    assert_as_if_nothing_had_happened(run, end, reference)
+
+
+def test_a_successor_obeys_ctrl_c_and_the_run_resumes(start, reference):
+    options = {"steps": STEPS, "checkpoint_every": 100, "set": ["sleep=0.02"]}
+    with start("Toy", workers=2, **options) as run:
+        run.wait_for(lambda s: s["step"] > 20)
+        _, pid = kill_controller(run)
+        await_successor(run, pid)
+        run.process.send_signal(signal.SIGINT)
+        end = run.finish()
+    assert end["result"]["outcome"] == "stopped"
+    with start("Toy", workers=2, **options) as again:
+        end = again.finish()
+    assert_as_if_nothing_had_happened(again, end, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_controllers_and_workers_die_at_random_moments(start, reference, seed):
+    dice = random.Random(seed)
+    steps = 2500
+    options = {"workers": "2..4", "steps": steps, "max_failures": 99, "checkpoint_every": 20}
+    with start("Toy", **options, set=["sleep=0.005"]) as run:
+        run.wait_for(lambda s: s["step"] > 5)
+        for _ in range(15):
+            time.sleep(dice.uniform(0.2, 3))  # the moment is the fault
+            status = run.status()
+            victims = [w["pid"] for w in (*status["workers"], *status["standby"]) if w["pid"]]
+            victims = [dice.choice(victims)] if victims and dice.random() < 0.5 else []
+            if dice.random() < 0.7:
+                victims.append(status["controller"]["pid"])
+            for pid in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        end = run.finish(patience_s=600)
+    sha256, samples = reference("Toy", steps=steps)
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, steps)  # steps whose holders were all killed were done again

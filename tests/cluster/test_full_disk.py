@@ -1,0 +1,66 @@
+"""A disk that is really full: training goes on, the run says so, and resumes once there is room."""
+
+import contextlib
+import json
+import os
+import subprocess
+
+import pytest
+
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.cluster.live import assert_complete
+
+pytestmark = pytest.mark.cluster
+
+OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """A disk of 4 MB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs root and mount")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def fill(path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1 << 12))
+
+
+def test_a_full_disk_costs_checkpoints_and_no_step(start, reference, tmp_path):
+    with start("Toy", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 20)
+        fill(tmp_path / "ballast")
+        end = run.finish()
+    sha256, samples = reference("Toy", steps=120)
+    assert end["status"] == 0, end["err"]
+    assert json.loads(end["out"])["weights_sha256"] == sha256
+    warning = next(x for x in end["err"].splitlines() if x.startswith("elastic: warning:"))
+    assert "saves failed, the last at step 120: OSError: [Errno 28] No space left" in warning
+    catalogue = Catalogue(open_folder(str(run.directory)).at("checkpoints"))
+    newest = catalogue.steps()[-1]
+    assert f"the newest checkpoint is of step {newest};" in warning
+    assert sum(catalogue.verify(newest)) == catalogue.manifest(newest).size_bytes
+    (tmp_path / "ballast").unlink()
+    with start("Toy", workers=2, **OPTIONS) as again:
+        end = again.finish()
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert_complete(again, 120)
+    assert [s["sha256"] for s in again.lines("samples.jsonl")] == samples
+    assert catalogue.steps()[-1] == 120
+
+
+def test_a_full_disk_ends_a_run_that_must_save(start, tmp_path):
+    with start("Toy", workers=2, on_storage_error="fail", **OPTIONS) as run:
+        run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 20)
+        fill(tmp_path / "ballast")
+        end = run.finish()
+    assert end["status"] == 1
+    assert "No space left" in end["err"]
+    assert json.loads(end["out"])["outcome"] == "failed"

@@ -1,0 +1,121 @@
+"""A whole run on a real S3 server, with a lost worker, a crash of everything, and an outage."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder, place_of, read_json
+from elastic.store.journal import read_lines
+from tests.cluster.live import JOBS, LiveRun, leftovers
+from tests.object_store import uri
+
+pytestmark = pytest.mark.cluster
+
+PATIENCE_S = 60.0
+OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
+
+
+class RemoteRun(LiveRun):
+    """`elastic run` with storage in a bucket."""
+
+    def __init__(self, storage: str, ray_temp, **options) -> None:
+        super().__init__(f"{JOBS / 'toy.py'}:Toy", storage, "run", ray_temp, **options)
+        self.place = place_of(storage, "run")
+        self.folder = open_folder(self.place)
+        self.catalogue = Catalogue(self.folder.at("checkpoints"))
+
+    def status(self) -> dict:
+        absent = {"phase": "absent", "step": 0, "workers": [], "standby": [], "world_size": 0}
+        return read_json(self.folder, "status.json") or absent
+
+    def lines(self, name: str) -> list[dict]:
+        return read_lines(self.folder, name)
+
+    def result(self) -> dict | None:
+        return read_json(self.folder, "result.json")
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        self.wait_until(lambda: max(self.catalogue.steps(), default=0) >= step)
+
+    def wait_until(self, what) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not what():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, self.status()
+            time.sleep(0.1)  # polling, bounded by the deadline
+
+    def elastic(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "elastic", *arguments]
+        done = subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def start_remote(s3, s3_server, ray_temp):
+    storage = uri(s3_server.new_bucket(), "runs", s3.port)
+    return lambda **options: RemoteRun(storage, ray_temp, **options)
+
+
+def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
+    start_remote, reference
+):
+    with start_remote(workers=2, **OPTIONS) as run:
+        run.wait_until(lambda: len(run.status()["workers"]) == 2)
+        run.kill(rank=0)
+        run.wait_for_checkpoint(40)
+        pids = [w["pid"] for w in run.status()["workers"]]
+        os.kill(run.status()["controller"]["pid"], signal.SIGKILL)
+        run.process.kill()
+        run.process.wait(30)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it was the one that was lost
+                os.kill(pid, signal.SIGKILL)
+    assert run.result() is None
+    with start_remote(workers=3, **OPTIONS) as again:
+        end = again.finish()
+    sha256, samples = reference("Toy", steps=120)
+    assert end["status"] == 0, end["err"]
+    result = again.result()
+    assert result is not None
+    assert (result["weights_sha256"], json.loads(end["out"])) == (sha256, result)
+    assert [s["sha256"] for s in again.lines("samples.jsonl")] == samples
+    assert [m["step"] for m in again.lines("metrics.jsonl")] == list(range(1, 121))
+    joined = ["config.json", "journal.jsonl", "metrics.jsonl", "samples.jsonl", "status.json"]
+    assert set(joined) <= set(again.folder.names())
+    assert not [n for n in again.folder.names() if n[-1].isdigit()]  # no segment is left
+    status = json.loads(again.elastic("status", again.place, "--json"))
+    assert (status["phase"], status["committed_checkpoint"]) == ("finished", 120)
+    assert again.elastic("checkpoint", "hash", again.place).strip() == sha256
+    assert "step 120: good" in again.elastic("checkpoint", "verify", again.place)
+    assert "120" in again.elastic("checkpoint", "ls", again.place)
+    assert "every decision is the same again" in again.elastic("replay", again.place)
+    assert leftovers(again.seen_pids) == []
+
+
+def test_an_outage_costs_saves_but_no_step_and_the_run_says_so(start_remote, s3, reference):
+    with start_remote(workers=2, **OPTIONS) as run:
+        run.wait_for_checkpoint(20)
+        s3.faults.errors, s3.faults.only = 1_000, "step-00000060"
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    steps = run.catalogue.steps()  # those after 60 are skipped while it is tried again
+    assert (steps[-1], len(steps), 60 in steps) == (120, 2, False)
+    result = run.result()
+    assert result is not None
+    assert result["weights_sha256"] == reference("Toy", steps=120)[0]
+    warning = next(x for x in end["err"].splitlines() if x.startswith("elastic: warning:"))
+    assert re.search("1 of [3456] saves failed, the last at step 60: OSError: .* 500", warning)
+    assert warning.endswith("the newest checkpoint is of step 120")
+    reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]
+    assert any("checkpoint of step 60 failed" in reason for reason in reasons)

@@ -1,0 +1,127 @@
+"""A checkpoint read from outside a run: its state as a tree, its tensors one by one when asked for.
+
+The model that wrote it need not be importable. Restoring a replica is checkpoint_load.py's; the
+formats of others are checkpoint_export.py's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.manifest import Manifest, StoredTensor
+from elastic.store.catalogue import Catalogue
+from workers.checkpoint_load import read_tensors
+from workers.state import decode
+
+OnBytes = Callable[[int], object]
+"""Is told how many bytes of tensors went by."""
+SMALL_BYTES = 64 * 2**10
+"""Smaller tensors are read together, once: a read takes whole blocks."""
+
+
+def ignore(size_bytes: int) -> None:
+    """Nobody looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Stands for a tensor of the checkpoint in a tree of values."""
+
+    stored: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def to(self, *_: object, **__: object) -> "Reference":
+        """As `decode` moves what it finds."""
+        return self
+
+
+class CheckpointReader:
+    """One checkpoint. Whatever reads its tensors raises DamagedCheckpoint."""
+
+    def __init__(self, catalogue: Catalogue, step: int, on_bytes: OnBytes = ignore) -> None:
+        """Raises DamagedCheckpoint if the manifest is not sound."""
+        self.manifest: Manifest = catalogue.manifest(step)
+        self.tensors = {t.name: t for t in self.manifest.tensors}
+        self._catalogue, self._on_bytes = catalogue, on_bytes
+        self._small: dict[str, Tensor] | None = None
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Name in the state dict -> name of the stored tensor; tied ones share it."""
+        return self.manifest.state["weights"]
+
+    def read(self, stored: str) -> Tensor:
+        """On the host, every byte verified."""
+        described = self.tensors[stored]
+        if size_bytes(described) < SMALL_BYTES:
+            tensor = self._read_small()[stored]
+        else:
+            tensor = self._read((described,))[stored]
+        self._on_bytes(tensor.nbytes)
+        return tensor
+
+    def _read_small(self) -> dict[str, Tensor]:
+        if self._small is None:
+            small = (t for t in self.manifest.tensors if size_bytes(t) < SMALL_BYTES)
+            self._small = self._read(tuple(small))
+        return self._small
+
+    def _read(self, wanted: tuple[StoredTensor, ...]) -> dict[str, Tensor]:
+        return read_tensors(self._catalogue, replace(self.manifest, tensors=wanted))
+
+    # --- the state, tensors as References ---------------------------------------------
+    def reference(self, stored: str) -> Reference:
+        described = self.tensors[stored]
+        return Reference(stored, getattr(torch, described.dtype), described.shape)
+
+    def model(self) -> dict[str, Any]:
+        """The model's state dict: weights under every name, and extra state."""
+        extra = cast(dict[str, Any], self.manifest.state["values"]["extra"])
+        found: dict[str, Any] = {n: self.reference(s) for n, s in self.weights.items()}
+        for module, encoded in extra.items():
+            found[f"{module}." * bool(module) + "_extra_state"] = self.tree(encoded)
+        return found
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Options and, under `params`, names."""
+        groups = self.manifest.state["values"]["optimizer"]["groups"]
+        return [{**self.tree(g["options"]), "params": list(g["params"])} for g in groups]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """By the name of the parameter."""
+        state = self.manifest.state["values"]["optimizer"]["state"]
+        return {name: self.tree(encoded) for name, encoded in state.items()}
+
+    def optimizer_shared(self) -> dict[str, Any]:
+        """What an optimizer keeps under keys that are no parameters."""
+        shared = self.manifest.state["values"]["optimizer"]["shared"]
+        return {name: self.tree(encoded) for name, encoded in shared.items()}
+
+    def scheduler(self) -> Any | None:
+        encoded = self.manifest.state["values"]["scheduler"]
+        return None if encoded is None else self.tree(encoded)
+
+    def tree(self, encoded: Any) -> Any:
+        references = {name: self.reference(name) for name in self.tensors}
+        return decode(encoded, cast(Mapping[str, Tensor], references))
+
+
+def size_bytes(stored: StoredTensor) -> int:
+    return torch.Size(stored.shape).numel() * getattr(torch, stored.dtype).itemsize
+
+
+def filled(value: Any, fill: Callable[[Reference], object]) -> Any:
+    """A tree with `fill(reference)` in place of each Reference."""
+    if isinstance(value, Reference):
+        return fill(value)
+    if isinstance(value, dict):
+        pairs = cast(dict[Any, Any], value).items()
+        made = {k: filled(v, fill) for k, v in pairs}
+        return made if type(value) is dict else cast(Any, type(value))(made)
+    if type(value) in (list, tuple):
+        return type(value)(filled(v, fill) for v in value)
+    return value
