@@ -157,10 +157,14 @@ def spawn_worker(
 
 
 def start_rendezvous(run_id: str) -> ActorHandle[Any]:
-    """On the node of its caller, the controller: no partition can come between the two."""
+    """On the node of its caller, the controller: no partition can come between the two.
+
+    A controller that comes back on another node has one there: the old one's node may be gone.
+    """
+    here = ray.get_runtime_context().get_node_id()
     options: dict[str, Any] = {
-        "label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-        "name": f"{run_id}-rendezvous",
+        "label_selector": {"ray.io/node-id": here},
+        "name": f"{run_id}-rendezvous-{here[:12]}",
         "get_if_exists": True,  # it outlives a controller
         "namespace": NAMESPACE,
         "lifetime": "detached",
