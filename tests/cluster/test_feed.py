@@ -200,6 +200,7 @@ def test_a_run_does_not_go_on_with_other_data(fed, tmp_path, rows_set):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(40))
 def test_no_random_history_on_real_actors_leaves_a_trace(fed, reference_of, seed):
     """Kills, joins, lost feeds, drains (SIGTERM) and restarts at random steps."""
