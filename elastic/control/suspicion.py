@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 PATIENCE = 5
 """A phase may take so many times its own 95th percentile."""
+LONG_SILENCE = 2
+"""Times `detect_s`; so much silence needs no history of the phase: the pulse is a process of its
+own, which neither a compilation nor a held GIL stops."""
 PATIENCE_UNKNOWN = 100
 """Without a percentile (first step, compilation, user code): so many times `detect_s`."""
 STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a moment
@@ -70,6 +73,8 @@ def suspicion(
         return f"its process is dead (state {heartbeat.process_state})"
     if watched.stopped_since is not None and now - watched.stopped_since > detect_s:
         return f"its process has been stopped for {now - watched.stopped_since:.1f} s"
+    if silent_s > LONG_SILENCE * detect_s:
+        return f"no heartbeat for {silent_s:.1f} s"  # the pulse beats whatever its worker does
     if silent_s > detect_s:
         why = f"no heartbeat for {silent_s:.1f} s"
     elif awaited_s is not None and awaited_s > detect_s:

@@ -50,6 +50,12 @@ def test_without_a_usual_time_patience_is_a_hundred_times_longer():
     assert suspicion(Watch(beat, 10.0), 290.0, 10.0, detect_s=3.0)
 
 
+def test_long_silence_needs_no_history_of_the_phase():
+    beat = replace(BEAT, p95_s=None, phase_s=0.5)
+    assert suspicion(Watch(beat, 10.0), None, 15.9, detect_s=3.0) is None
+    assert suspicion(Watch(beat, 10.0), None, 16.1, detect_s=3.0) == "no heartbeat for 6.1 s"
+
+
 def test_silence_counts_as_time_in_the_phase():
     silent = Watch(replace(BEAT, phase_s=0.5), 10.0)
     assert suspicion(silent, None, 14.0, detect_s=3.0) is None

@@ -50,6 +50,7 @@ class FakeLink:
     def __init__(self):
         self.commands = queue.SimpleQueue()
         self.recorded_step = 0
+        self.num_controllers = 1
         self.sent = []
 
     def send(self, kind, payload=b"", **fields):
