@@ -32,6 +32,8 @@ class Backend(Protocol):
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], /
     ) -> dist.Work: ...
 
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, /) -> dist.Work: ...
+
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], /
     ) -> dist.Work: ...
@@ -117,6 +119,15 @@ class Group:
             return self.backend.alltoall_base(received, sent, out_sizes, in_sizes)
 
         return self._launch(launch, unpack)
+
+    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """`output` becomes the ranks' tensors one behind the other; `tensor` may be a part of it."""
+        return self._launch(lambda: self.backend._allgather_base(output, tensor))
+
+    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """Both flat and cut into `world_size` equal stretches: stretch r of `output` becomes
+        rank r's stretch `rank` of `tensor`."""
+        return self._launch(lambda: self.backend.alltoall_base(output, tensor, [], []))
 
     def _launch(
         self, launch: Callable[[], dist.Work], unpack: Callable[[], None] | None = None
