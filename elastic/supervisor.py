@@ -26,6 +26,7 @@ from elastic.on_ray.host import Host
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
+from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from elastic.store.files import sees_probe
@@ -146,6 +147,7 @@ class Supervisor:
             steps=config.steps,
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
+            parallel=config.parallel,
             reduction=config.reduction,
             clip_norm=config.clip_norm,
             seed=config.seed,
@@ -388,6 +390,7 @@ def limits_of(config: RunConfig) -> s.Limits:
         end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
         confirm_timeout_s=detect_s or 30.0,
         must_save=config.on_storage_error == "fail",
+        is_sharded=is_sharded(config.parallel),
     )
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.seams import WorkerSpec
 from workers.exchange import gather_json
-from workers.member import Member
+from workers.member import Member, RolledBack
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reduction import fold_scalars
@@ -41,9 +41,12 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
             try:
                 means = _evaluate_once(member, workload, spec, dataset, fn)
                 break
-            except PeerLost as error:
-                member.collective_failed(error)
+            except (PeerLost, StepCancelled) as error:
+                if isinstance(error, PeerLost):  # else a sharded forward has said so
+                    member.collective_failed(error)
                 member.wait_for_generation()
+                if member.replica.step < step:
+                    raise RolledBack from error
                 member.vitals.enter("evaluate")
     finally:
         member.is_evaluating = False
@@ -93,6 +96,8 @@ def _evaluate_ids(
         for module, is_training in modes.items():
             module.training = is_training
         member.replica.buffers.restore_all()
+        if member.replica.sharded is not None:
+            member.replica.sharded.model.reset()
     return rows
 
 

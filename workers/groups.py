@@ -121,7 +121,7 @@ class Group:
         return self._launch(launch, unpack)
 
     def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        """`output` becomes the ranks' tensors one behind the other; `tensor` may be a part of it."""
+        """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
         return self._launch(lambda: self.backend._allgather_base(output, tensor))
 
     def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
@@ -179,6 +179,14 @@ class Alone:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> "Alone":
         outputs[0].copy_(inputs[0])
+        return self
+
+    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+        output.copy_(tensor)
+        return self
+
+    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+        output.copy_(tensor)
         return self
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ inside a step is workers/session.py's; what it means for the state is workers/re
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +14,18 @@ import numpy as np
 import torch
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.membership import microbatch_ids, worker_name
+from elastic.protocol.membership import worker_name
+from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
+from workers.parallel.ddp import ddp_reducer
+from workers.parallel.shards import RowsLost
 from workers.peer import Follower, Following, PeerServer
 from workers.records import Records
+from workers.reducers import Reducer
 from workers.replica import Replica, Update
 from workers.saver import Saver
 from workers.vitals import Vitals
@@ -32,6 +36,11 @@ log = logging.getLogger(__name__)
 
 class RunEnded(BaseException):
     """The controller ended the run; unwinds the user's loop."""
+
+
+class RolledBack(BaseException):
+    """The run went back to a checkpoint in the middle of the user's code outside steps; unwinds
+    the user's loop, which begins again."""
 
 
 class Member:
@@ -103,8 +112,25 @@ class Member:
         return self._pause_asked == self.generation
 
     @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.spec.parallel, self.world_size)
+
+    @property
     def ids(self) -> range:
-        return microbatch_ids(self.spec.num_microbatches, self.world_size, self.rank)
+        return self.mesh.ids(self.spec.num_microbatches, self.rank)
+
+    @property
+    def num_passes(self) -> int:
+        """Of a step, on this rank."""
+        return self.mesh.num_passes(self.spec.num_microbatches, self.rank)
+
+    def new_reducer(self, parameters: Mapping[str, torch.nn.Parameter]) -> Reducer:
+        """For this generation, whose group has formed."""
+        assert self.group is not None
+        if self.replica.sharded is not None:
+            return self.replica.sharded.reducer(parameters, self.mesh, self.group)
+        buffers = self.replica.buffers.floating
+        return ddp_reducer(self.spec, parameters, buffers, self.group, self.mesh)
 
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
@@ -211,12 +237,13 @@ class Member:
 
     def _say_suspended(self) -> None:
         vote, evaluation = self.records.last_vote, self.last_evaluation
+        sharded = self.replica.sharded
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
             generation=self.generation,
             rank=self.rank,
-            step=self.replica.step,
+            step=-1 if sharded is not None and sharded.holds_nothing else self.replica.step,
             is_prepared=self.prepared is not None,
             is_evaluating=self.is_evaluating,
             vote=vote[0] if vote else None,
@@ -278,6 +305,8 @@ class Member:
         if self._aborted >= self.generation:
             group.abandon()
             return False
+        if not self._enter_shard(group, header):
+            return False
         self._unfollow()
         self.should_pause = bool(header["then_pause"])
         evaluation = header["evaluation"]
@@ -297,6 +326,29 @@ class Member:
             self.records.repeat(self.generation, header["recorded_step"])
         return True
 
+    def _enter_shard(self, group: AnyGroup, header: dict[str, Any]) -> bool:
+        """Where the state is sharded: get this rank's rows of it. False if that failed."""
+        sharded, step = self.replica.sharded, header["step"]
+        if sharded is None:
+            return True
+        is_back = self.replica.step > step
+        try:
+            sharded.enter(
+                group, step, self.saver.catalogue, self.collective_failed, self.vitals.gathering
+            )
+        except RowsLost as error:  # all members see it: without holders the run loads a checkpoint
+            sharded.forget()
+            self.link.send("sync_failed", reason=str(error))
+            return False
+        except PeerLost as error:
+            self.collective_failed(error)
+            return False
+        self.prepared = None
+        if is_back:
+            self.records.forget()
+        self.vitals.step = self.replica.step
+        return True
+
     def _begin_formation(self, header: dict[str, Any]) -> groups.Formation:
         spec = self.spec
         host, port = header["store"]
@@ -313,6 +365,8 @@ class Member:
 
     def _reach(self, header: dict[str, Any], payload: bytes) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
+        if self.replica.sharded is not None:
+            return
         if header["vote"] is not None and self.prepared is not None:
             names = tuple(header["vote"]["log_names"])
             layout = replace(self.prepared.layout, log_names=names)
@@ -345,6 +399,10 @@ class Member:
 
     # --- following and being followed --------------------------------------------------------
     def _follow(self, header: dict[str, Any]) -> None:
+        if self.replica.sharded is not None:  # its rows come when the generation forms
+            self.replica.sharded.forget()
+            self.link.send("synced", step=self.replica.step)
+            return
         self._unfollow()
         try:
             self._following = Following(

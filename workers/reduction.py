@@ -331,7 +331,7 @@ class CarryStack:
         is_new = True
         while self._stack and self._stack[-1][0].is_left_sibling_of(block):
             left, totals = self._stack.pop()
-            torch._foreach_add_(totals, tensors)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(totals, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
             block, tensors, is_new = left.parent, totals, False
         self._stack.append((block, [t.clone() for t in tensors] if is_new else list(tensors)))
 

@@ -22,7 +22,7 @@ from workers.loss import check_loss
 from workers.member import Member
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.reducers import Reducer
 from workers.saver import Saving
 from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
 
@@ -176,18 +176,7 @@ class Session:
             if self._reducer is not None:
                 self._reducer.close()
                 self._reducer = None  # its memory may serve the next one
-            assert member.group is not None
-            buffers = member.replica.buffers.floating
-            if self._spec.reduction == "bitwise":
-                self._reducer = BitwiseReducer(
-                    self._parameters,
-                    buffers,
-                    member.group,
-                    member.ids,
-                    self._spec.num_microbatches,
-                )
-            else:
-                self._reducer = FastReducer(self._parameters, buffers, member.group)
+            self._reducer = member.new_reducer(self._parameters)
             self._reducer_of = key
         return self._reducer
 
@@ -211,6 +200,8 @@ class Step:
         self._reducer: Reducer | None = None
         self._has_iterated = False
         self._is_awaiting_backward = False
+        self._num_passes_left = 0
+        self._is_echo = False
 
     def __enter__(self) -> "Step":
         self._session._open = self
@@ -257,22 +248,34 @@ class Step:
         self._reducer.begin()
         member.replica.buffers.begin_step()
         session._assign_loader()
-        for microbatch_id in member.ids:
+        for self._num_passes_left in reversed(range(member.num_passes)):
             self._vitals.enter("data")
-            loaded = session._loader.next(
-                self._from_step, microbatch_id, lambda: member.is_cancelled
-            )
-            session.attempt = loaded
+            loaded = self._next_batch()
             batch = to_device(loaded.batch, member.device)
             member.replica.buffers.begin_microbatch()
-            seed_microbatch(session._spec.seed, self._from_step, microbatch_id)
+            seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
             yield batch
             if self._is_awaiting_backward:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
             self._check_cancelled()
-        session.attempt = None
+            if self._is_echo:
+                session._logged = {}
+        session.attempt, self._is_echo = None, False
+
+    def _next_batch(self) -> LoadedBatch:
+        """The next micro-batch; where the other ranks have one more, an echo of the last one."""
+        session, member = self._session, self._member
+        self._is_echo = len(self._losses) == len(member.ids)
+        if self._is_echo:
+            self._keep_late_values()
+            assert session.attempt is not None
+            return session.attempt
+        microbatch_id = member.ids[len(self._losses)]
+        is_cancelled = lambda: member.is_cancelled  # noqa: E731
+        session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
+        return session.attempt
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
         """Gradients of one micro-batch's loss.
@@ -286,11 +289,17 @@ class Step:
         total, weight = check_loss(loss)
         self._check_cancelled()
         attempt = session.attempt
-        is_last = attempt.microbatch_id == member.ids[-1]
-        self._reducer.before_backward(is_last)
-        total.backward()
-        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
+        self._reducer.before_backward(not self._num_passes_left)
+        try:
+            total.backward()
+        except Exception:
+            self._check_cancelled()  # a sharded backward met a lost peer
+            raise
         self._is_awaiting_backward = False
+        if self._is_echo:
+            self._reducer.after_echo()
+            return
+        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
         self._losses.append((total.detach(), weight, attempt.rows, session._logged))
         session._logged = {}
 
@@ -369,11 +378,8 @@ class Step:
     def _take_records(self) -> list[MicrobatchRecord]:
         """Losses come to the host here, once per step. Values logged after the last backward
         belong to the last micro-batch."""
-        session, member = self._session, self._member
-        if session._logged:
-            total, weight, rows, logged = self._losses[-1]
-            self._losses[-1] = (total, weight, rows, {**logged, **session._logged})
-            session._logged = {}
+        member = self._member
+        self._keep_late_values()
         losses = torch.stack([t.double() for t, *_ in self._losses]).tolist()
         hashes = member.replica.buffers.integer_hashes()
         return [
@@ -382,6 +388,12 @@ class Step:
                 member.ids, losses, self._losses, hashes, strict=True
             )
         ]
+
+    def _keep_late_values(self) -> None:
+        if self._session._logged:
+            total, weight, rows, logged = self._losses[-1]
+            self._losses[-1] = (total, weight, rows, {**logged, **self._session._logged})
+            self._session._logged = {}
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:

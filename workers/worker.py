@@ -29,7 +29,7 @@ from workers.link import ControllerLink
 from workers.loader import Loader, LoaderLost
 from workers.loop import fit
 from workers.loss import check_loss
-from workers.member import Member, RunEnded
+from workers.member import Member, RolledBack, RunEnded
 from workers.peer import PeerServer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
@@ -140,12 +140,20 @@ class Worker:
             device=str(device),
             peer_address=peers.address,
         )
-        self._vitals.enter("user")
-        (loop or fit)(session)
-        member.is_done = True
-        if not member.has_joined:
-            raise RuntimeError("the training loop returned without a step; loop over next_step()")
-        while True:  # a loss may ask for one more generation, in which there is nothing to do
+        returned_at = spec.steps
+        while True:  # a loss may ask for one more generation, in which there is nothing to do,
+            if self._replica.step < returned_at:  # or, after a roll back, steps to be done again
+                member.is_done = False
+                self._vitals.enter("user")
+                try:
+                    (loop or fit)(session)
+                except RolledBack:
+                    continue
+                member.is_done, returned_at = True, self._replica.step
+                if not member.has_joined:
+                    raise RuntimeError(
+                        "the training loop returned without a step; loop over next_step()"
+                    )
             self._link.send(
                 "done", generation=member.generation, rank=member.rank, step=self._replica.step
             )
@@ -165,10 +173,12 @@ class Worker:
         """
         self._is_warm = True
         self._try_microbatch()
-        if self._replica.step > recorded_step:
+        if self._replica.step > recorded_step and self._replica.sharded is None:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        if self._replica.sharded is not None:
+            return self._replica.sharded.load(catalogue)
         try:
             return load_newest(catalogue, self._replica)
         except ValueError as error:  # the files are good, but of another model
@@ -184,6 +194,8 @@ class Worker:
     def _try_microbatch(self) -> None:
         """Forward and backward of the first micro-batch; nothing of it stays."""
         replica = self._replica
+        if replica.sharded is not None and not replica.sharded.is_whole:
+            return
         loaded = self._loader.fetch(0, 0)
         batch = to_device(loaded.batch, replica.parameters[0].device)
         replica.buffers.begin_step()
@@ -198,6 +210,8 @@ class Worker:
         finally:
             replica.drop_gradients()
             replica.buffers.restore_all()
+            if replica.sharded is not None:
+                replica.sharded.model.reset()
             if self._session is not None:
                 self._session.forget_logged()
 
@@ -223,6 +237,8 @@ class Worker:
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
+        if member.replica.sharded is not None:
+            return member.replica.sharded.weights_sha256()
         return weights_sha256(member.replica.model)
 
     def _rest(self) -> None:

@@ -15,6 +15,13 @@ def is_sharded(parallel: str) -> bool:
     return parallel in SHARDED
 
 
+def rows_of(num_rows: int, num_ranks: int, rank: int) -> range:
+    """The rows of a tensor that `rank` of the shard axis holds, as FSDP2 cuts it: 8 over 3
+    gives 3, 3, 2; 4 over 3 gives 2, 2, 0."""
+    each = -(-num_rows // num_ranks)
+    return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """One axis: the state is sharded over all ranks, or every rank holds it all ("ddp")."""
@@ -32,11 +39,13 @@ class Mesh:
             return range(rank, num_microbatches, self.world_size)
         return microbatch_ids(num_microbatches, self.world_size, rank)
 
-    def num_passes(self, num_microbatches: int) -> int:
-        """Forward and backward passes of every sharded rank, echoes included."""
-        return -(-num_microbatches // self.world_size)
+    def num_passes(self, num_microbatches: int, rank: int) -> int:
+        """Forward and backward passes of `rank` in a step. Where every pass exchanges parameters,
+        all make as many, and who has no id left makes an echo."""
+        if self.parallel == "fsdp":
+            return -(-num_microbatches // self.world_size)
+        return len(self.ids(num_microbatches, rank))
 
     def rows(self, num_rows: int, rank: int) -> range:
         """The rows (elements of dim 0) of a sharded tensor that `rank` holds, as FSDP2 cuts it."""
-        each = -(-num_rows // self.world_size)
-        return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
+        return rows_of(num_rows, self.world_size, rank)

@@ -5,6 +5,7 @@ slices is the strategy's business (fsdp.py).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -25,8 +26,14 @@ class FlatGroup(Group, Protocol):
 class Collectives:
     """One generation's group as FSDP2's hooks use it, in the middle of the user's forward."""
 
-    def __init__(self, group: FlatGroup, on_lost: Callable[[PeerLost], NoReturn]) -> None:
-        self._group, self._on_lost = group, on_lost
+    def __init__(
+        self,
+        group: FlatGroup,
+        on_lost: Callable[[PeerLost], NoReturn],
+        gathering: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """gathering: entered while this rank waits for its peers (workers/vitals.py)."""
+        self._group, self._on_lost, self._gathering = group, on_lost, gathering
         self.rank, self.world_size = group.rank, group.world_size
         self.sent_bytes = 0
         """What this rank has sent to others."""
@@ -44,7 +51,8 @@ class Collectives:
 
     def _wait(self, launch: Callable[[], Pending]) -> None:
         try:
-            launch().wait()
+            with self._gathering():
+                launch().wait()
         except PeerLost as error:
             self._on_lost(error)
 

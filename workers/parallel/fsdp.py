@@ -1,4 +1,4 @@
-""""fsdp" (ZeRO-3): parameters, gradients and optimizer state are sharded; every pass gathers the
+""" "fsdp" (ZeRO-3): parameters, gradients and optimizer state are sharded; every pass gathers the
 parameters twice and sends the gradient's slices to their owners.
 
 In round r the ranks compute ids r * W, r * W + 1, ..., which are neighbours in the canonical tree,
@@ -16,7 +16,8 @@ from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
 from workers.parallel.buffer_sums import BufferSums
 from workers.parallel.collectives import Collectives, GradientSlices
-from workers.parallel.sharded_model import ShardedModel, local
+from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.shards import local
 from workers.parallel.usage import Usage
 from workers.reducers import Reduced
 from workers.reduction import CarryStack

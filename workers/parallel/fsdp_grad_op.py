@@ -1,4 +1,4 @@
-""""fsdp-grad-op" (ZeRO-2): a step gathers the parameters once and keeps them; gradients add up
+""" "fsdp-grad-op" (ZeRO-2): a step gathers the parameters once and keeps them; gradients add up
 whole and go to their owners once, when all passes are done.
 
 A rank's ids are contiguous, as in DDP. Wrapping is sharded_model.py's.

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import DTensor
 
 from elastic.protocol.errors import WrongInput
 from workers.parallel.collectives import Collectives, ParameterGather
@@ -110,21 +109,6 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
     param.all_gather_outputs = []
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, or the tensor itself; shares its memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def like(local_rows: Tensor, sharded: DTensor) -> DTensor:
-    """`local_rows` as a tensor that is sharded as `sharded` is and has its global shape."""
-    meta = sharded._spec.tensor_meta
-    assert meta is not None
-    spec = cast(Any, sharded._spec)
-    if meta.dtype != local_rows.dtype:
-        spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local_rows.dtype))
-    return DTensor(local_rows, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

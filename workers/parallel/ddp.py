@@ -1,0 +1,23 @@
+""" "ddp": every rank holds the whole state; gradients meet in one all-reduce or in the tree."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from elastic.protocol.seams import WorkerSpec
+from workers.groups import AnyGroup
+from workers.reducers import BitwiseReducer, FastReducer, Reducer
+
+
+def ddp_reducer(
+    spec: WorkerSpec,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    group: AnyGroup,
+    mesh: Mesh,
+) -> Reducer:
+    if spec.reduction == "fast":
+        return FastReducer(parameters, buffers, group)
+    ids = mesh.ids(spec.num_microbatches, group.rank)
+    return BitwiseReducer(parameters, buffers, group, ids, spec.num_microbatches)
