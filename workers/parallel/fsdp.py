@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
-from workers.parallel.buffer_sums import BufferSums
 from workers.parallel.collectives import Collectives, GradientSlices
+from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
 from workers.parallel.usage import Usage
@@ -40,7 +40,8 @@ class FsdpReducer:
     ) -> None:
         self._model, self._parameters = model, tuple(parameters.values())
         self._is_bitwise = is_bitwise
-        self._buffers = BufferSums(buffers, group, mesh, num_microbatches)
+        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
         self._usage = Usage(model, self._parameters)
         self._world_size, self._num_microbatches = mesh.world_size, num_microbatches
         self._round = 0
@@ -53,6 +54,7 @@ class FsdpReducer:
         self._model.reset()
         self._buffers.begin()
         self._usage.begin()
+        self._scalars.begin()
         self._round = 0
         for fold in self._folds:
             fold.begin()
@@ -65,22 +67,25 @@ class FsdpReducer:
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
         self._buffers.add(microbatch_id, buffers)
         self._usage.keep()
+        self._scalars.keep(microbatch_id)
         self._end_pass()
 
     def after_echo(self) -> None:
         self._usage.drop()
+        self._scalars.drop()
         self._end_pass()
 
     def has_gradient(self) -> list[bool]:
         return self._usage.used
 
     def finish(self) -> Reduced:
-        buffers = self._buffers.finish()
+        buffers, scalars = self._buffers.finish(), self._scalars.finish()
         if self._is_bitwise:
             for fold in self._folds:
                 fold.finish()
         self._model.release()
-        return Reduced(tuple(p.grad for p in self._parameters), buffers)
+        gradients = (scalars.get(i, p.grad) for i, p in enumerate(self._parameters))
+        return Reduced(tuple(gradients), buffers)
 
     def close(self) -> None:
         self._usage.close()

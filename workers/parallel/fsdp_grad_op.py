@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
-from workers.parallel.buffer_sums import BufferSums
+from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.usage import Usage
 from workers.reducers import Reduced
@@ -36,11 +36,14 @@ class FsdpGradOpReducer:
         self._model, self._group, self._mesh = model, group, mesh
         self._num_microbatches, self._is_bitwise = num_microbatches, is_bitwise
         self._parameters = tuple(parameters.values())
-        self._buffers = BufferSums(buffers, group, mesh, num_microbatches)
+        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
         self._usage = Usage(model, self._parameters)
         by_id = {id(p.sharded_param): p for p in model.params()}
-        self._params: list[Any] = [by_id[id(p)] for p in self._parameters]
-        self._layout = FlatLayout(self._pieces(parameters))
+        sharded = {n: p for n, p in parameters.items() if id(p) in by_id}
+        self._indices = [i for i, p in enumerate(self._parameters) if id(p) in by_id]
+        self._params: list[Any] = [by_id[id(p)] for p in sharded.values()]
+        self._layout = FlatLayout(self._pieces(sharded))
         ids = mesh.ids(num_microbatches, group.rank)
         # In fast mode a single leaf holds the sum of all passes.
         self._fold = TreeFold(self._layout, ids if is_bitwise else range(1), num_microbatches)
@@ -62,6 +65,7 @@ class FsdpGradOpReducer:
         self._model.reset()
         self._buffers.begin()
         self._usage.begin()
+        self._scalars.begin()
         self._fold.begin()
 
     def before_backward(self, is_last: bool) -> None:
@@ -70,6 +74,7 @@ class FsdpGradOpReducer:
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
         self._buffers.add(microbatch_id, buffers)
         self._usage.keep()
+        self._scalars.keep(microbatch_id)
         if self._is_bitwise:
             self._add(microbatch_id)
 
@@ -80,19 +85,19 @@ class FsdpGradOpReducer:
         return self._usage.used
 
     def finish(self) -> Reduced:
-        buffers = self._buffers.finish()
+        buffers, scalars = self._buffers.finish(), self._scalars.finish()
         if not self._is_bitwise:
             self._add(0)
         self._model.release()
-        gradients: list[Tensor | None] = [None] * len(self._params)
+        gradients = [scalars.get(i) for i in range(len(self._parameters))]
         for part, flat in zip(self._layout.parts, self._to_owners(), strict=True):
             mine = part.leaves[self._leaves_of(part.leaves, self._group.rank)]
             sizes = [self._layout.shapes[i].numel() for i in mine]
             for leaf, rows in zip(mine, flat.split(sizes), strict=True):
-                i = leaf % len(self._params)
-                shape = self._layout.shapes[leaf]
-                value = rows.view(shape).to(self._parameters[i].dtype)
-                gradients[i] = self._params[i].to_sharded_dtensor(value)
+                param = self._params[leaf % len(self._params)]
+                value = rows.view(self._layout.shapes[leaf]).to(param.sharded_param.dtype)
+                index = self._indices[leaf % len(self._params)]
+                gradients[index] = param.to_sharded_dtensor(value)
         return Reduced(tuple(gradients), buffers)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.parallel.shards import local
+from workers.parallel.shards import is_shard, local
 from workers.randomness import seed_module
 from workers.replica import Replica
 
@@ -42,9 +42,11 @@ class Initial:
         targets = {name: p for name, p in replica.model.named_parameters()}
 
         def put(name: str, whole: Tensor) -> None:
-            target = local(targets[name].detach())
-            rows = mesh.rows(whole.shape[0], rank)
-            target.copy_(whole[rows.start : rows.stop])
+            target = targets[name].detach()
+            if is_shard(target):
+                rows = mesh.rows(whole.shape[0], rank)
+                whole = whole[rows.start : rows.stop]
+            local(target).copy_(whole)
 
         others = dict(self._others)
         if self.is_deferred:

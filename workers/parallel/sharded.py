@@ -29,7 +29,7 @@ from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.initial import Initial
 from workers.parallel.reshard import Place, exchange
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import Kind, RowsLost, kinds_of, like, local, pattern_of
+from workers.parallel.shards import Kind, RowsLost, is_shard, kinds_of, like, local, pattern_of
 from workers.reducers import Reducer
 from workers.replica import Replica
 
@@ -229,8 +229,11 @@ class Sharded:
         assert self._group is not None
         group = self._group
         mesh = Mesh(self._spec.parallel, group.world_size)
-        mine = row_squares([local(g) for g in gradients])
-        rows = [g.shape[0] for g in gradients]
+        is_mine = [is_shard(g) or group.rank == 0 for g in gradients]  # scalars count once
+        mine = row_squares(
+            [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
+        )
+        rows = [g.shape[0] if g.dim() else 1 for g in gradients]
         sizes = [sum(len(mesh.rows(n, r)) for n in rows) for r in range(group.world_size)]
         gathered = [mine.new_empty(size) for size in sizes]
         group.all_gather(gathered, mine).wait()
@@ -241,7 +244,7 @@ class Sharded:
 
     # --- the end ------------------------------------------------------------------------------
     def weights_sha256(self) -> str:
-        """As `workers.digest.weights_sha256`; rank 0 holds one whole tensor at a time. A collective."""
+        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
         assert self._group is not None
         group = self._group
         mesh = Mesh(self._spec.parallel, group.world_size)

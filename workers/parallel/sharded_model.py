@@ -32,9 +32,11 @@ class ShardedModel:
         _check(model)
         self.model, self.device = model, device
         mesh = shard_mesh(device, 0, 1)
+        scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
         for block in blocks_of(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=not keeps_parameters)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+            fully_shard(block, reshard_after_forward=not keeps_parameters, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
         self.rank, self.world_size = 0, 1
         self.groups: list[Any] = []
         for module in self.modules():
@@ -144,10 +146,6 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if not parameter.dim():
-            raise WrongInput(
-                f"parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
-            )
         if not parameter.is_contiguous():
             raise WrongInput(f"parameter {name!r} is not contiguous, which cannot be sharded")
     if isinstance(model, nn.ModuleList | nn.ModuleDict):

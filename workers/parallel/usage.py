@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.shards import is_shard
 
 
 class Usage:
@@ -17,6 +18,9 @@ class Usage:
         self._hooks: dict[int, RemovableHandle] = {}
         self._in_pass: set[int] = set()
         self.used = [False] * len(parameters)
+        for index, parameter in enumerate(parameters):
+            if not is_shard(parameter):
+                self._hooks[index] = self._hook(index, parameter)
 
     def begin(self) -> None:
         self.used = [False] * len(self.used)
