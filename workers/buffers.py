@@ -117,6 +117,11 @@ class TrackedBuffers:
         for i, name in enumerate(self.names):
             self._is_tracked[i] = self._is_tracked[i] or name in added
 
+    def track_only(self, names: Iterable[str]) -> None:
+        """Another state was taken over: the tracked set is that state's."""
+        self._is_tracked = [False] * len(self.names)
+        self.track(names)
+
     @torch.no_grad()
     def begin_step(self) -> None:
         """Before the first micro-batch of every attempt at a step."""

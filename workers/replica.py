@@ -198,5 +198,5 @@ class Replica:
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]
         self.log_names = tuple(header["log_names"])
-        self.buffers.track(header["tracked"])
+        self.buffers.track_only(header["tracked"])
         self.buffers.refresh()

@@ -7,7 +7,7 @@ their holder, all find out alike (`RowsLost`), and the run goes back to a checkp
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +36,7 @@ from workers.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a worker has of the state after `step` committed steps.
+    """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
     kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `rank` of
     `world_size`.
@@ -113,6 +113,8 @@ class Sharded:
 
         mesh = Mesh(self._spec.parallel, group.world_size)
         device = self.model.device
+        if self.holding.kind == "rows":
+            self.holding = replace(self.holding, step=self._replica.step)
         claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
         self.model.reset()
         references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
