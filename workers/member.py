@@ -6,7 +6,7 @@ inside a step is workers/session.py's; what it means for the state is workers/re
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,16 @@ import numpy as np
 import torch
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.membership import worker_name
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
+from workers.copying import Copying
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
-from workers.parallel.ddp import ddp_reducer
 from workers.parallel.shards import RowsLost
-from workers.peer import Follower, Following, PeerServer
+from workers.peer import Follower, PeerServer
 from workers.records import Records
-from workers.reducers import Reducer
 from workers.replica import Replica, Update
 from workers.saver import Saver
 from workers.vitals import Vitals
@@ -80,8 +78,7 @@ class Member:
         self._aborted = 0  # generation; written by the link's thread
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
-        self._following: Following | None = None
-        self._is_synced = False
+        self._copying = Copying(spec, replica, link, vitals, device, self._on_replaced)
         self.records = Records(link, spec.global_batch)
 
     # --- called by the link's thread -------------------------------------------------
@@ -124,25 +121,18 @@ class Member:
         """Of a step, on this rank."""
         return self.mesh.num_passes(self.spec.num_microbatches, self.rank)
 
-    def new_reducer(self, parameters: Mapping[str, torch.nn.Parameter]) -> Reducer:
-        """For this generation, whose group has formed."""
-        assert self.group is not None
-        if self.replica.sharded is not None:
-            return self.replica.sharded.reducer(parameters, self.mesh, self.group)
-        buffers = self.replica.buffers.floating
-        return ddp_reducer(self.spec, parameters, buffers, self.group, self.mesh)
-
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
         assert self.group is not None
         if not self.group.is_abandoned:
             self.group.abandon()
-            self.link.send(
-                "collective_failed",
-                generation=self.generation,
-                rank=self.rank,
-                message=str(error)[:500],
-            )
+            self._say_failed(error)
+
+    def _say_failed(self, error: PeerLost) -> None:
+        message = str(error)[:500]
+        self.link.send(
+            "collective_failed", generation=self.generation, rank=self.rank, message=message
+        )
 
     def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """Apply a prepared step with its completed vote, feed followers, report."""
@@ -201,7 +191,7 @@ class Member:
         """The deadline of this wait is the lease: without a controller the process ends."""
         while True:
             self._take_on_newcomers()
-            self._apply_received()
+            self._copying.apply_received()
             header, payload = self.link.commands.get()
             if header["type"] != "wake":
                 return header, payload
@@ -214,7 +204,7 @@ class Member:
         """One command. True once a new generation has formed."""
         match header["type"]:
             case "load":
-                self._unfollow()
+                self._copying.stop()
                 damaged = self._on_load(header["place"], header["recorded_step"])
                 self.vitals.step = self.replica.step
                 self.link.send(
@@ -261,13 +251,17 @@ class Member:
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
         self.saver.save_now(self.replica, self)
-        sha256 = self._on_finish(self, header["log_folder"])
-        self.vitals.enter("lobby")
+        try:
+            sha256 = self._on_finish(self, header["log_folder"])
+        except PeerLost as error:  # of a sharded state nobody can say the hash now
+            self.collective_failed(error)
+            return
+        finally:
+            self.vitals.enter("lobby")
         self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
 
     # --- forming ---------------------------------------------------------------------------
     def _form(self, header: dict[str, Any], payload: bytes) -> bool:
-        spec = self.spec
         self.generation, self.rank = header["generation"], header["rank"]
         self.world_size = header["world_size"]
         self.link.recorded_step = header["recorded_step"]  # lower than before after a roll back
@@ -284,53 +278,55 @@ class Member:
         try:
             self._reach(header, payload)
         except PeerLost as error:
-            self._unfollow()
+            self._copying.stop()
             self.link.send("sync_failed", reason=str(error))
             return False
         state_s = time.monotonic() - began
+        if not self._join_group():
+            return False
+        began = time.monotonic()
+        if not self._enter_shard(header):
+            return False
+        self._copying.stop()
+        self._say_joined(header, state_s + time.monotonic() - began)
+        return True
+
+    def _join_group(self) -> bool:
+        """False if forming failed, which the controller knows then."""
         try:
             formation = self._formation
-            group = groups.Alone() if formation is None else formation.wait(spec.join_timeout_s)
+            alone = groups.Alone()
+            group = alone if formation is None else formation.wait(self.spec.join_timeout_s)
         except PeerLost as error:
             if self._aborted < self.generation:
-                self.link.send(
-                    "collective_failed",
-                    generation=self.generation,
-                    rank=self.rank,
-                    message=str(error)[:500],
-                )
+                self._say_failed(error)
             return False
         self._formation = None
         self.group = group
         if self._aborted >= self.generation:
             group.abandon()
             return False
-        if not self._enter_shard(group, header):
-            return False
-        self._unfollow()
+        return True
+
+    def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
         self.should_pause = bool(header["then_pause"])
         evaluation = header["evaluation"]
         self.peer_evaluation = tuple(evaluation) if evaluation else None
         self.has_joined = True
-        log.info(
-            "generation=%d step=%d rank=%d world_size=%d joined",
-            self.generation,
-            self.replica.step,
-            self.rank,
-            self.world_size,
-        )
+        where = (self.generation, self.replica.step, self.rank, self.world_size)
+        log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         self.link.send(
             "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
         )
         if self.rank == 0:
             self.records.repeat(self.generation, header["recorded_step"])
-        return True
 
-    def _enter_shard(self, group: AnyGroup, header: dict[str, Any]) -> bool:
+    def _enter_shard(self, header: dict[str, Any]) -> bool:
         """Where the state is sharded: get this rank's rows of it. False if that failed."""
-        sharded, step = self.replica.sharded, header["step"]
+        sharded, step, group = self.replica.sharded, header["step"], self.group
         if sharded is None:
             return True
+        assert group is not None
         is_back = self.replica.step > step
         try:
             sharded.enter(
@@ -343,9 +339,9 @@ class Member:
         except PeerLost as error:
             self.collective_failed(error)
             return False
-        self.prepared = None
         if is_back:
-            self.records.forget()
+            self._on_replaced()
+        self.prepared = None
         self.vitals.step = self.replica.step
         return True
 
@@ -374,73 +370,20 @@ class Member:
             prepared = replace(self.prepared, layout=layout)
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
-        deadline = time.monotonic() + self.spec.join_timeout_s
-        while self.replica.step != header["step"]:
-            following = self._following
-            if following is not None:
-                following.arrived.clear()
-                if not following.received.empty():
-                    self._apply_received()
-                    continue
-            left_s = deadline - time.monotonic()
-            if (
-                following is None
-                or following.failure
-                or left_s <= 0
-                or self.replica.step > header["step"]
-            ):
-                raise PeerLost(
-                    f"{worker_name(self.spec.worker)} stands at step {self.replica.step} and "
-                    f"cannot reach step {header['step']}"
-                )
-            if self._aborted >= self.generation:
-                return
-            following.arrived.wait(min(left_s, 0.05))
+        self._copying.catch_up(header["step"], lambda: self._aborted >= self.generation)
 
     # --- following and being followed --------------------------------------------------------
     def _follow(self, header: dict[str, Any]) -> None:
-        if self.replica.sharded is not None:  # its rows come when the generation forms
+        if self.replica.sharded is None:
+            self._copying.start(header["address"], self.wake)
+        else:  # its rows come when the generation forms
             self.replica.sharded.forget()
             self.link.send("synced", step=self.replica.step)
-            return
-        self._unfollow()
-        try:
-            self._following = Following(
-                tuple(header["address"]),
-                token=self.spec.token,
-                worker=self.spec.worker,
-                timeout_s=self.spec.join_timeout_s,
-                wake=self.wake,
-            )
-        except (OSError, TypeError) as error:
-            self.link.send("sync_failed", reason=f"cannot reach the source: {error}")
 
-    def _unfollow(self) -> None:
-        if self._following is not None:
-            self._following.close()
-        self._following, self._is_synced = None, False
-
-    def _apply_received(self) -> None:
-        following = self._following
-        if following is None:
-            return
-        while not following.received.empty():
-            header, tensors = following.received.get()
-            if header["type"] == "snapshot":
-                self.replica.restore(header, tensors)
-                self.prepared = None
-                self.records.forget()
-            elif header["step"] == self.replica.step + 1:
-                self.replica.apply(Update.from_frame(header, tensors, self.device))
-                following.memory.give(tensors)
-            self.vitals.step = self.replica.step
-            if header["queued"] == 0 and not self._is_synced:
-                self._is_synced = True
-                self.link.send("synced", step=self.replica.step)
-        if following.failure and self.vitals.phase == "lobby":
-            failure = following.failure
-            self._unfollow()
-            self.link.send("sync_failed", reason=failure)
+    def _on_replaced(self) -> None:
+        """The state is another one now, a peer's or a checkpoint's."""
+        self.prepared = None
+        self.records.forget()
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""

@@ -14,7 +14,7 @@ def test_a_sharded_run_that_grows_and_loses_a_member_has_the_weights_of_ddp(
     options = {"steps": 120, "set": ["sleep=0.01"], "clip_norm": 1.0, "checkpoint_every": 20}
     with start("Toy", workers="2..3", parallel=parallel, **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
-        before = run.wait_for(lambda s: s["committed_checkpoint"])
+        before = run.wait_for(lambda s: s["step"] - (s["committed_checkpoint"] or 99) > 5)
         run.kill(rank=1)
         run.wait_for(lambda s: s["generation"] > before["generation"] and s["world_size"] == 2)
         run.wait_for(lambda s: s["world_size"] == 3)
@@ -25,13 +25,11 @@ def test_a_sharded_run_that_grows_and_loses_a_member_has_the_weights_of_ddp(
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert_complete(run, 120)
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"]
-    assert 0 < end["result"]["lost_steps"] <= 60
+    assert 5 < end["result"]["lost_steps"] <= 40
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
-def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(
-    start, reference, tmp_path, where
-):
+def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
     settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
     with start("DiesOnce", workers="2..3", parallel="fsdp", set=settings) as run:
         end = run.finish()
