@@ -10,7 +10,7 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
-from workers.parallel.initial import Initial, initialise_modules, settle_buffers
+from workers.parallel.initial import Initial, initialise_modules, settle_small
 from workers.randomness import seed_microbatch
 from workers.replica import Replica
 
@@ -27,12 +27,12 @@ def build_replica(workload: Any, spec: WorkerSpec, device: torch.device) -> Repl
         # Imported here: replicas need not pay for FSDP2.
         from workers.parallel.sharded_model import ShardedModel
 
-        settle_buffers(model, device)
+        settle_small(model, device)
         model = model if is_meta else model.to(device)
         keeps_parameters = spec.parallel == "fsdp-grad-op"
         sharded_model = ShardedModel(model, device, keeps_parameters=keeps_parameters)
     elif is_meta:
-        settle_buffers(model, device)
+        settle_small(model, device)
         model = _materialised(model, workload, spec, device)
     else:
         model = model.to(device)
@@ -124,7 +124,6 @@ ELEMENTWISE = (
     torch.optim.Adamax,
     torch.optim.Adadelta,
     torch.optim.RMSprop,
-    torch.optim.Rprop,
     torch.optim.ASGD,
 )
 """Whose step on a shard gives the bits of the step on the whole (tests/workers/test_shards.py)."""

@@ -102,9 +102,17 @@ def initialise_modules(
                 put(f"{name}.{key}" if name else key, value.detach())
 
 
-def settle_buffers(model: nn.Module, device: torch.device) -> None:
-    """Memory, zero-filled, for buffers that were built on the meta device."""
+def settle_small(model: nn.Module, device: torch.device) -> None:
+    """Memory, zero-filled, for what was built on the meta device and is never sharded: buffers and
+    scalar parameters."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta and not p.dim():
+                if p not in made:
+                    zero = torch.zeros((), dtype=p.dtype, device=device)
+                    made[p] = nn.Parameter(zero, requires_grad=p.requires_grad)
+                module._parameters[key] = made[p]
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

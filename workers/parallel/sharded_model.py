@@ -103,8 +103,12 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
         param.post_forward_mesh_info = mesh
         param._init_sharded_post_forward_param_metadata(whole)
     padded = torch.zeros(param.padded_sharded_param_size, dtype=kept.dtype, device=device)
-    kept._spec = param.sharded_param._spec
-    kept._local_tensor = padded.narrow(0, 0, param.sharded_size[0])
+    rows = padded.narrow(0, 0, param.sharded_size[0])
+    if kept.is_meta:  # a DTensor keeps the device that it was made with
+        made = nn.Parameter(param.to_sharded_dtensor(rows), requires_grad=kept.requires_grad)
+        torch.utils.swap_tensors(kept, made)
+    else:
+        kept._spec, kept._local_tensor = param.sharded_param._spec, rows
     param._sharded_param_data = padded.view(-1)
     param.sharded_param = kept
     param._setattr_on_modules(kept)
