@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, cast
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
 PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:\d+|pp:\d+")
+AVAILABLE = ("ddp", "fsdp", "fsdp-grad-op")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
@@ -221,7 +222,8 @@ class RunConfig:
         object.__setattr__(self, "keep", keep)
 
     def _check_available(self) -> None:
-        not_yet("parallel", self.parallel, default="ddp")
+        if self.parallel not in AVAILABLE:
+            not_yet("parallel", self.parallel, default="ddp")
         not_yet("precision", self.precision, default="fp32")
         not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
         not_yet("offload", self.offload, default=False)

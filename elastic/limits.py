@@ -1,10 +1,15 @@
-"""From a RunConfig to the limits of its decisions: every wait derives from `detect_s`.
+"""From a RunConfig to the limits of its decisions and to what its workers are told: every wait
+derives from `detect_s`.
 
 The settings are config.py's, what the limits do is elastic/control's.
 """
 
+from typing import Any
+
 from elastic.config import RunConfig
 from elastic.control.state import Limits
+from elastic.protocol.mesh import is_sharded
+from elastic.protocol.seams import WorkerSpec
 
 UNLIMITED_S = 24 * 3600.0
 
@@ -21,8 +26,41 @@ def limits_of(config: RunConfig) -> Limits:
         end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
         confirm_timeout_s=detect_s or 30.0,
         must_save=config.on_storage_error == "fail",
+        is_sharded=is_sharded(config.parallel),
     )
 
 
 def heartbeat_s(config: RunConfig) -> float:
     return min(0.5, (config.detect_s or 3.0) / 6)
+
+
+def worker_spec(
+    config: RunConfig, order: dict[str, Any], worker: int, controller: tuple[str, int], place: str
+) -> WorkerSpec:
+    """order: what the driver has submitted (elastic/run.py). place: the run directory."""
+    return WorkerSpec(
+        worker=worker,
+        run_id=order["run_id"],
+        token=order["token"],
+        controller=controller,
+        device=order["device"],
+        num_threads=config.cpus_per_worker,
+        folder=order["folder"],
+        place=place,
+        steps=config.steps,
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        parallel=config.parallel,
+        reduction=config.reduction,
+        clip_norm=config.clip_norm,
+        seed=config.seed,
+        eval_every=config.eval_every,
+        checkpoint_every=config.checkpoint_every,
+        has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
+        max_nonfinite=config.faults.max_nonfinite,
+        detect_s=config.detect_s,
+        heartbeat_s=heartbeat_s(config),
+        join_timeout_s=limits_of(config).join_timeout_s,
+        operation_timeout_s=100 * (config.detect_s or UNLIMITED_S / 100),
+        lease_s=10 * (config.detect_s or 60.0),
+    )

@@ -19,7 +19,7 @@ from elastic.control.replay import is_news
 from elastic.control.state import Decision
 from elastic.control.transition import start
 from elastic.curves import Curves
-from elastic.limits import UNLIMITED_S, heartbeat_s, limits_of
+from elastic.limits import limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.feed import end_feed
@@ -178,32 +178,7 @@ class Supervisor:
         )
 
     def _spec_of(self, worker: int) -> WorkerSpec:
-        config = self.config
-        return WorkerSpec(
-            worker=worker,
-            run_id=self.order["run_id"],
-            token=self.order["token"],
-            controller=self._controller_address,
-            device=self.order["device"],
-            num_threads=config.cpus_per_worker,
-            folder=self.order["folder"],
-            place=self._place(),
-            steps=config.steps,
-            global_batch=config.global_batch,
-            micro_batch=config.micro_batch,
-            reduction=config.reduction,
-            clip_norm=config.clip_norm,
-            seed=config.seed,
-            eval_every=config.eval_every,
-            checkpoint_every=config.checkpoint_every,
-            has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
-            max_nonfinite=config.faults.max_nonfinite,
-            detect_s=config.detect_s,
-            heartbeat_s=heartbeat_s(config),
-            join_timeout_s=self.limits.join_timeout_s,
-            operation_timeout_s=100 * (config.detect_s or UNLIMITED_S / 100),
-            lease_s=10 * (config.detect_s or 60.0),
-        )
+        return worker_spec(self.config, self.order, worker, self._controller_address, self._place())
 
     # --- what goes on record ----------------------------------------------------------
     async def _on_loaded(self, step: int, damaged: list[Damage]) -> str:
@@ -386,8 +361,8 @@ class Supervisor:
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None
-        loss = self.last_metrics.get("loss")
-        return result_of(finished, self.decision, self.account, loss, self.lost_steps)
+        said = (self.last_metrics.get("loss"), self.lost_steps)
+        return result_of(finished, self.decision, self.account, *said)
 
     async def _close_files(self, result: dict[str, Any]) -> None:
         directory, decision = self.directory, self.decision

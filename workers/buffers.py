@@ -118,7 +118,8 @@ class TrackedBuffers:
             self._is_tracked[i] = self._is_tracked[i] or name in added
 
     def track_only(self, names: Iterable[str]) -> None:
-        """Forget what was tracked beyond these, and look closely again."""
+        """Forget what was tracked beyond these and look closely again: another state was taken
+        over, or a step was given up."""
         kept = set(names)
         self._is_tracked = [name in kept for name in self.names]
         self._num_seen = 0

@@ -1,12 +1,16 @@
 """From a workload to a replica: model, optimizer and scheduler, built under the run's seed."""
 
 import inspect
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.mesh import is_sharded
+from elastic.protocol.seams import WorkerSpec
+from workers.parallel.initial import Initial, initialise_modules, settle_small
 from workers.randomness import seed_microbatch
 from workers.replica import Replica
 
@@ -23,24 +27,37 @@ class Settings(Protocol):
     def clip_norm(self) -> float | None: ...
     @property
     def max_nonfinite(self) -> int: ...
+    @property
+    def parallel(self) -> str: ...
+    @property
+    def reduction(self) -> str: ...
 
 
 def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replica:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
-    if hasattr(workload, "init_weights"):
-        raise WrongInput("init_weights() is not available yet; initialise in build_model()")
-    seed_microbatch(spec.seed, BUILD_STEP, 0)
-    model = workload.build_model()
-    if not isinstance(model, nn.Module):
-        raise WrongInput(f"build_model() must return a torch nn.Module, not {type(model).__name__}")
-    model = model.to(device)
+    model = build_model(workload, spec)
+    is_meta = hasattr(workload, "init_weights")
+    sharded_model = None
+    if is_sharded(spec.parallel):
+        # Imported here: replicas need not pay for FSDP2.
+        from workers.parallel.sharded_model import ShardedModel
+
+        settle_small(model, device)
+        model = model if is_meta else model.to(device)
+        keeps_parameters = spec.parallel == "fsdp-grad-op"
+        sharded_model = ShardedModel(model, device, keeps_parameters=keeps_parameters)
+    elif is_meta:
+        settle_small(model, device)
+        model = _materialised(model, workload, spec, device)
+    else:
+        model = model.to(device)
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")
     seed_microbatch(spec.seed, BUILD_STEP, 1)
     optimizer = _build_optimizer(workload, parameters, model)
     scheduler = _build_scheduler(workload, optimizer)
-    return Replica(
+    replica = Replica(
         model,
         parameters,
         optimizer,
@@ -48,6 +65,51 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         clip_norm=spec.clip_norm,
         max_nonfinite=spec.max_nonfinite,
     )
+    if sharded_model is not None:
+        from workers.parallel.sharded import Sharded
+
+        _check_shardable(optimizer, spec)
+        initial = Initial(replica, lambda: build_model(workload, spec), spec.seed)
+        replica.sharded = Sharded(
+            cast(WorkerSpec, spec),
+            replica,
+            sharded_model,
+            initial,
+            getattr(workload, "init_weights", None),
+        )
+    return replica
+
+
+def build_model(workload: Any, spec: Settings) -> nn.Module:
+    """On the CPU with its weights, or on the meta device if the workload has `init_weights`."""
+    seed_microbatch(spec.seed, BUILD_STEP, 0)
+    with torch.device("meta") if hasattr(workload, "init_weights") else nullcontext():
+        model = workload.build_model()
+    if not isinstance(model, nn.Module):
+        raise WrongInput(f"build_model() must return a torch nn.Module, not {type(model).__name__}")
+    return model
+
+
+@torch.no_grad()
+def _materialised(
+    model: nn.Module, workload: Any, spec: Settings, device: torch.device
+) -> nn.Module:
+    """All of a model that was built on the meta device, its buffers excepted."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in made:
+                    empty = torch.empty_like(p, device=device)
+                    made[p] = nn.Parameter(empty, requires_grad=p.requires_grad)
+                module._parameters[key] = made[p]
+    targets = dict(model.named_parameters())
+
+    def put(name: str, whole: torch.Tensor) -> None:
+        targets[name].copy_(whole)
+
+    initialise_modules(model, workload.init_weights, spec.seed, put)
+    return model
 
 
 def _build_optimizer(
@@ -70,6 +132,47 @@ def _build_optimizer(
             "the model; take them from `params` or from `model`"
         )
     return optimizer
+
+
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+)
+"""Whose step on a shard gives the bits of the step on the whole (tests/workers/test_shards.py)."""
+
+
+def _check_shardable(optimizer: torch.optim.Optimizer, spec: Settings) -> None:
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise WrongInput(
+            f"{kind} makes its state before the first step, which cannot be sharded; use one of "
+            f"{', '.join(o.__name__ for o in ELEMENTWISE)}"
+        )
+    if kind in ("Muon", "Adafactor"):
+        raise WrongInput(
+            f"{kind} needs whole tensors, but parallel={spec.parallel!r} shards them; use another "
+            "optimizer, or parallel='ddp'"
+        )
+    if spec.reduction != "bitwise":
+        return
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise WrongInput(
+            f"{kind} is not known to be elementwise, which reduction='bitwise' with parallel="
+            f"{spec.parallel!r} needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
+            "or reduction='fast'"
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise WrongInput(
+            f"{kind}(fused=True) rounds by an element's place in its shard; leave fused out, or "
+            "use reduction='fast'"
+        )
 
 
 def _build_scheduler(workload: Any, optimizer: torch.optim.Optimizer) -> Any | None:

@@ -33,6 +33,8 @@ class ImportSettings:
     seed: int
     clip_norm: None = None
     max_nonfinite: int = 1
+    parallel: str = "ddp"
+    reduction: str = "fast"
 
 
 def load_foreign(

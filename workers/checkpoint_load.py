@@ -3,6 +3,7 @@
 Every byte is verified before it is used, and nothing is unpickled. Writing is in saver.py.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
-from elastic.protocol.manifest import Manifest, StoredTensor
+from elastic.protocol.manifest import Chunk, Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
@@ -45,11 +46,35 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
         replica.restore(manifest.state, tensors)
         return damaged
     if damaged and replica.step == 0:
-        raise WrongInput(
-            f"all {len(damaged)} checkpoints in {catalogue.folder} are damaged, the newest: "
-            f"{damaged[0].what}; move the folder away to start at step 0"
-        )
+        raise _all_damaged(catalogue, damaged)
     return damaged
+
+
+def find_newest(catalogue: Catalogue) -> tuple[int | None, list[Damage]]:
+    """The step of the newest good checkpoint, verified as a whole, and the damaged ones before it.
+
+    Nothing is kept of it: the members of a sharded run each read their own rows. WrongInput if
+    all are damaged.
+    """
+    damaged: list[Damage] = []
+    for step in reversed(catalogue.steps()):
+        try:
+            catalogue.manifest(step)
+            deque(catalogue.verify(step), maxlen=0)
+        except DamagedCheckpoint as error:
+            damaged.append(Damage(step, str(error)))
+            continue
+        return step, damaged
+    if damaged:
+        raise _all_damaged(catalogue, damaged)
+    return None, damaged
+
+
+def _all_damaged(catalogue: Catalogue, damaged: list[Damage]) -> WrongInput:
+    return WrongInput(
+        f"all {len(damaged)} checkpoints in {catalogue.folder} are damaged, the newest: "
+        f"{damaged[0].what}; move the folder away to start at step 0"
+    )
 
 
 def read_tensors(
@@ -57,36 +82,60 @@ def read_tensors(
     manifest: Manifest,
     prefixes: tuple[str, ...] = ("",),
     into: Mapping[str, Tensor] | None = None,
+    rows: Mapping[str, range] | None = None,
 ) -> dict[str, Tensor]:
     """Name to tensor, on the host, of those whose names begin with one of `prefixes`.
 
     into: tensors to be filled and given back where dtype, shape and device are right; undefined if
-    this raises. Raises DamagedCheckpoint.
+    this raises. rows: the elements of dim 0 that are wanted, all where it says nothing; found[name]
+    has those only. Raises DamagedCheckpoint.
     """
     wanted = [t for t in manifest.tensors if t.name.startswith(prefixes)]
-    found = {t.name: _target(t, (into or {}).get(t.name)) for t in wanted}
+    wanted_rows = {t.name: (rows or {}).get(t.name) for t in wanted}
+    found = {t.name: _target(t, wanted_rows[t.name], (into or {}).get(t.name)) for t in wanted}
     ranges: dict[str, list[Range]] = {}
     detours: list[tuple[Tensor, Tensor]] = []
     for stored in wanted:
         for chunk in stored.chunks:
-            box = box_of(found[stored.name], stored, chunk.start, chunk.shape)
+            part = _part(stored, chunk, wanted_rows[stored.name])
+            if part is None:
+                continue
+            start, shape, offset = part
+            box = box_of(found[stored.name], start, shape)
             plain = box if box.is_contiguous() else torch.empty(box.shape, dtype=box.dtype)
             if plain is not box:
                 detours.append((box, plain))
             if plain.numel():
-                ranges.setdefault(chunk.file, []).append((chunk.offset, as_bytes(plain)))
+                ranges.setdefault(chunk.file, []).append((offset, as_bytes(plain)))
     read_ranges(catalogue, manifest, ranges)
     for box, plain in detours:
         box.copy_(plain)
     return found
 
 
-def _target(stored: StoredTensor, given: Tensor | None) -> Tensor:
+def _target(stored: StoredTensor, rows: range | None, given: Tensor | None) -> Tensor:
     dtype: torch.dtype = getattr(torch, stored.dtype)
-    fits = (dtype, torch.Size(stored.shape), torch.device("cpu"))
+    shape = torch.Size(stored.shape if rows is None else (len(rows), *stored.shape[1:]))
+    fits = (dtype, shape, torch.device("cpu"))
     if given is not None and (given.dtype, given.shape, given.device) == fits:
         return given
-    return torch.empty(stored.shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _part(
+    stored: StoredTensor, chunk: Chunk, rows: range | None
+) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """(start in the target, shape, offset in the file) of those rows of a chunk that are wanted."""
+    if rows is None:
+        return chunk.start, chunk.shape, chunk.offset
+    first = max(rows.start, chunk.start[0])
+    count = min(rows.stop, chunk.start[0] + chunk.shape[0]) - first
+    if count <= 0:
+        return None
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    row_bytes = dtype.itemsize * math.prod(chunk.shape[1:])
+    offset = chunk.offset + (first - chunk.start[0]) * row_bytes
+    return (first - rows.start, *chunk.start[1:]), (count, *chunk.shape[1:]), offset
 
 
 def read_ranges(catalogue: Catalogue, manifest: Manifest, wanted: dict[str, list[Range]]) -> None:
@@ -122,10 +171,8 @@ def checkpoint_sha256(catalogue: Catalogue, step: int | None = None) -> str:
     return weights_sha256({n: tensors[stored] for n, stored in manifest.state["weights"].items()})
 
 
-def box_of(
-    tensor: Tensor, stored: StoredTensor, start: tuple[int, ...], shape: tuple[int, ...]
-) -> Tensor:
+def box_of(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
-        if size != stored.shape[dim]:
+        if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, at, size)
     return tensor

@@ -16,7 +16,7 @@ def weights_sha256(weights: nn.Module | Mapping[str, object]) -> str:
     """SHA-256 over a full state dict: parameters and persistent buffers, tied ones per name."""
     state = full_state(weights) if isinstance(weights, nn.Module) else weights
     tensors = {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
-    return _sha256((name, tensors[name]) for name in sorted(tensors))
+    return hash_of((name, tensors[name]) for name in sorted(tensors))
 
 
 def file_sha256(path: str | Path) -> str:
@@ -25,7 +25,7 @@ def file_sha256(path: str | Path) -> str:
 
     with safe_open(str(path), framework="pt") as file:
         names = {plain_name(name): name for name in file.keys()}  # noqa: SIM118
-        return _sha256((name, file.get_tensor(names[name])) for name in sorted(names))
+        return hash_of((name, file.get_tensor(names[name])) for name in sorted(names))
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -50,7 +50,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The hash of (name, tensor) pairs that come in order of their names."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         shape = ",".join(map(str, tensor.shape))

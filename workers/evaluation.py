@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.seams import WorkerSpec
 from workers.exchange import gather_json
-from workers.member import Member
+from workers.member import Member, RolledBack
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reduction import fold_scalars
@@ -41,9 +41,12 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
             try:
                 means = _evaluate_once(member, workload, spec, dataset, fn)
                 break
-            except PeerLost as error:
-                member.collective_failed(error)
+            except (PeerLost, StepCancelled) as error:
+                if isinstance(error, PeerLost):  # else a sharded forward has said so
+                    member.collective_failed(error)
                 member.wait_for_generation()
+                if member.replica.step < step:
+                    raise RolledBack from error
                 member.vitals.enter("evaluate")
     finally:
         member.is_evaluating = False
@@ -64,16 +67,26 @@ def _evaluate_once(
     if num_batches == 0:
         raise ValueError("evaluate(): the dataset has no samples")
     ids = microbatch_ids(num_batches, member.world_size, member.rank)
-    rows = _evaluate_ids(member, workload, spec, dataset, fn, ids)
+    num_passes = len(microbatch_ids(num_batches, member.world_size, 0))  # no rank has more
+    is_sharded = member.replica.sharded is not None
+    echoes = [0] * (num_passes - len(ids)) if is_sharded else []
+    rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
     member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows, member.device)
     return fold([row for of_rank in gathered for row in of_rank])
 
 
 def _evaluate_ids(
-    member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any, ids: range
+    member: Member,
+    workload: Any,
+    spec: WorkerSpec,
+    dataset: Any,
+    fn: Any,
+    ids: range,
+    echoes: list[int],
 ) -> list[list[Any]]:
-    """[batch id, {name: [sum, weight]}] of this rank's batches."""
+    """[batch id, {name: [sum, weight]}] of this rank's batches. echoes: batches whose results do
+    not count, because a sharded forward needs every rank."""
     model, collate = member.replica.model, getattr(workload, "collate", None)
     if collate is None:
         from torch.utils.data import default_collate as collate
@@ -82,17 +95,21 @@ def _evaluate_ids(
     rows: list[list[Any]] = []
     try:
         with torch.no_grad():
-            for i in ids:
+            for i in (*ids, *echoes):
                 if member.is_cancelled:
                     raise PeerLost("the generation was given up")
                 at = range(i * spec.micro_batch, min((i + 1) * spec.micro_batch, len(dataset)))
                 seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.replica.step, i)
                 batch = to_device(collate([dataset[k] for k in at]), member.device)
-                rows.append([i, as_sums(fn(model, batch), len(at))])
+                value = fn(model, batch)
+                if len(rows) < len(ids):
+                    rows.append([i, as_sums(value, len(at))])
     finally:
         for module, is_training in modes.items():
             module.training = is_training
         member.replica.buffers.restore_all()
+        if member.replica.sharded is not None:
+            member.replica.sharded.model.reset()
     return rows
 
 

@@ -33,6 +33,8 @@ class Backend(Protocol):
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], /
     ) -> dist.Work: ...
 
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, /) -> dist.Work: ...
+
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], /
     ) -> dist.Work: ...
@@ -119,6 +121,15 @@ class Group:
 
         return self._launch(launch, unpack)
 
+    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
+        return self._launch(lambda: self.backend._allgather_base(output, tensor))
+
+    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """Both flat and cut into `world_size` equal stretches: stretch r of `output` becomes
+        rank r's stretch `rank` of `tensor`."""
+        return self._launch(lambda: self.backend.alltoall_base(output, tensor, [], []))
+
     def _launch(
         self, launch: Callable[[], dist.Work], unpack: Callable[[], None] | None = None
     ) -> Pending:
@@ -169,6 +180,14 @@ class Alone:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> "Alone":
         outputs[0].copy_(inputs[0])
+        return self
+
+    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+        output.copy_(tensor)
+        return self
+
+    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+        output.copy_(tensor)
         return self
 
     def wait(self) -> None:

@@ -174,7 +174,7 @@ class Loader:
         assert microbatch_id in self._ids, f"{microbatch_id} is not assigned: {self._ids}"
         if is_cancelled():
             raise StepCancelled
-        index = (step - self._first_step) * len(self._ids) + microbatch_id - self._ids.start
+        index = (step - self._first_step) * len(self._ids) + self._ids.index(microbatch_id)
         child = self._children[index % len(self._children)]
         while True:
             frame = child.receive(is_cancelled)

@@ -32,7 +32,7 @@ _MAX_BUFFERS = 1000
 _MESSAGE_BYTES = 32 << 10
 _PAGE, _LINE = mmap.PAGESIZE, 64
 _HEAD = struct.Struct("<BBxxIqqI")  # kind, is_shared, assignment, step, id, number of buffers
-_ASSIGN = struct.Struct("<Iqqqq")
+_ASSIGN = struct.Struct("<Iqqqqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Frame:
 
 
 def assign_command(number: int, step: int, ids: range, num_steps: int) -> bytes:
-    return _ASSIGN.pack(number, step, ids.start, ids.stop, num_steps)
+    return _ASSIGN.pack(number, step, ids.start, ids.stop, ids.step, num_steps)
 
 
 def read_assignment(command: bytes) -> Assignment:
-    number, step, start, stop, num_steps = _ASSIGN.unpack(command)
-    return Assignment(number, step, range(start, stop), num_steps)
+    number, step, start, stop, stride, num_steps = _ASSIGN.unpack(command)
+    return Assignment(number, step, range(start, stop, stride), num_steps)
 
 
 def send(

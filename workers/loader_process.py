@@ -131,7 +131,7 @@ class _LoaderProcess:
     def _load_next(self) -> None:
         ids, number = self._assignment.ids, self._assignment.number
         steps, place = divmod(self._next, len(ids))
-        step, microbatch_id = self._assignment.step + steps, ids.start + place
+        step, microbatch_id = self._assignment.step + steps, ids[place]
         where = {"assignment": number, "step": step, "microbatch_id": microbatch_id}
         try:
             value = self._load(step, microbatch_id)
@@ -172,9 +172,13 @@ class _LoaderProcess:
         """A step's rows are computed at once: micro-batch by micro-batch it costs more."""
         ids, size = self._assignment.ids, self._plan.micro_batch
         if step != self._rows_step:
-            first = step * self._plan.global_batch + ids.start * size
-            self._rows, self._rows_step = self._order.rows(first, len(ids) * size), step
-        at = (microbatch_id - ids.start) * size
+            first = step * self._plan.global_batch
+            if ids.step == 1:
+                self._rows = self._order.rows(first + ids.start * size, len(ids) * size)
+            else:
+                self._rows = np.concatenate([self._order.rows(first + i * size, size) for i in ids])
+            self._rows_step = step
+        at = ids.index(microbatch_id) * size
         return self._rows[at : at + size]
 
 

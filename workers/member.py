@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.membership import microbatch_ids, worker_name
+from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
+from workers.copying import Copying
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
-from workers.peer import Follower, Following, PeerServer
+from workers.parallel.shards import RowsLost
+from workers.peer import Follower, PeerServer
 from workers.records import Records
 from workers.replica import Replica, Update
 from workers.saver import Saver
@@ -33,6 +35,11 @@ log = logging.getLogger(__name__)
 
 class RunEnded(BaseException):
     """The controller ended the run; unwinds the user's loop."""
+
+
+class RolledBack(BaseException):
+    """The run went back to a checkpoint in the middle of the user's code outside steps; unwinds
+    the user's loop, which begins again."""
 
 
 class Member:
@@ -73,7 +80,9 @@ class Member:
         self._aborted = 0  # generation; written by the link's thread
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
-        self._following: Following | None = None
+        self._copying = Copying(
+            spec, replica, link, vitals, device, self.standing, self._on_replaced
+        )
         self.records = Records(link, spec.global_batch)
 
     # --- called by the link's thread -------------------------------------------------
@@ -106,20 +115,30 @@ class Member:
         return self._pause_asked == self.generation
 
     @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.spec.parallel, self.world_size)
+
+    @property
     def ids(self) -> range:
-        return microbatch_ids(self.spec.num_microbatches, self.world_size, self.rank)
+        return self.mesh.ids(self.spec.num_microbatches, self.rank)
+
+    @property
+    def num_passes(self) -> int:
+        """Of a step, on this rank."""
+        return self.mesh.num_passes(self.spec.num_microbatches, self.rank)
 
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
         assert self.group is not None
         if not self.group.is_abandoned:
             self.group.abandon()
-            self.link.send(
-                "collective_failed",
-                generation=self.generation,
-                rank=self.rank,
-                message=str(error)[:500],
-            )
+            self._say_failed(error)
+
+    def _say_failed(self, error: PeerLost) -> None:
+        message = str(error)[:500]
+        self.link.send(
+            "collective_failed", generation=self.generation, rank=self.rank, message=message
+        )
 
     def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """Apply a prepared step with its completed vote, feed followers, report."""
@@ -180,7 +199,7 @@ class Member:
         """The deadline of this wait is the lease: without a controller the process ends."""
         while True:
             self._take_on_newcomers()
-            self._apply_received()
+            self._copying.apply_received()
             header, payload = self.link.commands.get()
             if header["type"] != "wake":
                 return header, payload
@@ -193,7 +212,7 @@ class Member:
         """One command. True once a new generation has formed."""
         match header["type"]:
             case "load":
-                self._unfollow()
+                self._copying.stop()
                 damaged = self._on_load(header["place"], header["recorded_step"])
                 self.standing.has_state = True
                 self.vitals.step = self.replica.step
@@ -208,7 +227,7 @@ class Member:
             case "abort" if header["generation"] == self.generation:
                 self._say_suspended()
             case "recall":
-                self._unfollow()
+                self._copying.stop()
                 self.generation, self.rank, self.world_size = self.standing.told
                 self._say_suspended()
             case "form":
@@ -221,12 +240,13 @@ class Member:
 
     def _say_suspended(self) -> None:
         vote, evaluation = self.records.last_vote, self.last_evaluation
+        sharded = self.replica.sharded
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
             generation=self.generation,
             rank=self.rank,
-            step=self.replica.step,
+            step=-1 if sharded is not None and sharded.holds_nothing else self.replica.step,
             is_prepared=self.prepared is not None,
             is_evaluating=self.is_evaluating,
             vote=vote[0] if vote else None,
@@ -244,13 +264,17 @@ class Member:
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
         self.saver.save_now(self.replica, self)
-        sha256 = self._on_finish(self, header["log_folder"])
-        self.vitals.enter("lobby")
+        try:
+            sha256 = self._on_finish(self, header["log_folder"])
+        except PeerLost as error:  # of a sharded state nobody can say the hash now
+            self.collective_failed(error)
+            return
+        finally:
+            self.vitals.enter("lobby")
         self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
 
     # --- forming ---------------------------------------------------------------------------
     def _form(self, header: dict[str, Any], payload: bytes) -> bool:
-        spec = self.spec
         self.generation, self.rank = header["generation"], header["rank"]
         self.world_size = header["world_size"]
         self.link.recorded_step = header["recorded_step"]  # lower than before after a roll back
@@ -263,55 +287,83 @@ class Member:
         if self._aborted >= self.generation:
             return False
         began = time.monotonic()
-        self._formation = (
-            None if self.world_size == 1 else groups.form_for(spec, header, self.device)
-        )
+        is_alone = self.world_size == 1
+        self._formation = None if is_alone else groups.form_for(self.spec, header, self.device)
         try:
             self._reach(header, payload)
         except PeerLost as error:
-            self._unfollow()
+            self._copying.stop()
             self.link.send("sync_failed", reason=str(error))
             return False
         state_s = time.monotonic() - began
+        if not self._join_group():
+            return False
+        began = time.monotonic()
+        if not self._enter_shard(header):
+            return False
+        self._copying.stop()
+        self._say_joined(header, state_s + time.monotonic() - began)
+        return True
+
+    def _join_group(self) -> bool:
+        """False if forming failed, which the controller knows then."""
         try:
             formation = self._formation
-            group = groups.Alone() if formation is None else formation.wait(spec.join_timeout_s)
+            alone = groups.Alone()
+            group = alone if formation is None else formation.wait(self.spec.join_timeout_s)
         except PeerLost as error:
             if self._aborted < self.generation:
-                self.link.send(
-                    "collective_failed",
-                    generation=self.generation,
-                    rank=self.rank,
-                    message=str(error)[:500],
-                )
+                self._say_failed(error)
             return False
         self._formation = None
         self.group = group
         if self._aborted >= self.generation:
             group.abandon()
             return False
-        self._unfollow()
+        return True
+
+    def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
         self.should_pause = bool(header["then_pause"])
         evaluation = header["evaluation"]
         self.peer_evaluation = tuple(evaluation) if evaluation else None
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
-        log.info(
-            "generation=%d step=%d rank=%d world_size=%d joined",
-            self.generation,
-            self.replica.step,
-            self.rank,
-            self.world_size,
-        )
+        where = (self.generation, self.replica.step, self.rank, self.world_size)
+        log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         self.link.send(
             "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
         )
         if self.rank == 0:
             self.records.repeat(self.generation, header["recorded_step"])
+
+    def _enter_shard(self, header: dict[str, Any]) -> bool:
+        """Where the state is sharded: get this rank's rows of it. False if that failed."""
+        sharded, step, group = self.replica.sharded, header["step"], self.group
+        if sharded is None:
+            return True
+        assert group is not None
+        is_back = self.replica.step > step
+        try:
+            sharded.enter(
+                group, step, self.saver.catalogue, self.collective_failed, self.vitals.gathering
+            )
+        except RowsLost as error:  # all members see it: without holders the run loads a checkpoint
+            sharded.forget()
+            self.link.send("sync_failed", reason=str(error))
+            return False
+        except PeerLost as error:
+            self.collective_failed(error)
+            return False
+        if is_back:
+            self._on_replaced()
+        self.prepared = None
+        self.vitals.step = self.replica.step
         return True
 
     def _reach(self, header: dict[str, Any], payload: bytes) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
+        if self.replica.sharded is not None:
+            return
         if header["vote"] is not None and self.prepared is not None:
             names = tuple(header["vote"]["log_names"])
             layout = replace(self.prepared.layout, log_names=names)
@@ -320,71 +372,21 @@ class Member:
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
         self.replica.forget_unagreed()
-        deadline = time.monotonic() + self.spec.join_timeout_s
-        while self.replica.step != header["step"]:
-            following = self._following
-            if following is not None:
-                following.arrived.clear()
-                if not following.received.empty():
-                    self._apply_received()
-                    continue
-            left_s = deadline - time.monotonic()
-            if (
-                following is None
-                or following.failure
-                or left_s <= 0
-                or self.replica.step > header["step"]
-            ):
-                raise PeerLost(
-                    f"{worker_name(self.spec.worker)} stands at step {self.replica.step} and "
-                    f"cannot reach step {header['step']}"
-                )
-            if self._aborted >= self.generation:
-                return
-            following.arrived.wait(min(left_s, 0.05))
+        self._copying.catch_up(header["step"], lambda: self._aborted >= self.generation)
 
     # --- following and being followed --------------------------------------------------------
     def _follow(self, header: dict[str, Any]) -> None:
-        self._unfollow()
-        try:
-            self._following = Following(
-                tuple(header["address"]),
-                token=self.spec.token,
-                worker=self.spec.worker,
-                timeout_s=self.spec.join_timeout_s,
-                wake=self.wake,
-            )
-            self.standing.is_following = False
-        except (OSError, TypeError) as error:
-            self.link.send("sync_failed", reason=f"cannot reach the source: {error}")
+        if self.replica.sharded is None:
+            self._copying.start(header["address"], self.wake)
+        else:  # its rows come when the generation forms
+            self.replica.sharded.forget()
+            self.standing.is_following = self.standing.has_state = True
+            self.link.send("synced", step=self.replica.step)
 
-    def _unfollow(self) -> None:
-        if self._following is not None:
-            self._following.close()
-        self._following = self.standing.is_following = None
-
-    def _apply_received(self) -> None:
-        following = self._following
-        if following is None:
-            return
-        while not following.received.empty():
-            header, tensors = following.received.get()
-            if header["type"] == "snapshot":
-                self.replica.restore(header, tensors)
-                self.standing.has_state = True
-                self.prepared = None
-                self.records.forget()
-            elif header["step"] == self.replica.step + 1:
-                self.replica.apply(Update.from_frame(header, tensors, self.device))
-                following.memory.give(tensors)
-            self.vitals.step = self.replica.step
-            if header["queued"] == 0 and not self.standing.is_following:
-                self.standing.is_following = True
-                self.link.send("synced", step=self.replica.step)
-        if following.failure and self.vitals.phase == "lobby":
-            failure = following.failure
-            self._unfollow()
-            self.link.send("sync_failed", reason=failure)
+    def _on_replaced(self) -> None:
+        """The state is another one now, a peer's or a checkpoint's."""
+        self.prepared = None
+        self.records.forget()
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""

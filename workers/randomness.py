@@ -20,6 +20,11 @@ def seed_sample(seed: int, position: int) -> None:
     _seed_all(f"{seed}:{position}", b"sample")
 
 
+def seed_module(seed: int, name: str) -> None:
+    """Before the weights of the module of this name are initialised."""
+    _seed_all(f"{seed}:{name}", b"module")
+
+
 def seed_microbatch(seed: int, step: int, microbatch_id: int) -> None:
     """Before collate and before loss; `step` counts the steps committed so far."""
     _seed_all(f"{seed}:{step}:{microbatch_id}", b"microbatch")

@@ -12,12 +12,13 @@ from torch import nn
 
 from workers.gradient_buckets import GradientBuckets
 from workers.groups import AnyGroup
+from workers.parallel.shards import local
 from workers.reduction import FlatLayout, Flats, TreeFold, reduce_tree
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Sums over all micro-batches of a step, equal on every rank.
+    """Sums over all micro-batches of a step: on every rank, or a rank's rows where sharded.
 
     gradients: per parameter, None where this rank knows of none (only with one rank).
     buffers: the tracked floating buffers in their order, float64.
@@ -27,7 +28,7 @@ class Reduced:
     buffers: tuple[torch.Tensor, ...]
 
     def is_finite(self) -> bool:
-        norms = [g for g in self.gradients if g is not None]
+        norms = [local(g) for g in self.gradients if g is not None]
         if not norms:
             return True
         each = torch._foreach_norm(norms)  # pyright: ignore[reportPrivateImportUsage]
@@ -42,6 +43,10 @@ class Reducer(Protocol):
     def before_backward(self, is_last: bool) -> None: ...
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None: ...
+
+    def after_echo(self) -> None:
+        """Instead of `after_backward`, where other ranks wait for a pass that does not count."""
+        ...
 
     def has_gradient(self) -> list[bool]:
         """Per parameter: did the micro-batch just finished, or one before it, give a gradient?"""
@@ -79,6 +84,9 @@ class FastReducer:
     def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None:
         self._buckets.add_buffers(buffers)
         self._used = [p.grad is not None for p in self._parameters]
+
+    def after_echo(self) -> None:
+        raise AssertionError("replicas do not wait for passes: there are no echoes")
 
     def has_gradient(self) -> list[bool]:
         return self._used
@@ -132,6 +140,9 @@ class BitwiseReducer:
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+    def after_echo(self) -> None:
+        raise AssertionError("replicas do not wait for passes: there are no echoes")
 
     def has_gradient(self) -> list[bool]:
         return self._used

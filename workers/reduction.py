@@ -292,10 +292,51 @@ class _Exchange:
             for blocks, received in zip(self._blocks, self._received, strict=True)
             for block, part in zip(blocks, received.split(self._share), strict=True)
         )
-        return self._group.all_gather(list(self._result.split(self._share)), _fold_blocks(slices))
+        return self._group.all_gather(list(self._result.split(self._share)), fold_blocks(slices))
 
 
-def _fold_blocks(slices: Iterable[tuple[Block, Tensor]]) -> Tensor:
+class CarryStack:
+    """Folds leaves, each a few tensors, in id order; a missing id counts as zeros."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self.begin()
+
+    def begin(self) -> None:
+        self._stack: list[tuple[Block, list[Tensor]]] = []
+        self._next_id = 0
+
+    @torch.no_grad()
+    def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
+        """The leaf is not kept."""
+        while self._next_id < microbatch_id:
+            self._push(Block(0, self._next_id), [torch.zeros_like(t) for t in leaf])
+            self._next_id += 1
+        self._push(Block(0, microbatch_id), leaf)
+        self._next_id += 1
+
+    def root(self) -> list[Tensor] | None:
+        """The sum over all ids, which the caller owns now; None if nothing was pushed."""
+        if not self._stack:
+            return None
+        if self._next_id < self._num_microbatches:
+            zeros = [torch.zeros_like(t) for t in self._stack[0][1]]
+            self.push(self._num_microbatches - 1, zeros)
+        while len(self._stack) > 1:  # only absent leaves follow the last block
+            block, tensors = self._stack.pop()
+            self._push(block.parent, tensors)
+        return self._stack.pop()[1]
+
+    def _push(self, block: Block, tensors: Sequence[Tensor]) -> None:
+        is_new = True
+        while self._stack and self._stack[-1][0].is_left_sibling_of(block):
+            left, totals = self._stack.pop()
+            torch._foreach_add_(totals, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+            block, tensors, is_new = left.parent, totals, False
+        self._stack.append((block, [t.clone() for t in tensors] if is_new else list(tensors)))
+
+
+def fold_blocks(slices: Iterable[tuple[Block, Tensor]]) -> Tensor:
     """The root from blocks that tile the tree, in id order; adds in place."""
     stack: list[tuple[Block, Tensor]] = []
 

@@ -5,7 +5,7 @@ Members and followers apply the same updates with the same code, so they hold th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from workers import state
 from workers.buffers import TrackedBuffers
 from workers.norm import clip_coefficient, global_norm
 from workers.snapshot import Arena, HostMemory, Snapshot
+
+if TYPE_CHECKING:
+    from workers.parallel.sharded import Sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,10 @@ class Replica:
         self._agreed = (self.buffers.tracked, self.log_names)
         """As of the last committed step: a vote that was cut off reached some members only."""
         self.gradient_norm: float | None = None
+        self.norm_of: Callable[[list[torch.Tensor]], float] = global_norm
+        """The 2-norm of all gradients; where they are sharded, a collective."""
+        self.sharded: Sharded | None = None
+        """What a worker knows beside it if it holds rows only; set by workers/build.py."""
         self._snapshots: list[Snapshot] = []
 
     def apply(self, update: Update) -> None:
@@ -141,7 +148,7 @@ class Replica:
                 parameter.grad = gradient.div_(update.divisor)
         if self.clip_norm is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            self.gradient_norm = global_norm(gradients)
+            self.gradient_norm = self.norm_of(gradients)
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
             if coefficient < 1.0:
                 torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
@@ -158,6 +165,13 @@ class Replica:
         select: gives those tensors, or views of them, that the reader wants.
         memory: for the copies.
         """
+        header, tensors = self.header_and_tensors()
+        snapshot = Snapshot(header, select(tensors), memory)
+        self._snapshots.append(snapshot)
+        return snapshot
+
+    def header_and_tensors(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What `restore` takes: JSON, and the live tensors (a rank's rows where sharded)."""
         values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",
@@ -168,9 +182,7 @@ class Replica:
             "log_names": list(self._agreed[1]),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        snapshot = Snapshot(header, select(tensors), memory)
-        self._snapshots.append(snapshot)
-        return snapshot
+        return header, tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live state by its names in a snapshot; who changes it calls `settle` first."""

@@ -1,6 +1,6 @@
 """This rank's part of checkpoints: copied while the next step computes, written in a thread.
 
-The state is replicated, so the ranks divide its bytes evenly, by rows; nobody is special. What a
+What is replicated the ranks divide evenly, by rows; what is sharded each writes its own of. What a
 checkpoint is made of is elastic/protocol/manifest.py's; loading is in checkpoint_load.py.
 """
 
@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.mesh import rows_of
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import open_folder
 from workers.link import ControllerLink
+from workers.parallel.shards import is_shard, local
 from workers.peer import as_bytes
 from workers.records import Standing
 from workers.replica import Replica
@@ -85,7 +87,7 @@ class Saver:
 
     def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
-        self._catalogue: Catalogue | None = None
+        self.catalogue: Catalogue | None = None
         self._memory = Arena()
         self._prepared = 0  # generation
         self._job: _Job | None = None
@@ -95,7 +97,7 @@ class Saver:
 
     def open(self, place: str) -> None:
         """place: the run directory."""
-        self._catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        self.catalogue = Catalogue(open_folder(place).at("checkpoints"))
 
     @property
     def is_busy(self) -> bool:
@@ -130,7 +132,7 @@ class Saver:
     def begin(self, replica: Replica, by: Standing, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
         generation, rank, world_size = by.generation, by.rank, by.world_size
-        assert self._catalogue is not None
+        assert self.catalogue is not None
         assert not self.is_busy
         boxes: list[Box] = []
 
@@ -173,11 +175,11 @@ class Saver:
             self._thread.join(_POLL_S)
 
     def _write(self, job: _Job) -> None:
-        assert self._catalogue is not None
+        assert self.catalogue is not None
         where: dict[str, Any] = {"generation": job.generation, "rank": job.rank, "step": job.step}
         copies = job.copy()
         try:
-            folder = self._catalogue.prepare(job.step)
+            folder = self.catalogue.prepare(job.step)
             name = file_name(job.generation, job.rank, job.world_size)
             part = write_part(folder, name, job.boxes, job.contents(copies))
             state = job.snapshot.header if job.rank == 0 else None
@@ -197,11 +199,30 @@ class Saver:
 
 
 def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:
-    """What `rank` writes of a replicated state: every rank about the same number of bytes.
+    """What `rank` writes of the state: its own rows of what is sharded, and of what is replicated
+    about as many bytes as every other rank."""
+    owned = {name: t for name, t in tensors.items() if is_shard(t)}
+    replicated = {name: t for name, t in tensors.items() if not is_shard(t)}
+    return _own(owned, rank, world_size) + _even_share(replicated, rank, world_size)
 
-    The bytes of all tensors, in their order, are cut into `world_size` equal stretches; a row of a
-    tensor (an element of dim 0) belongs to the stretch that it begins in.
-    """
+
+def _own(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:
+    pieces: list[tuple[Box, Tensor]] = []
+    for name, tensor in tensors.items():
+        rows = rows_of(tensor.shape[0], world_size, rank)
+        if rows or (rank == 0 and not tensor.numel()):
+            piece, shape = local(tensor), tuple(tensor.shape)
+            start = (rows.start, *(0 for _ in shape[1:]))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            pieces.append((Box(name, dtype, shape, start, tuple(piece.shape)), piece))
+    return pieces
+
+
+def _even_share(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int
+) -> list[tuple[Box, Tensor]]:
+    """The bytes of all tensors, in their order, are cut into `world_size` equal stretches; a row
+    of a tensor (an element of dim 0) belongs to the stretch that it begins in."""
     total = sum(t.nbytes for t in tensors.values())
     low, high = (total * r // world_size for r in (rank, rank + 1))
     if rank == world_size - 1:

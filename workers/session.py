@@ -5,11 +5,10 @@ regrouping happens at its end (workers/member.py), and the loop goes round again
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,9 +19,11 @@ from workers.exchange import gather_json
 from workers.loader import LoadedBatch, Loader
 from workers.loss import check_loss
 from workers.member import Member
+from workers.microbatches import Microbatches, names_in
+from workers.parallel.ddp import new_reducer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.reducers import Reducer
 from workers.saver import Saving
 from workers.supply import Supply
 from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
@@ -179,18 +180,11 @@ class Session:
             if self._reducer is not None:
                 self._reducer.close()
                 self._reducer = None  # its memory may serve the next one
-            assert member.group is not None
-            buffers = member.replica.buffers.floating
-            if self._spec.reduction == "bitwise":
-                self._reducer = BitwiseReducer(
-                    self._parameters,
-                    buffers,
-                    member.group,
-                    member.ids,
-                    self._spec.num_microbatches,
-                )
-            else:
-                self._reducer = FastReducer(self._parameters, buffers, member.group)
+            group = member.group
+            assert group is not None
+            self._reducer = new_reducer(
+                self._spec, member.replica, self._parameters, group, member.mesh
+            )
             self._reducer_of = key
         return self._reducer
 
@@ -208,12 +202,12 @@ class Step:
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
         self._from_step = self._member.replica.step
         self._records: list[MicrobatchRecord] = []
-        self._losses: list[
-            tuple[torch.Tensor, torch.Tensor | None, np.ndarray, dict[str, float]]
-        ] = []
+        self._done = Microbatches()
         self._reducer: Reducer | None = None
         self._has_iterated = False
         self._is_awaiting_backward = False
+        self._num_passes_left = 0
+        self._is_echo = False
 
     def __enter__(self) -> "Step":
         self._session._open = self
@@ -260,22 +254,34 @@ class Step:
         self._reducer.begin()
         member.replica.buffers.begin_step()
         session._assign_loader()
-        for microbatch_id in member.ids:
+        for self._num_passes_left in reversed(range(member.num_passes)):
             self._vitals.enter("data")
-            loaded = session._loader.next(
-                self._from_step, microbatch_id, lambda: member.is_cancelled
-            )
-            session.attempt = loaded
+            loaded = self._next_batch()
             batch = to_device(loaded.batch, member.device)
             member.replica.buffers.begin_microbatch()
-            seed_microbatch(session._spec.seed, self._from_step, microbatch_id)
+            seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
             yield batch
             if self._is_awaiting_backward:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
             self._check_cancelled()
-        session.attempt = None
+            if self._is_echo:
+                session._logged = {}
+        session.attempt, self._is_echo = None, False
+
+    def _next_batch(self) -> LoadedBatch:
+        """The next micro-batch; where the other ranks have one more, an echo of the last one."""
+        session, member = self._session, self._member
+        self._is_echo = len(self._done) == len(member.ids)
+        if self._is_echo:
+            self._keep_late_values()
+            assert session.attempt is not None
+            return session.attempt
+        microbatch_id = member.ids[len(self._done)]
+        is_cancelled = lambda: member.is_cancelled  # noqa: E731
+        session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
+        return session.attempt
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
         """Gradients of one micro-batch's loss.
@@ -289,12 +295,18 @@ class Step:
         total, weight = check_loss(loss)
         self._check_cancelled()
         attempt = session.attempt
-        is_last = attempt.microbatch_id == member.ids[-1]
-        self._reducer.before_backward(is_last)
-        total.backward()
-        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
+        self._reducer.before_backward(not self._num_passes_left)
+        try:
+            total.backward()
+        except Exception:
+            self._check_cancelled()  # a sharded backward met a lost peer
+            raise
         self._is_awaiting_backward = False
-        self._losses.append((total.detach(), weight, attempt.rows, session._logged))
+        if self._is_echo:
+            self._reducer.after_echo()
+            return
+        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
+        self._done.add(total, weight, attempt.rows, session._logged)
         session._logged = {}
 
     def commit(self) -> None:
@@ -305,9 +317,9 @@ class Step:
         """
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
-        if self._reducer is None or len(self._losses) != len(self._member.ids):
+        if self._reducer is None or len(self._done) != len(self._member.ids):
             raise RuntimeError(
-                f"commit() after {len(self._losses)} of {len(self._member.ids)} micro-batches; "
+                f"commit() after {len(self._done)} of {len(self._member.ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._check_cancelled()
@@ -326,7 +338,8 @@ class Step:
         assert group is not None
         assert self._reducer is not None
         is_finite, used = reduced.is_finite(), self._reducer.has_gradient()
-        records = self._take_records()
+        self._keep_late_values()
+        records = self._done.records(member.ids, replica.buffers.integer_hashes())
         untracked = replica.buffers.untracked_changes()
         while True:
             layout = VoteLayout(
@@ -360,7 +373,7 @@ class Step:
                 raise _Repeat
             if not vote.has_unknown_names:
                 break
-            names = gather_json(group, _names_in(records), member.device)
+            names = gather_json(group, names_in(records), member.device)
             found = {n for of_rank in names for n in of_rank}
             replica.log_names = tuple(sorted(found | set(replica.log_names)))
         prepared = Prepared(reduced, layout, time.perf_counter() - self._began)
@@ -369,22 +382,9 @@ class Step:
         self.committed = True
         self._vitals.enter("user")
 
-    def _take_records(self) -> list[MicrobatchRecord]:
-        """Losses come to the host here, once per step. Values logged after the last backward
-        belong to the last micro-batch."""
-        session, member = self._session, self._member
-        if session._logged:
-            total, weight, rows, logged = self._losses[-1]
-            self._losses[-1] = (total, weight, rows, {**logged, **session._logged})
-            session._logged = {}
-        losses = torch.stack([t.double() for t, *_ in self._losses]).tolist()
-        hashes = member.replica.buffers.integer_hashes()
-        return [
-            MicrobatchRecord(i, loss, None if w is None else float(w), rows, hashed, logged)
-            for i, loss, (_, w, rows, logged), hashed in zip(
-                member.ids, losses, self._losses, hashes, strict=True
-            )
-        ]
+    def _keep_late_values(self) -> None:
+        self._done.log_late(self._session._logged)
+        self._session._logged = {}
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:
@@ -393,8 +393,3 @@ class Step:
 
 class _Repeat(StepCancelled):
     """The step is done again by all ranks alike, without regrouping."""
-
-
-def _names_in(records: list[MicrobatchRecord]) -> list[str]:
-    names: Mapping[str, None] = {n: None for r in records for n in r.logged}
-    return list(names)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput
 from workers.digest import plain_name
+from workers.parallel.shards import local
 
 Json = Any
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -101,8 +102,8 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
         for name, target in targets.items():
             source = tensors[name]
             if source.shape == target.shape and source.dtype == target.dtype:
-                if source.data_ptr() != target.data_ptr():
-                    target.copy_(source)
+                if local(source).data_ptr() != local(target).data_ptr():
+                    local(target).copy_(local(source))
             elif not _replace_cache(model, name.removeprefix("model/"), source, target.device):
                 raise ValueError(
                     f"{name!r} is {source.dtype}{list(source.shape)} in the state and "

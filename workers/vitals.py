@@ -7,6 +7,8 @@ import os
 import struct
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from mmap import mmap
 
 PHASES = (
@@ -22,12 +24,13 @@ PHASES = (
     "save",
     "user",
     "form",
+    "gather",
 )
 """`lobby`: between generations; `feed`: data that others read is late; `user`: the user's code
-outside steps; `compute`: forward and backward. In `reduce`, `vote` and `form` a worker waits for
-its peers."""
+outside steps; `compute`: forward and backward; `gather`: a sharded pass waits for its peers' part
+of a parameter or gradient. A worker in `reduce`, `vote`, `form` or `gather` waits for its peers."""
 
-WAITING = ("reduce", "vote", "form")
+WAITING = ("reduce", "vote", "form", "gather")
 UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form")
 """Phases without a usual time."""
 LAYOUT = struct.Struct("<QqqIdd")  # sequence, generation, step, phase, since (monotonic), p95 or -1
@@ -58,6 +61,20 @@ class Vitals:
         self._seen[self._phase].append(now - self._since)
         self._phase, self._since = PHASES.index(phase), now
         self._write()
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Within: waiting for peers in the middle of a phase, whose time stands still."""
+        phase, before, began = self._phase, self._since, time.monotonic()
+        self._phase, self._since = PHASES.index("gather"), began
+        self._write()
+        try:
+            yield
+        finally:
+            now = time.monotonic()
+            self._seen[self._phase].append(now - began)
+            self._phase, self._since = phase, before + now - began
+            self._write()
 
     def _write(self) -> None:
         seen = self._seen[self._phase]

@@ -32,7 +32,7 @@ from workers.link import Address, ControllerLink
 from workers.loader import Loader, LoaderLost
 from workers.loop import fit
 from workers.loss import check_loss
-from workers.member import Member, RunEnded
+from workers.member import Member, RolledBack, RunEnded
 from workers.peer import PeerServer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
@@ -179,12 +179,20 @@ class Worker:
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send("ready", **self._address())
-        self._vitals.enter("user")
-        (loop or fit)(session)
-        member.is_done = True
-        if not member.has_joined:
-            raise RuntimeError("the training loop returned without a step; loop over next_step()")
-        while True:  # a loss may ask for one more generation, in which there is nothing to do
+        returned_at = spec.steps
+        while True:  # a loss may ask for one more generation, in which there is nothing to do,
+            if self._replica.step < returned_at:  # or, after a roll back, steps to be done again
+                member.is_done = False
+                self._vitals.enter("user")
+                try:
+                    (loop or fit)(session)
+                except RolledBack:
+                    continue
+                member.is_done, returned_at = True, self._replica.step
+                if not member.has_joined:
+                    raise RuntimeError(
+                        "the training loop returned without a step; loop over next_step()"
+                    )
             self._link.send(
                 "done", generation=member.generation, rank=member.rank, step=self._replica.step
             )
@@ -205,9 +213,11 @@ class Worker:
         self._is_warm = True
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
         self._try_microbatch(max([recorded_step, *catalogue.steps()]))
-        if self._replica.step > recorded_step:
+        if self._replica.step > recorded_step and self._replica.sharded is None:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
+        if self._replica.sharded is not None:
+            return self._replica.sharded.load(catalogue)
         try:
             return load_newest(catalogue, self._replica)
         except ValueError as error:  # the files are good, but of another model
@@ -224,6 +234,8 @@ class Worker:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
         feed has its data at hand); nothing of it stays."""
         replica = self._replica
+        if replica.sharded is not None and not replica.sharded.is_whole:
+            return
         loaded = self._loader.fetch(step, 0)
         batch = to_device(loaded.batch, replica.parameters[0].device)
         replica.buffers.begin_step()
@@ -238,6 +250,8 @@ class Worker:
         finally:
             replica.drop_gradients()
             replica.buffers.restore_all()
+            if replica.sharded is not None:
+                replica.sharded.model.reset()
             if self._session is not None:
                 self._session.forget_logged()
 
@@ -267,6 +281,8 @@ class Worker:
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
+        if member.replica.sharded is not None:
+            return member.replica.sharded.weights_sha256()
         return weights_sha256(member.replica.model)
 
     def _rest(self) -> None:

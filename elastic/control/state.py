@@ -28,6 +28,8 @@ class Limits:
     """How long a failed collective waits for the loss that explains it."""
     must_save: bool = False
     """A checkpoint that cannot be written ends the run."""
+    is_sharded: bool = False
+    """Each member holds a part of the state only: what a lost one held is gone."""
 
 
 @dataclass(frozen=True, slots=True)

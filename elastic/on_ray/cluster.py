@@ -157,7 +157,9 @@ class RayCluster:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self.user_error:
                 self.user_error = failed.pickled
-            self.user_failed(worker, f"{worker_name(worker)} failed: {failed or error}")
+            why = f"{worker_name(worker)} failed: {failed or error}"
+            loop = asyncio.get_running_loop()  # its own report may still be on its way
+            loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
             return
         except RayError as error:  # dead, out of memory, no environment on its node
             log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))

@@ -25,6 +25,8 @@ class WorkerSpec:
     steps: int
     global_batch: int
     micro_batch: int
+    parallel: str = "ddp"
+    """One of elastic.protocol.mesh."""
     reduction: str
     clip_norm: float | None
     seed: int

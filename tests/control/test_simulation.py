@@ -50,8 +50,10 @@ class Run:
     seen: Counter[str]
 
 
-def simulate(seed: int, limits: Limits, faults: Faults) -> Run:
-    cluster = FakeCluster(seed, limits.steps, faults)
+def simulate(
+    seed: int, limits: Limits, faults: Faults, kind: type[FakeCluster] = FakeCluster
+) -> Run:
+    cluster = kind(seed, limits.steps, faults)
     ledger, phase, commands, reason = start(limits, 0.0)
     journal: list[Started | Entry] = [Started(limits, 0.0, commands, reason)]
     entry, seen = open_account(0.0), Counter()

@@ -1,0 +1,81 @@
+"""Milliseconds per step of `parallel="fsdp"` against a plain FSDP2 loop under torchrun, in pairs.
+
+World 2, one thread each; about 19 million parameters, the same micro-batches and clipping.
+    python -m tests.bench.fsdp --pairs 9
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from itertools import count, pairwise
+from pathlib import Path
+
+from tests.bench.harness import (
+    REPOSITORY,
+    alternating,
+    console,
+    elastic_run,
+    environment,
+    machine,
+    record,
+    report,
+    storage_directory,
+)
+from tests.bench.torchrun_fsdp import MODEL, WARMUP_STEPS
+
+WORLD = 2
+
+
+def torchrun_ms(steps: int) -> float:
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--standalone", "--nproc-per-node", str(WORLD)]
+    command += ["-m", "tests.bench.torchrun_fsdp", "--steps", str(steps)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=900
+    )
+    if done.returncode:
+        raise RuntimeError(f"torchrun failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["ms_per_step"]
+
+
+def elastic_ms(storage: Path, name: str, parallel: str, reduction: str, steps: int) -> float:
+    """Median time from commit to commit."""
+    options = {"global_batch": 16, "micro_batch": 4, "clip_norm": 1.0, "reduction": reduction}
+    with elastic_run(
+        storage, name, workers=WORLD, steps=steps, parallel=parallel, set_=MODEL, **options
+    ) as run:
+        run.finish(900)
+        lines = run.metrics()[WARMUP_STEPS:]
+    return 1000 * statistics.median(b["time"] - a["time"] for a, b in pairwise(lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=12)
+    arguments = parser.parse_args()
+    about = machine(WORLD)
+    console.print(about)
+    results: dict[str, str] = {}
+    numbers = count()
+    with storage_directory() as storage:
+        for kind in (("fsdp", "fast"), ("fsdp", "bitwise"), ("fsdp-grad-op", "fast")):
+            ours, theirs = alternating(
+                arguments.pairs,
+                lambda k=kind: elastic_ms(storage, f"f{next(numbers)}", *k, arguments.steps),
+                lambda: torchrun_ms(arguments.steps),
+            )
+            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+            results[" ".join(kind)] = (
+                f"{statistics.median(ratios):.3f} of torchrun's fsdp "
+                f"({statistics.median(ours):.0f} against {statistics.median(theirs):.0f} ms)"
+            )
+    report("FSDP throughput, median of pairs", list(results), [list(results.values())])
+    record("fsdp", about=about, setting=f"{arguments.pairs} pairs", results=results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Sharded runs: the bits of DDP at every world size, through growth, losses and checkpoints."""
+
+import pytest
+
+from tests.cluster.live import assert_complete
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op"])
+def test_a_sharded_run_that_grows_and_loses_a_member_has_the_weights_of_ddp(
+    start, reference, parallel
+):
+    options = {"steps": 120, "set": ["sleep=0.01"], "clip_norm": 1.0, "checkpoint_every": 20}
+    with start("Toy", workers="2..3", parallel=parallel, **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+        before = run.wait_for(lambda s: s["step"] - (s["committed_checkpoint"] or 99) > 5)
+        run.kill(rank=1)
+        run.wait_for(lambda s: s["generation"] > before["generation"] and s["world_size"] == 2)
+        run.wait_for(lambda s: s["world_size"] == 3)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=120, clip_norm=1.0, set=["sleep=0.0"])
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, 120)
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"]
+    assert 5 < end["result"]["lost_steps"] <= 40
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
+def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
+    settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
+    with start("DiesOnce", workers="2..3", parallel="fsdp", set=settings) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (tmp_path / "died").exists()
+    sha256, samples = reference("Toy")
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, 30)
+
+
+def test_a_checkpoint_goes_from_ddp_to_fsdp_and_back_by_hand(start, reference):
+    with start("Toy", workers=2, parallel="fsdp", steps=20) as run:
+        first = run.finish()
+    with start("Toy", workers=3, parallel="fsdp", steps=30) as run:
+        second = run.finish()
+    assert first["status"] == second["status"] == 0, second["err"]
+    sha256, samples = reference("Toy")
+    assert second["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples

@@ -1,0 +1,32 @@
+"""Seeded runs of a sharded strategy: what a lost member held is gone, and the run goes on."""
+
+from collections import Counter
+from dataclasses import replace
+
+from elastic.control.replay import replay
+from elastic.control.state import Finished
+from tests.control.sharded_cluster import ShardedCluster
+from tests.control.test_simulation import check_end, scenario, simulate
+
+NUM_SEEDS = 1200
+SLICES = 6
+
+
+def test_sharded_runs_with_faults_end_with_all_steps_from_their_checkpoints() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        limits, faults = scenario(seed)
+        run = simulate(seed, replace(limits, is_sharded=True), faults, ShardedCluster)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        seen[run.phase.outcome] += 1
+        seen["rolled back in process"] += run.cluster.rollbacks > 0
+        seen["lost steps"] += run.account.lost_steps > 0
+        if run.phase.outcome != "succeeded":  # killed between the last step and the end
+            reason = run.phase.reason
+            assert "resume the run" in reason or reason.startswith("no member"), (seed, run.phase)
+        if seed % 10 == 0:
+            assert not list(replay(run.journal))
+    assert seen["succeeded"] > NUM_SEEDS * 0.7, seen
+    assert seen["rolled back in process"] > 100, seen
+    assert seen["lost steps"] > 100, seen

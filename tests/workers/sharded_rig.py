@@ -1,0 +1,195 @@
+"""A small workload, and training it for a few steps on ranks without a session around them."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from elastic.protocol.mesh import Mesh
+from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Catalogue, file_name
+from elastic.store.checkpoint_files import write_part
+from elastic.store.files import open_folder
+from workers.build import build_replica
+from workers.checkpoint_load import load_newest
+from workers.digest import weights_sha256
+from workers.groups import AnyGroup
+from workers.parallel.ddp import new_reducer
+from workers.parallel.sharded import Holding
+from workers.peer import as_bytes
+from workers.randomness import seed_microbatch
+from workers.replica import Replica, Update
+from workers.saver import share
+
+CPU = torch.device("cpu")
+NUM_MICROBATCHES = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+
+    def forward(self, x):
+        return x + torch.dropout(self.norm(self.linear(x)), 0.1, self.training)
+
+
+class Net(nn.Module):
+    """Tied weights, a block that runs twice, BatchNorm, rows fewer than ranks, a scalar, a
+    parameter that only some micro-batches use and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks.append(self.blocks[0])
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.sometimes = nn.Parameter(torch.ones(1, 2))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.never = nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens, microbatch_id):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(self.norm(x)) * self.scale
+        return x * self.sometimes.sum() if microbatch_id % 3 == 0 else x
+
+
+class Work:
+    def build_model(self):
+        return Net()
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=0.1)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+    def batch(self, step, microbatch_id):
+        generator = torch.Generator().manual_seed(100 * step + microbatch_id)
+        return torch.randint(0, 11, (4,), generator=generator)
+
+
+class Deferred(Work):
+    """Built on the meta device."""
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.2)
+
+
+def spec(parallel: str, reduction: str = "bitwise") -> WorkerSpec:
+    return WorkerSpec(
+        worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
+        device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
+        parallel=parallel, reduction=reduction, clip_norm=0.5, seed=3, eval_every=None,
+        checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
+        heartbeat_s=0.5, join_timeout_s=5.0, operation_timeout_s=60.0, lease_s=30.0,
+    )  # fmt: skip
+
+
+def build(parallel: str, reduction: str = "bitwise", workload: Work | None = None) -> Replica:
+    """A worker's state as the loading worker has it, which stands for the initial one."""
+    torch.set_num_threads(1)
+    replica = build_replica(workload or Work(), spec(parallel, reduction), CPU)
+    if replica.sharded is not None:
+        replica.sharded.holding = Holding("initial")
+    return replica
+
+
+def newcomer(parallel: str) -> Replica:
+    replica = build(parallel)
+    assert replica.sharded is not None
+    replica.sharded.forget()
+    return replica
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def enter(replica: Replica, group: AnyGroup, step: int, catalogue: Catalogue | None = None) -> None:
+    if replica.sharded is not None:
+        replica.sharded.enter(group, step, catalogue, raise_it, nullcontext)
+
+
+def train(replica: Replica, group: AnyGroup, parallel: str, num_steps: int, **options) -> None:
+    """As a session does it, with a vote of what was used."""
+    config, work = spec(parallel, **options), Work()
+    mesh = Mesh(parallel, group.world_size)
+    names = {id(p): n for n, p in replica.model.named_parameters()}
+    parameters = {names[id(p)]: p for p in replica.parameters}
+    reducer = new_reducer(config, replica, parameters, group, mesh)
+    ids = mesh.ids(NUM_MICROBATCHES, group.rank)
+    num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank)
+    for _ in range(num_steps):
+        reducer.begin()
+        replica.buffers.begin_step()
+        for index in range(num_passes):
+            i = ids[min(index, len(ids) - 1)]
+            replica.buffers.begin_microbatch()
+            seed_microbatch(3, replica.step, i)
+            loss = replica.model(work.batch(replica.step, i), i).square().mean()
+            reducer.before_backward(index == num_passes - 1)
+            loss.backward()
+            if index < len(ids):
+                reducer.after_backward(i, replica.buffers.end_microbatch())
+            else:
+                reducer.after_echo()
+        reduced = reducer.finish()
+        assert reduced.is_finite()
+        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
+        group.all_reduce(used).wait()
+        replica.apply(
+            Update(
+                step=replica.step + 1,
+                is_finite=True,
+                divisor=float(NUM_MICROBATCHES),
+                num_microbatches=NUM_MICROBATCHES,
+                used=tuple(bool(u) for u in used.tolist()),
+                gradients=reduced.gradients,
+                buffers=reduced.buffers,
+                integers=tuple(replica.buffers.integers),
+                tracked=replica.buffers.tracked,
+                log_names=(),
+            )
+        )
+    reducer.close()
+
+
+def sha256(replica: Replica) -> str:
+    if replica.sharded is not None:
+        return replica.sharded.weights_sha256()
+    return weights_sha256(replica.model)
+
+
+def save_part(replica: Replica, group: AnyGroup, place: str, generation: int):
+    """(this rank's part of a checkpoint of the state, its header)"""
+    snapshot = replica.snapshot(
+        lambda tensors: {b.name: t for b, t in share(tensors, group.rank, group.world_size)}
+    )
+    boxes = [b for b, _ in share(replica.tensors(), group.rank, group.world_size)]
+    contents = [snapshot.take(b.name) for b in boxes]
+    folder = catalogue_in(place).prepare(replica.step)
+    name = file_name(generation, group.rank, group.world_size)
+    nothing = memoryview(b"")
+    chunks = [as_bytes(t) if t.numel() else nothing for t in contents]
+    return write_part(folder, name, boxes, chunks), snapshot.header
+
+
+def catalogue_in(place: str) -> Catalogue:
+    return Catalogue(open_folder(place).at("checkpoints"))
+
+
+def load(parallel: str, group: AnyGroup, place: str, step: int) -> Replica:
+    """A fresh worker's state from the checkpoint, as a member of `group`."""
+    replica = build(parallel)
+    if replica.sharded is None:
+        assert load_newest(catalogue_in(place), replica) == []
+    else:
+        assert replica.sharded.load(catalogue_in(place)) == []
+        enter(replica, group, step, catalogue_in(place))
+    return replica

@@ -1,0 +1,207 @@
+"""Sharded strategies in real processes: the bits of plain training, whatever the mesh was."""
+
+import pytest
+import torch
+
+from elastic.protocol.mesh import Mesh
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import (
+    NUM_MICROBATCHES,
+    Deferred,
+    build,
+    catalogue_in,
+    enter,
+    load,
+    newcomer,
+    save_part,
+    sha256,
+    train,
+)
+from workers.groups import Alone
+from workers.parallel.reshard import Move, Place, moves_of
+from workers.parallel.shards import Kind, RowsLost, local
+
+WORLDS = (1, 2, 3)
+SHARDED = ("fsdp", "fsdp-grad-op")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The hash after so many steps of one rank without sharding."""
+    replica, hashes = build("ddp"), []
+    for _ in range(2 * STEPS + 1):
+        hashes.append(sha256(replica))
+        train(replica, Alone(), "ddp", 1)
+    return hashes
+
+
+def test_every_strategy_at_every_world_size_has_the_bits_of_one_rank(plain):
+    def body(ranks):
+        found, generation = {}, 0
+        for world_size in WORLDS:
+            for parallel in SHARDED:
+                generation += 1
+                if ranks.index < world_size:
+                    group = ranks.form(generation, list(range(world_size)))
+                    replica = build(parallel)
+                    enter(replica, group, 0)
+                    train(replica, group, parallel, STEPS)
+                    found[parallel, world_size] = sha256(replica)
+        return found
+
+    expected = {(p, w): plain[STEPS] for w in WORLDS for p in SHARDED}
+    for rank, found in enumerate(run_ranks(3, body)):
+        assert found == {k: v for k, v in expected.items() if k[1] > rank}
+
+
+def test_fast_mode_differs_in_the_order_of_additions_only():
+    def body(ranks):
+        found = {}
+        for generation, parallel in enumerate(SHARDED):
+            group = ranks.form(generation, [0, 1, 2])
+            replica = build(parallel, "fast")
+            enter(replica, group, 0)
+            train(replica, group, parallel, 1, reduction="fast")
+            mine = {n: local(p.detach()).clone() for n, p in replica.model.named_parameters()}
+            found[parallel] = {n: t.tolist() for n, t in mine.items()}
+        return found
+
+    replica = build("ddp")
+    train(replica, Alone(), "ddp", 1)
+    whole = dict(replica.model.named_parameters())
+    for rank, found in enumerate(run_ranks(3, body)):
+        for parallel in SHARDED:
+            for name, values in found[parallel].items():
+                wanted = whole[name]
+                if wanted.dim():
+                    rows = Mesh(parallel, 3).rows(wanted.shape[0], rank)
+                    wanted = wanted[rows.start : rows.stop]
+                torch.testing.assert_close(
+                    torch.tensor(values).view(wanted.shape), wanted.detach(), rtol=1e-3, atol=1e-5
+                )
+
+
+@pytest.mark.parametrize("parallel", SHARDED)
+def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, parallel):
+    """2 ranks, then 3; then two are lost, and who is left knows that rows are."""
+
+    def body(ranks):
+        replica, hashes, identities = build(parallel), [], []
+        for generation, members in enumerate(([0, 1], [0, 1, 2], [2])):
+            if ranks.index not in members:
+                replica = newcomer(parallel)
+                continue
+            group = ranks.form(generation, members)
+            if len(members) == 1:  # as after a loss: the rows of the others are not there
+                with pytest.raises(RowsLost, match="nobody holds row 0 of"):
+                    enter(replica, group, generation)
+                continue
+            enter(replica, group, generation)
+            train(replica, group, parallel, 1)
+            hashes.append(sha256(replica))
+            identities.append([id(p) for p in replica.optimizer.param_groups[0]["params"]])
+            assert identities[-1] == [id(p) for p in replica.model.parameters()]
+            assert set(replica.optimizer.state) <= set(replica.model.parameters())
+        return hashes, identities
+
+    first, second, third = run_ranks(3, body)
+    assert first[0] == second[0] == plain[1:3]
+    assert third[0] == plain[2:3]
+    assert first[1][0] == first[1][1]
+
+
+def test_ranks_that_change_places_move_all_rows(plain):
+    def body(ranks):
+        group = ranks.form(0, [0, 1, 2])
+        replica = build("fsdp")
+        enter(replica, group, 0)
+        train(replica, group, "fsdp", 2)
+        again = ranks.form(1, [2, 0, 1])  # other ranks, other rows
+        enter(replica, again, 2)
+        train(replica, again, "fsdp", 1)
+        return sha256(replica)
+
+    assert run_ranks(3, body) == [plain[3]] * 3
+
+
+def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain, tmp_path):
+    kinds = (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("fsdp-grad-op", 3))
+
+    def body(ranks):
+        parts = {}
+        for generation, (parallel, world_size) in enumerate(kinds):
+            if ranks.index < world_size:
+                group = ranks.form(generation, list(range(world_size)))
+                replica = build(parallel)
+                enter(replica, group, 0)
+                train(replica, group, parallel, STEPS)
+                place = f"{tmp_path}/{parallel}-{world_size}"
+                parts[parallel, world_size] = save_part(replica, group, place, 1)
+        return parts
+
+    saved = run_ranks(3, body)
+    for parallel, world_size in kinds:
+        found = [saved[rank][parallel, world_size] for rank in range(world_size)]
+        catalogue = catalogue_in(f"{tmp_path}/{parallel}-{world_size}")
+        catalogue.publish(STEPS, 1, [part for part, _ in found], found[0][1], {})
+
+    def reload(ranks):
+        hashes, generation = [], 0
+        for saved_as in kinds:
+            for parallel, world_size in kinds:
+                generation += 1
+                if ranks.index < world_size:
+                    group = ranks.form(generation, list(range(world_size)))
+                    place = f"{tmp_path}/{saved_as[0]}-{saved_as[1]}"
+                    replica = load(parallel, group, place, STEPS)
+                    before = sha256(replica)
+                    train(replica, group, parallel, STEPS)
+                    hashes.append((before, sha256(replica)))
+        return hashes
+
+    counts = [4 * sum(world_size > rank for _, world_size in kinds) for rank in range(3)]
+    expected = [[(plain[STEPS], plain[2 * STEPS])] * count for count in counts]
+    assert run_ranks(3, reload) == expected
+
+
+def test_weights_initialised_on_the_meta_device_do_not_see_the_strategy():
+    def body(ranks):
+        found = []
+        for generation, parallel in enumerate(SHARDED):
+            group = ranks.form(generation, [0, 1, 2])
+            replica = build(parallel, workload=Deferred())
+            assert all(p.is_meta for p in replica.model.parameters() if p.dim())
+            enter(replica, group, 0)
+            found.append(sha256(replica))
+            train(replica, group, parallel, 1)
+            found.append(sha256(replica))
+        return found
+
+    replica = build("ddp", workload=Deferred())
+    first = sha256(replica)
+    train(replica, Alone(), "ddp", 1)
+    assert run_ranks(3, body) == [[first, sha256(replica)] * 2] * 3
+
+
+def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
+    kind = Kind("w", torch.float32, (4, 2), True)
+    two, three = Mesh("fsdp", 2), Mesh("fsdp", 3)
+    held = [Place(two, 0), Place(two, 1), None]
+    assert moves_of(kind, held, three) == [Move(0, 0, range(0, 2)), Move(1, 1, range(2, 4))]
+    held = [None, Place(three, 0), Place(three, 1)]
+    assert moves_of(kind, held, two) == [
+        Move(1, 0, range(0, 2)),
+        Move(2, 1, range(2, 4)),
+    ]
+    with pytest.raises(LookupError, match="nobody holds row 2 of w"):
+        moves_of(kind, [Place(two, 0), None], two)
+
+
+def test_ids_are_dealt_once_and_echoes_fill_the_last_round():
+    for world_size in (1, 2, 3, 8):
+        mesh = Mesh("fsdp", world_size)
+        ids = [mesh.ids(NUM_MICROBATCHES, rank) for rank in range(world_size)]
+        assert sorted(i for of_rank in ids for i in of_rank) == list(range(NUM_MICROBATCHES))
+        passes = {mesh.num_passes(NUM_MICROBATCHES, rank) for rank in range(world_size)}
+        assert passes == {max(len(of_rank) for of_rank in ids)}

@@ -1,0 +1,105 @@
+"""A newcomer's copy of its source's state: followed until a generation takes it in.
+
+What arrives comes through workers/peer.py; who forms what is workers/member.py's.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic.protocol.errors import PeerLost
+from elastic.protocol.membership import worker_name
+from elastic.protocol.seams import WorkerSpec
+from workers.link import ControllerLink
+from workers.peer import Following
+from workers.replica import Replica, Update
+from workers.standing import Standing
+from workers.vitals import Vitals
+
+
+class Copying:
+    """At most one source at a time."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        replica: Replica,
+        link: ControllerLink,
+        vitals: Vitals,
+        device: torch.device,
+        standing: Standing,
+        on_replaced: Callable[[], None],
+    ) -> None:
+        """on_replaced: the state is another worker's now."""
+        self._spec, self._replica, self._link = spec, replica, link
+        self._vitals, self._device, self._on_replaced = vitals, device, on_replaced
+        self._following: Following | None = None
+        self._standing = standing
+
+    def start(self, address: list[object] | None, wake: Callable[[], None]) -> None:
+        """Follow the worker at `address`, instead of any earlier source; None: it is gone."""
+        self.stop()
+        try:
+            host, port = address or (None, None)
+            self._following = Following(
+                (host, port),  # pyright: ignore[reportArgumentType]  (None raises TypeError)
+                token=self._spec.token,
+                worker=self._spec.worker,
+                timeout_s=self._spec.join_timeout_s,
+                wake=wake,
+            )
+            self._standing.is_following = False
+        except (OSError, TypeError) as error:
+            self._link.send("sync_failed", reason=f"cannot reach the source: {error}")
+
+    def stop(self) -> None:
+        """What was received stays."""
+        if self._following is not None:
+            self._following.close()
+        self._following = self._standing.is_following = None
+
+    def apply_received(self) -> None:
+        """Catch up with what has arrived; says so when that is everything for the first time."""
+        following, replica = self._following, self._replica
+        if following is None:
+            return
+        while not following.received.empty():
+            header, tensors = following.received.get()
+            if header["type"] == "snapshot":
+                replica.restore(header, tensors)
+                self._standing.has_state = True
+                self._on_replaced()
+            elif header["step"] == replica.step + 1:
+                replica.apply(Update.from_frame(header, tensors, self._device))
+                following.memory.give(tensors)
+            self._vitals.step = replica.step
+            if header["queued"] == 0 and not self._standing.is_following:
+                self._standing.is_following = True
+                self._link.send("synced", step=replica.step)
+        if following.failure and self._vitals.phase == "lobby":
+            failure = following.failure
+            self.stop()
+            self._link.send("sync_failed", reason=failure)
+
+    def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
+        """Wait until the state stands at `step`, or until is_over(). PeerLost if it never will."""
+        deadline = time.monotonic() + self._spec.join_timeout_s
+        while self._replica.step != step:
+            following = self._following
+            if following is not None:
+                following.arrived.clear()
+                if not following.received.empty():
+                    self.apply_received()
+                    continue
+            left_s = deadline - time.monotonic()
+            is_lost = following is None or following.failure or left_s <= 0
+            if is_lost or self._replica.step > step:
+                raise PeerLost(
+                    f"{worker_name(self._spec.worker)} stands at step {self._replica.step} and "
+                    f"cannot reach step {step}"
+                )
+            if is_over():
+                return
+            assert following is not None
+            following.arrived.wait(min(left_s, 0.05))

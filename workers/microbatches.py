@@ -1,0 +1,56 @@
+"""What a step keeps of each micro-batch that this rank computed, until the vote takes it.
+
+Records of committed steps are in records.py; gradients are the reducers'.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from workers.vote import MicrobatchRecord
+
+
+class Microbatches:
+    """In id order; losses stay on their device until `records`."""
+
+    def __init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor | None] = []
+        self._rows: list[np.ndarray] = []
+        self._logged: list[dict[str, float]] = []
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        weight: torch.Tensor | None,
+        rows: np.ndarray,
+        logged: dict[str, float],
+    ) -> None:
+        self._losses.append(loss.detach())
+        self._weights.append(weight)
+        self._rows.append(rows)
+        self._logged.append(logged)
+
+    def log_late(self, values: dict[str, float]) -> None:
+        """Values logged after the last backward belong to the last micro-batch."""
+        self._logged[-1] = {**self._logged[-1], **values}
+
+    def records(
+        self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]]
+    ) -> list[MicrobatchRecord]:
+        """Losses come to the host here, once per step. hashes: of the integer buffers, by id."""
+        losses = torch.stack([loss.double() for loss in self._losses]).tolist()
+        columns = zip(ids, losses, self._weights, self._rows, hashes, self._logged, strict=True)
+        return [
+            MicrobatchRecord(i, loss, None if w is None else float(w), rows, hashed, logged)
+            for i, loss, w, rows, hashed, logged in columns
+        ]
+
+
+def names_in(records: Iterable[MicrobatchRecord]) -> list[str]:
+    """Of the logged values, each once, in order of appearance."""
+    return list(dict.fromkeys(name for record in records for name in record.logged))

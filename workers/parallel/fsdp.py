@@ -1,0 +1,169 @@
+""" "fsdp" (ZeRO-3): parameters, gradients and optimizer state are sharded; every pass gathers the
+parameters twice and sends the gradient's slices to their owners.
+
+In round r the ranks compute ids r * W, r * W + 1, ..., which are neighbours in the canonical tree,
+so an owner folds each round's slices as they come. Wrapping is sharded_model.py's.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from workers.groups import AnyGroup
+from workers.parallel.collectives import Collectives, GradientSlices
+from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
+from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.shards import local
+from workers.parallel.usage import Usage
+from workers.reducers import Reduced
+from workers.reduction import CarryStack
+
+
+class FsdpReducer:
+    """See `workers.reducers.Reducer`."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        collectives: Collectives,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: AnyGroup,
+        mesh: Mesh,
+        num_microbatches: int,
+        *,
+        is_bitwise: bool,
+    ) -> None:
+        self._model, self._parameters = model, tuple(parameters.values())
+        self._is_bitwise = is_bitwise
+        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
+        self._usage = Usage(model, self._parameters)
+        self._world_size, self._num_microbatches = mesh.world_size, num_microbatches
+        self._round = 0
+        self._folds = [_GroupFold(fsdp_group, num_microbatches) for fsdp_group in model.groups]
+        for fold in self._folds:
+            take = partial(self._take, fold)
+            fold.group._reduce_scatter_comm = GradientSlices(collectives, take)
+
+    def begin(self) -> None:
+        self._model.reset()
+        self._buffers.begin()
+        self._usage.begin()
+        self._scalars.begin()
+        self._round = 0
+        for fold in self._folds:
+            fold.begin()
+
+    def before_backward(self, is_last: bool) -> None:
+        self._usage.watch()
+        for fold in self._folds:
+            fold.before_backward()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        self._buffers.add(microbatch_id, buffers)
+        self._usage.keep()
+        self._scalars.keep(microbatch_id)
+        self._end_pass()
+
+    def after_echo(self) -> None:
+        self._usage.drop()
+        self._scalars.drop()
+        self._end_pass()
+
+    def has_gradient(self) -> list[bool]:
+        return self._usage.used
+
+    def finish(self) -> Reduced:
+        buffers, scalars = self._buffers.finish(), self._scalars.finish()
+        if self._is_bitwise:
+            for fold in self._folds:
+                fold.finish()
+        self._model.release()
+        gradients = (scalars.get(i, p.grad) for i, p in enumerate(self._parameters))
+        return Reduced(tuple(gradients), buffers)
+
+    def close(self) -> None:
+        self._usage.close()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def _ids(self) -> range:
+        """What the ranks compute in this round; ranks behind its end echo."""
+        first = self._round * self._world_size
+        return range(first, min(first + self._world_size, self._num_microbatches))
+
+    def _take(self, fold: "_GroupFold", slices: Tensor, output: Tensor) -> None:
+        if self._is_bitwise:
+            fold.take(self._ids, slices)
+        else:
+            counted = slices.view(self._world_size, -1)[: len(self._ids)]
+            torch.sum(counted, dim=0, out=output)
+
+    def _end_pass(self) -> None:
+        if self._is_bitwise:
+            for fold in self._folds:
+                fold.end_pass(self._ids, is_alone=self._world_size == 1)
+            for parameter in self._parameters:
+                parameter.grad = None
+        self._round += 1
+
+
+class _GroupFold:
+    """The canonical tree over one parameter group's gradient slices."""
+
+    def __init__(self, group: Any, num_microbatches: int) -> None:
+        self.group = group
+        self._params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self._stack = CarryStack(num_microbatches)
+        self._has_many_uses = False
+        self._pending: Tensor | None = None
+
+    def begin(self) -> None:
+        self._stack.begin()
+        self._pending = None
+
+    def before_backward(self) -> None:
+        """A module that ran several times in this forward sends its gradient in as many parts."""
+        self._has_many_uses = len(self.group._post_forward_indices) > 1
+
+    def take(self, ids: range, slices: Tensor) -> None:
+        """This rank's slice of the gradient of each of `ids`, and of echoes behind them."""
+        if not self._has_many_uses:
+            self._push(ids, slices)
+        elif self._pending is None:
+            self._pending = slices
+        else:
+            self._pending.add_(slices)
+
+    def end_pass(self, ids: range, *, is_alone: bool) -> None:
+        if is_alone:  # nothing was sent: FSDP2 has put the gradient where it belongs
+            gradients = [p.sharded_param.grad for p in self._params]
+            if all(g is not None for g in gradients):
+                self._stack.push(ids[0], [local(g) for g in gradients])
+        elif self._pending is not None:
+            self._push(ids, self._pending)
+            self._pending = None
+
+    def finish(self) -> None:
+        """The sum over all ids becomes the parameters' gradient."""
+        root = self._stack.root()
+        if root is None:
+            return
+        parts: Sequence[Tensor] = root
+        if self.group.mesh_info.shard_mesh_size > 1:
+            sizes = [p.padded_sharded_param_size.numel() for p in self._params]
+            parts = root[0].split(sizes)
+        for param, part in zip(self._params, parts, strict=True):
+            rows = part.reshape(-1)[: param.sharded_size.numel()].view(param.sharded_size)
+            param.sharded_param.grad = param.to_sharded_dtensor(rows)
+
+    def _push(self, ids: range, slices: Tensor) -> None:
+        size = slices.numel() // self.group.mesh_info.shard_mesh_size
+        for microbatch_id, piece in zip(ids, slices.split(size), strict=False):
+            self._stack.push(microbatch_id, [piece])

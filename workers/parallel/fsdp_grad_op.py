@@ -1,0 +1,168 @@
+""" "fsdp-grad-op" (ZeRO-2): a step gathers the parameters once and keeps them; gradients add up
+whole and go to their owners once, when all passes are done.
+
+A rank's ids are contiguous, as in DDP. Wrapping is sharded_model.py's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from workers.groups import AnyGroup
+from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
+from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.usage import Usage
+from workers.reducers import Reduced
+from workers.reduction import Block, FlatLayout, Flats, TreeFold, blocks_of, fold_blocks
+
+
+class FsdpGradOpReducer:
+    """See `workers.reducers.Reducer`."""
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: AnyGroup,
+        mesh: Mesh,
+        num_microbatches: int,
+        *,
+        is_bitwise: bool,
+    ) -> None:
+        self._model, self._group, self._mesh = model, group, mesh
+        self._num_microbatches, self._is_bitwise = num_microbatches, is_bitwise
+        self._parameters = tuple(parameters.values())
+        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
+        self._usage = Usage(model, self._parameters)
+        by_id = {id(p.sharded_param): p for p in model.params()}
+        sharded = {n: p for n, p in parameters.items() if id(p) in by_id}
+        self._indices = [i for i, p in enumerate(self._parameters) if id(p) in by_id]
+        self._params: list[Any] = [by_id[id(p)] for p in sharded.values()]
+        self._layout = FlatLayout(self._pieces(sharded))
+        ids = mesh.ids(num_microbatches, group.rank)
+        # In fast mode a single leaf holds the sum of all passes.
+        self._fold = TreeFold(self._layout, ids if is_bitwise else range(1), num_microbatches)
+        for module in model.modules():
+            module.set_requires_gradient_sync(False)
+            module.set_reshard_after_backward(False)
+
+    def _pieces(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Rank by rank the rows of each parameter that it owns."""
+        found: dict[str, Tensor] = {}
+        for rank in range(self._mesh.world_size):
+            for name, p in parameters.items():
+                rows = self._mesh.rows(p.shape[0], rank)
+                like = torch.empty(1, dtype=p.dtype, device=self._model.device)
+                found[f"{name}/{rank}"] = like.expand(len(rows), *p.shape[1:])
+        return found
+
+    def begin(self) -> None:
+        self._model.reset()
+        self._buffers.begin()
+        self._usage.begin()
+        self._scalars.begin()
+        self._fold.begin()
+
+    def before_backward(self, is_last: bool) -> None:
+        self._usage.watch()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        self._buffers.add(microbatch_id, buffers)
+        self._usage.keep()
+        self._scalars.keep(microbatch_id)
+        if self._is_bitwise:
+            self._add(microbatch_id)
+
+    def after_echo(self) -> None:
+        raise AssertionError("nobody waits for a pass of this strategy: there are no echoes")
+
+    def has_gradient(self) -> list[bool]:
+        return self._usage.used
+
+    def finish(self) -> Reduced:
+        buffers, scalars = self._buffers.finish(), self._scalars.finish()
+        if not self._is_bitwise:
+            self._add(0)
+        self._model.release()
+        gradients = [scalars.get(i) for i in range(len(self._parameters))]
+        for part, flat in zip(self._layout.parts, self._to_owners(), strict=True):
+            mine = part.leaves[self._leaves_of(part.leaves, self._group.rank)]
+            sizes = [self._layout.shapes[i].numel() for i in mine]
+            for leaf, rows in zip(mine, flat.split(sizes), strict=True):
+                param = self._params[leaf % len(self._params)]
+                value = rows.view(self._layout.shapes[leaf]).to(param.sharded_param.dtype)
+                index = self._indices[leaf % len(self._params)]
+                gradients[index] = param.to_sharded_dtensor(value)
+        return Reduced(tuple(gradients), buffers)
+
+    def close(self) -> None:
+        self._usage.close()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _add(self, microbatch_id: int) -> None:
+        """Move the whole gradients into the fold, row by row to their owner's stretch."""
+        wholes = [getattr(p, "_unsharded_param", None) for p in self._params]
+        leaves: list[Tensor | None] = []
+        for rank in range(self._mesh.world_size):
+            for whole in wholes:
+                gradient = None if whole is None else whole.grad
+                rows = self._mesh.rows(0 if whole is None else whole.shape[0], rank)
+                leaves.append(None if gradient is None else _rows(gradient, rows))
+        self._fold.add(microbatch_id, leaves)
+        for whole in wholes:
+            if whole is not None:
+                whole.grad = None
+
+    def _leaves_of(self, leaves: tuple[int, ...], rank: int) -> slice:
+        """Where a part's leaves of one rank stand; they are ordered by rank."""
+        count = len(leaves) // self._mesh.world_size
+        return slice(rank * count, (rank + 1) * count)
+
+    def _to_owners(self) -> list[Tensor]:
+        """Per part: this rank's rows of the sum over all ids, flat."""
+        sums, world_size = self._fold.sums(), self._group.world_size
+        if world_size == 1:
+            return self._fold.release_root()
+        blocks = [(Block(0, rank),) for rank in range(world_size)]
+        if self._is_bitwise:
+            all_ids = (self._mesh.ids(self._num_microbatches, r) for r in range(world_size))
+            blocks = [blocks_of(ids, self._num_microbatches) for ids in all_ids]
+        owned: list[Tensor] = []
+        for index, part in enumerate(self._layout.parts):
+            shapes = self._layout.shapes
+            sizes = [
+                sum(shapes[i].numel() for i in part.leaves[self._leaves_of(part.leaves, rank)])
+                for rank in range(world_size)
+            ]
+            owned.append(self._exchange([flats for _, flats in sums], index, sizes, blocks))
+        return owned
+
+    def _exchange(
+        self,
+        partials: Sequence[Flats],
+        part: int,
+        sizes: list[int],
+        blocks: Sequence[tuple[Block, ...]],
+    ) -> Tensor:
+        cut = [flats[part][: sum(sizes)].split(sizes) for flats in partials]
+        sent = [torch.cat([of_block[rank] for of_block in cut]) for rank in range(len(sizes))]
+        size = sizes[self._group.rank]
+        received = [sent[0].new_empty(len(of_rank) * size) for of_rank in blocks]
+        self._group.all_to_all(received, sent).wait()
+        if size == 0:
+            return received[0][:0]
+        return fold_blocks(
+            (block, piece)
+            for of_rank, flat in zip(blocks, received, strict=True)
+            for block, piece in zip(of_rank, flat.split(size), strict=True)
+        )
+
+
+def _rows(tensor: Tensor, rows: range) -> Tensor:
+    return tensor[rows.start : rows.stop]

@@ -1,0 +1,118 @@
+"""The state before the first step, whenever a sharded worker needs its rows of it.
+
+A workload with `init_weights` is built on the meta device and initialised module by module, so
+that nobody ever holds the whole model; else the model is built again, and only rows are kept.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from workers.parallel.shards import is_shard, local
+from workers.randomness import seed_module
+from workers.replica import Replica
+
+
+class Initial:
+    """What `build` made, but for the parameters, which are made again when they are needed."""
+
+    def __init__(self, replica: Replica, build_model: Callable[[], nn.Module], seed: int) -> None:
+        """To be made before anything has changed the replica."""
+        self._build_model, self._seed = build_model, seed
+        parameters = {f"model/{name}" for name, _ in replica.model.named_parameters()}
+        self.is_deferred = any(p.is_meta for p in replica.model.parameters())
+        self._header, tensors = replica.header_and_tensors()
+        self._others = {n: t.clone() for n, t in tensors.items() if n not in parameters}
+
+    def fill(
+        self,
+        replica: Replica,
+        initialise: Callable[[nn.Module, str], None] | None,
+        mesh: Mesh,
+        rank: int,
+        values: Mapping[str, Tensor] | None,
+    ) -> None:
+        """Make `replica`, whose shards are those of `rank`, the state of step 0.
+
+        values: the whole parameters by name, if they are at hand.
+        """
+        targets = {name: p for name, p in replica.model.named_parameters()}
+
+        def put(name: str, whole: Tensor) -> None:
+            target = targets[name].detach()
+            if is_shard(target):
+                rows = mesh.rows(whole.shape[0], rank)
+                whole = whole[rows.start : rows.stop]
+            local(target).copy_(whole)
+
+        others = dict(self._others)
+        if self.is_deferred:
+            assert initialise is not None
+            initialise_modules(replica.model, initialise, self._seed, put)
+            others |= {f"model/{n}": b.clone() for n, b in replica.model.named_buffers()}
+        elif values is None:
+            for name, whole in self._build_model().named_parameters():
+                put(name, whole.detach())
+        else:
+            for name, whole in values.items():
+                put(name, whole)
+        current = {n: t for n, t in replica.tensors().items() if n.startswith("model/")}
+        tensors = current | {n: t.clone() for n, t in others.items()}
+        replica.restore(dict(self._header), tensors)
+
+
+@torch.no_grad()
+def initialise_modules(
+    model: nn.Module,
+    initialise: Callable[[nn.Module, str], None],
+    seed: int,
+    put: Callable[[str, Tensor], None],
+) -> None:
+    """Give `put` every parameter of a model whose own may be on the meta device or sharded.
+
+    One module at a time has whole parameters: zeros, then `reset_parameters()` where there is one,
+    then `initialise(module, name)`; RNG from (seed, name). A shared parameter belongs to the first
+    module that holds it. Buffers are on a real device and are changed in place.
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        own = {key: p for key, p in module._parameters.items() if p is not None}
+        if not own and not module._buffers:
+            continue
+        try:
+            for key, p in own.items():
+                whole = torch.zeros(p.shape, dtype=p.dtype)
+                module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
+            seed_module(seed, name)
+            reset: Any = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            initialise(module, name)
+            made = {key: module._parameters[key] for key in own}
+        finally:
+            module._parameters.update(own)
+        for key, p in own.items():
+            value = made[key]
+            assert value is not None
+            if id(p) not in seen:
+                seen.add(id(p))
+                put(f"{name}.{key}" if name else key, value.detach())
+
+
+def settle_small(model: nn.Module, device: torch.device) -> None:
+    """Memory, zero-filled, for what was built on the meta device and is never sharded: buffers and
+    scalar parameters."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p.is_meta and not p.dim():
+                if p not in made:
+                    zero = torch.zeros((), dtype=p.dtype, device=device)
+                    made[p] = nn.Parameter(zero, requires_grad=p.requires_grad)
+                module._parameters[key] = made[p]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

@@ -1,0 +1,101 @@
+"""What stays replicated although parameters are sharded, summed over micro-batches: floating
+buffers, and the gradients of scalar parameters.
+
+They are few, so every rank gathers all and folds them in id order: the canonical tree, whatever
+the mesh. Other gradients are fsdp.py's and fsdp_grad_op.py's.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from workers.groups import AnyGroup
+from workers.parallel.shards import is_shard
+from workers.reduction import Block, fold_blocks
+
+
+class ReplicatedSums:
+    """One generation's; `begin`, `add` for each of this rank's ids, `finish` on all ranks."""
+
+    def __init__(
+        self, like: Sequence[Tensor], group: AnyGroup, mesh: Mesh, num_microbatches: int
+    ) -> None:
+        """like: tensors of the leaves' shapes."""
+        self._like = tuple(like)
+        self._group = group
+        self._ids = [mesh.ids(num_microbatches, rank) for rank in range(mesh.world_size)]
+        self._mine: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        self._mine = {}
+
+    def add(self, microbatch_id: int, leaves: Sequence[Tensor]) -> None:
+        """leaves: of one dtype, or real and complex ones of one precision."""
+        if leaves:
+            flat = [_as_real(leaf).reshape(-1) for leaf in leaves]
+            self._mine[microbatch_id] = torch.cat(flat)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """The sums. A collective. Raises PeerLost."""
+        if not self._mine:
+            return ()
+        mine = torch.cat([self._mine[i] for i in sorted(self._mine)])
+        size = mine.numel() // len(self._mine)
+        gathered = [mine.new_empty(len(ids) * size) for ids in self._ids]
+        self._group.all_gather(gathered, mine).wait()
+        leaf_of = {
+            i: leaf
+            for ids, flat in zip(self._ids, gathered, strict=True)
+            for i, leaf in zip(ids, flat.split(size), strict=True)
+        }
+        total = fold_blocks((Block(0, i), leaf_of[i]) for i in sorted(leaf_of))
+        sizes = [b.numel() * (2 if b.is_complex() else 1) for b in self._like]
+        parts = zip(self._like, total.split(sizes), strict=True)
+        return tuple(_shaped(part, like) for like, part in parts)
+
+
+def _as_real(leaf: Tensor) -> Tensor:
+    return torch.view_as_real(leaf) if leaf.is_complex() else leaf
+
+
+def _shaped(part: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(part.view(*like.shape, 2))
+    return part.view(like.shape)
+
+
+class ScalarGradients:
+    """The gradients of the parameters that are not sharded, by their index."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: AnyGroup,
+        mesh: Mesh,
+        num_microbatches: int,
+    ) -> None:
+        self._scalars = {i: p for i, p in enumerate(parameters) if not is_shard(p)}
+        like = [p.detach() for p in self._scalars.values()]
+        self._sums = ReplicatedSums(like, group, mesh, num_microbatches)
+
+    def begin(self) -> None:
+        self._sums.begin()
+        self.drop()
+
+    def keep(self, microbatch_id: int) -> None:
+        """After a backward."""
+        self._sums.add(
+            microbatch_id,
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in self._scalars.values()],
+        )
+        self.drop()
+
+    def drop(self) -> None:
+        for p in self._scalars.values():
+            p.grad = None
+
+    def finish(self) -> dict[int, Tensor]:
+        """A collective. Raises PeerLost."""
+        return dict(zip(self._scalars, self._sums.finish(), strict=True))

@@ -1,0 +1,133 @@
+"""A generation's state from the rows that its members hold: every old shard goes to its new owners
+through one all-to-all per few megabytes, uneven sizes included.
+
+Who holds what is known to all before anything moves; installing it is sharded.py's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.mesh import Mesh
+from workers.groups import AnyGroup
+from workers.parallel.shards import Kind, local
+
+PIECE_BYTES = 32 * 2**20
+"""Of whole tensors, in one exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose rows a member holds: those of `rank` of `mesh`."""
+
+    mesh: Mesh
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows of one tensor from one member to another."""
+
+    source: int
+    target: int
+    rows: range
+
+
+def moves_of(kind: Kind, held: Sequence[Place | None], new: Mesh) -> list[Move]:
+    """Who sends which rows of a tensor to whom, each row once; ordered by target and row.
+
+    held: by new rank, what it holds. LookupError if nobody holds some row.
+    """
+    holders = [(kind.rows(p.mesh, p.rank), r) for r, p in enumerate(held) if p is not None]
+    moves: list[Move] = []
+    for target in range(new.world_size):
+        wanted = kind.rows(new, target)
+        at = wanted.start
+        while at < wanted.stop:
+            found = [
+                (min(rows.stop, wanted.stop), source == target, -source)
+                for rows, source in holders
+                if at in rows
+            ]
+            if not found:
+                raise LookupError(f"nobody holds row {at} of {kind.name}")
+            stop, _, source = max(found)  # the longest stretch, rather one's own
+            moves.append(Move(-source, target, range(at, stop)))
+            at = stop
+    return moves
+
+
+def exchange(
+    kinds: Sequence[Kind],
+    mine: Mapping[str, Tensor],
+    held: Sequence[Place | None],
+    new: Mesh,
+    group: AnyGroup,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """This rank's rows under `new` of every tensor, in fresh memory. A collective.
+
+    mine: what this rank holds, by name; empty if nothing. Raises PeerLost, and LookupError (on all
+    ranks alike, before anything is sent) if some row is held by nobody.
+    """
+    plans = [moves_of(kind, held, new) for kind in kinds]
+    found: dict[str, Tensor] = {}
+    for batch in _batches(kinds):
+        _exchange_batch(
+            [(kinds[i], plans[i]) for i in batch], mine, held, new, group, device, found
+        )
+    return found
+
+
+def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    size = 0
+    for i, kind in enumerate(kinds):
+        batch.append(i)
+        size += kind.row_bytes * (kind.shape[0] if kind.is_sharded else 1)
+        if size >= PIECE_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _exchange_batch(
+    batch: Sequence[tuple[Kind, list[Move]]],
+    mine: Mapping[str, Tensor],
+    held: Sequence[Place | None],
+    new: Mesh,
+    group: AnyGroup,
+    device: torch.device,
+    found: dict[str, Tensor],
+) -> None:
+    me, place = group.rank, held[group.rank]
+    sent: list[list[Tensor]] = [[] for _ in range(new.world_size)]
+    incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(new.world_size)]
+    for kind, moves in batch:
+        rows = kind.rows(new, me)
+        target = found[kind.name] = kind.empty(rows, device)
+        for move in moves:
+            if move.source == me:
+                assert place is not None
+                first = kind.rows(place.mesh, place.rank).start
+                piece = _rows(kind, mine[kind.name], move.rows, first)
+                sent[move.target].append(piece.contiguous().reshape(-1).view(torch.uint8))
+            if move.target == me:
+                part = _rows(kind, target, move.rows, rows.start)
+                incoming[move.source].append((part, part.nbytes))
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    outgoing = [torch.cat(pieces) if pieces else nothing for pieces in sent]
+    received = [nothing.new_empty(sum(size for _, size in parts)) for parts in incoming]
+    group.all_to_all(received, outgoing).wait()
+    for parts, flat in zip(incoming, received, strict=True):
+        for (part, _), piece in zip(parts, flat.split([n for _, n in parts]), strict=True):
+            part.reshape(-1).view(torch.uint8).copy_(piece)
+
+
+def _rows(kind: Kind, tensor: Tensor, rows: range, first: int) -> Tensor:
+    """`rows` of a tensor whose rows begin at `first`."""
+    tensor = local(tensor)
+    return tensor[rows.start - first : rows.stop - first] if kind.is_sharded else tensor

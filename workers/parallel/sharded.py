@@ -1,0 +1,276 @@
+"""A worker's sharded state: what it holds, and how it gets its shard of the next generation.
+
+Nobody ever waits for a full copy: the members tell each other what they hold, and every one takes
+its rows from the members, from a checkpoint, or from the initial weights. If rows were lost with
+their holder, all find out alike (`RowsLost`), and the run goes back to a checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.mesh import Mesh
+from elastic.protocol.seams import WorkerSpec
+from elastic.store.catalogue import Catalogue, Damage
+from workers import state
+from workers.checkpoint_load import find_newest, read_tensors
+from workers.digest import hash_of
+from workers.exchange import gather_json
+from workers.groups import AnyGroup
+from workers.norm import norm_of_rows, row_squares
+from workers.parallel.collectives import Collectives
+from workers.parallel.fsdp import FsdpReducer
+from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
+from workers.parallel.initial import Initial
+from workers.parallel.reshard import Place, exchange
+from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.shards import Kind, RowsLost, is_shard, kinds_of, like, local, pattern_of
+from workers.reducers import Reducer
+from workers.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a worker has of the state after `step` committed steps (rows follow the replica's).
+
+    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `rank` of
+    `world_size`.
+    """
+
+    kind: str = "nothing"
+    step: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def to_json(self) -> list[Any]:
+        return [self.kind, self.step, self.rank, self.world_size]
+
+
+class Sharded:
+    """The sharded side of a replica."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        replica: Replica,
+        model: ShardedModel,
+        initial: Initial,
+        initialise: Callable[[nn.Module, str], None] | None,
+    ) -> None:
+        self._spec, self._replica, self.model = spec, replica, model
+        self._initial, self._initialise = initial, initialise
+        self.holding = Holding()
+        self.collectives: Collectives | None = None
+        self._group: AnyGroup | None = None
+        self._is_untouched = not initial.is_deferred
+        """The model still holds all initial weights of its own building."""
+
+    @property
+    def is_whole(self) -> bool:
+        """The model can run without a group: before the first generation."""
+        return self._is_untouched and self.collectives is None
+
+    # --- what this worker holds --------------------------------------------------------
+    def load(self, catalogue: Catalogue) -> list[Damage]:
+        """Stand for the newest good checkpoint, else for the initial state, without reading it
+        into memory. Gives the damaged checkpoints; WrongInput if all are."""
+        step, damaged = find_newest(catalogue)
+        self.holding = Holding("initial") if step is None else Holding("checkpoint", step)
+        self._replica.step = self.holding.step
+        return damaged
+
+    @property
+    def holds_nothing(self) -> bool:
+        return self.holding.kind == "nothing"
+
+    def forget(self) -> None:
+        """What it holds is of no generation any more."""
+        self.holding = Holding()
+
+    # --- a generation begins --------------------------------------------------------------
+    def enter(
+        self,
+        group: AnyGroup,
+        step: int,
+        catalogue: Catalogue | None,
+        say_lost: Callable[[PeerLost], None],
+        gathering: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Get this rank's shard of the state of `step` and connect FSDP2. A collective.
+
+        say_lost: tells the controller that a collective failed in a forward or backward.
+        Raises PeerLost and RowsLost, after which this worker may hold nothing.
+        """
+
+        def on_lost(error: PeerLost) -> NoReturn:
+            say_lost(error)
+            raise StepCancelled from error
+
+        mesh = Mesh(self._spec.parallel, group.world_size)
+        device = self.model.device
+        if self.holding.kind == "rows":
+            self.holding = replace(self.holding, step=self._replica.step)
+        claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
+        self.model.reset()
+        references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
+        if any(c.kind == "checkpoint" for c in references):
+            assert catalogue is not None
+            self._take_checkpoint(catalogue, step, mesh, group.rank)
+        elif references:
+            self._take_initial(mesh, group.rank)
+        else:
+            self._take_rows(claims, step, mesh, group)
+        self._is_untouched = False
+        self.holding = Holding("rows", step, group.rank, group.world_size)
+        self._group, self.collectives = group, Collectives(group, on_lost, gathering)
+        self.model.connect(self.collectives)
+        self._replica.norm_of = self._norm
+
+    def _take_initial(self, mesh: Mesh, rank: int) -> None:
+        values = self.local_parameters() if self._is_untouched else None
+        self._place(mesh, rank)
+        self._initial.fill(self._replica, self._initialise, mesh, rank, values)
+
+    def _take_checkpoint(self, catalogue: Catalogue, step: int, mesh: Mesh, rank: int) -> None:
+        self._place(mesh, rank)
+        manifest = catalogue.manifest(step)
+        parameters = dict(self.model.model.named_parameters())
+        patterns = {t.name: pattern_of(t.name, t.shape, parameters) for t in manifest.tensors}
+        rows = {
+            t.name: mesh.rows(t.shape[0], rank)
+            for t in manifest.tensors
+            if patterns[t.name] is not None
+        }
+        into = {name: local(t) for name, t in self._replica.tensors().items()}
+        found = read_tensors(catalogue, manifest, into=into, rows=rows)
+        self._install(manifest.state, found, {t.name: t.shape for t in manifest.tensors})
+
+    def _take_rows(self, claims: list[Holding], step: int, mesh: Mesh, group: AnyGroup) -> None:
+        held = [
+            Place(Mesh(mesh.parallel, c.world_size), c.rank)
+            if (c.kind, c.step) == ("rows", step)
+            else None
+            for c in claims
+        ]
+        source = next((r for r, place in enumerate(held) if place is not None), None)
+        if source is None:
+            raise RowsLost(f"no member holds anything of step {step}")
+        mine: Mapping[str, Tensor] = {}
+        described: Any = None
+        if held[group.rank] is not None:
+            header, mine = self._replica.header_and_tensors()
+            if group.rank == source:
+                described = [header, [kind.to_json() for kind in kinds_of(mine)]]
+        device = self.model.device
+        header, kinds = gather_json(group, described, device)[source]
+        if all(c == Holding("rows", step, r, mesh.world_size) for r, c in enumerate(claims)):
+            return  # the same members in the same order
+        known = [Kind.from_json(k) for k in kinds]
+        try:
+            tensors = exchange(known, mine, held, mesh, group, device)
+        except LookupError as error:
+            raise RowsLost(str(error)) from error
+        mine = {}
+        group.all_reduce(torch.zeros(1, device=device)).wait()  # nobody needs our old rows any more
+        self._place(mesh, group.rank)
+        self._install(header, tensors, {k.name: k.shape for k in known if k.is_sharded})
+
+    def _place(self, mesh: Mesh, rank: int) -> None:
+        self.holding = Holding()  # until the new rows are complete
+        self.model.reshard(rank, mesh.world_size)
+        self._replica.optimizer.state.clear()
+
+    def _install(
+        self,
+        header: Mapping[str, Any],
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """rows: this rank's, or whole where a tensor is replicated; given away. shapes: of the
+        whole tensors that may be sharded."""
+        parameters = dict(self.model.model.named_parameters())
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in rows.items():
+            pattern = pattern_of(name, shapes.get(name, ()), parameters)
+            tensors[name] = tensor if pattern is None else like(tensor, pattern)
+        self._replica.restore(dict(header), tensors)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        return {n: local(p.detach()) for n, p in self.model.model.named_parameters()}
+
+    # --- a step -----------------------------------------------------------------------------
+    def reducer(
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
+    ) -> Reducer:
+        buffers = self._replica.buffers.floating
+        num_microbatches = self._spec.num_microbatches
+        is_bitwise = self._spec.reduction == "bitwise"
+        assert self.collectives is not None
+        if self._spec.parallel == "fsdp":
+            return FsdpReducer(
+                self.model,
+                self.collectives,
+                parameters,
+                buffers,
+                group,
+                mesh,
+                num_microbatches,
+                is_bitwise=is_bitwise,
+            )
+        return FsdpGradOpReducer(
+            self.model, parameters, buffers, group, mesh, num_microbatches, is_bitwise=is_bitwise
+        )
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """The 2-norm over the rows of all ranks, in the order of one rank. A collective."""
+        assert self._group is not None
+        group = self._group
+        mesh = Mesh(self._spec.parallel, group.world_size)
+        is_mine = [is_shard(g) or group.rank == 0 for g in gradients]  # scalars count once
+        mine = row_squares(
+            [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
+        )
+        rows = [g.shape[0] if g.dim() else 1 for g in gradients]
+        sizes = [sum(len(mesh.rows(n, r)) for n in rows) for r in range(group.world_size)]
+        gathered = [mine.new_empty(size) for size in sizes]
+        group.all_gather(gathered, mine).wait()
+        parts = [
+            flat.split([len(mesh.rows(n, r)) for n in rows]) for r, flat in enumerate(gathered)
+        ]
+        return norm_of_rows(torch.cat([of_rank[i] for i in range(len(rows)) for of_rank in parts]))
+
+    # --- the end ------------------------------------------------------------------------------
+    def weights_sha256(self) -> str:
+        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
+        assert self._group is not None
+        group = self._group
+        mesh = Mesh(self._spec.parallel, group.world_size)
+        names = state.weight_names(self.model.model)
+        _, tensors = self._replica.header_and_tensors()
+        whole = ((name, _gathered(tensors[names[name]], mesh, group)) for name in sorted(names))
+        sha256 = hash_of(whole)
+        return str(gather_json(group, sha256, self.model.device)[0])
+
+
+def _gathered(tensor: Tensor, mesh: Mesh, group: AnyGroup) -> Tensor:
+    """The whole tensor on rank 0; elsewhere something empty of its shape and dtype's name."""
+    mine = local(tensor)
+    if mine is tensor or group.world_size == 1:
+        return mine
+    nothing = mine.new_empty(0)
+    flat = mine.contiguous().reshape(-1)
+    sent = [flat if rank == 0 else nothing for rank in range(group.world_size)]
+    width = mine.shape[1:].numel()
+    received = [
+        mine.new_empty(len(mesh.rows(tensor.shape[0], r)) * width if group.rank == 0 else 0)
+        for r in range(group.world_size)
+    ]
+    group.all_to_all(received, sent).wait()
+    if group.rank:
+        return nothing
+    return torch.cat(received).view(tensor.shape)

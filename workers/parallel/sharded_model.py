@@ -1,0 +1,159 @@
+"""A model under FSDP2's `fully_shard`, and how it changes its mesh without changing its identity.
+
+`fully_shard` is applied once; a new generation gives every parameter another shard in place, so
+that the model, its parameters and whoever refers to them stay valid. The values come from
+elsewhere (workers/parallel/reshard.py); what is communicated is collectives.py's.
+
+Written against torch 2.13's private FSDPParam and FSDPParamGroup; tests/workers/test_fsdp.py
+compares with plain training.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from elastic.protocol.errors import WrongInput
+from workers.parallel.collectives import Collectives, ParameterGather
+from workers.parallel.device_mesh import shard_mesh
+
+
+class ShardedModel:
+    """The parameter groups of a model: each block's, and the root's for what is in no block."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, keeps_parameters: bool) -> None:
+        """keeps_parameters: they stay whole from forward to backward (ZeRO-2).
+
+        Each rank holds everything until the first `reshard`. Raises WrongInput.
+        """
+        _check(model)
+        self.model, self.device = model, device
+        mesh = shard_mesh(device, 0, 1)
+        scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
+        options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
+        for block in blocks_of(model):
+            fully_shard(block, reshard_after_forward=not keeps_parameters, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+        self.rank, self.world_size = 0, 1
+        self.groups: list[Any] = []
+        for module in self.modules():
+            module.set_gradient_divide_factor(1.0)  # sums: the step's divisor divides, once
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)  # or ranks would exchange other sizes
+            self.groups += cast(Any, module._get_fsdp_state())._fsdp_param_groups
+
+    def modules(self) -> Iterator[FSDPModule]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield module
+
+    def params(self) -> Iterator[Any]:
+        """FSDP2's own records of the parameters, each once."""
+        for group in self.groups:
+            yield from group.fsdp_params
+
+    def connect(self, collectives: Collectives) -> None:
+        """Communicate over this generation's group from now on."""
+        assert (collectives.rank, collectives.world_size) == (self.rank, self.world_size)
+        gather = ParameterGather(collectives)
+        for module in self.modules():
+            module.set_custom_all_gather(gather)
+
+    def reset(self) -> None:
+        """After an exception in a forward or backward: as if it had not begun."""
+        root = cast(Any, self.model)
+        if root._get_fsdp_state()._is_root:
+            root.reset_iter_state()
+        for param in self.params():
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+            param.unsharded_accumulated_grad = None
+            param.sharded_param.grad = None
+
+    def release(self) -> None:
+        """Between steps the model has its sharded parameters only."""
+        for group in self.groups:
+            group._to_sharded()
+
+    @torch.no_grad()
+    def reshard(self, rank: int, world_size: int) -> None:
+        """Take the place of `rank`: every parameter gets memory for its new rows, zero-filled."""
+        self.reset()
+        mesh = FSDPMeshInfo(shard_mesh(self.device, rank, world_size), shard_mesh_dim=0)
+        for group in self.groups:
+            group.mesh_info = mesh
+            if group.post_forward_mesh_info is not None:
+                group.post_forward_mesh_info = mesh
+            for param in group.fsdp_params:
+                _reshard(param, mesh, self.device)
+        self.rank, self.world_size = rank, world_size
+
+
+def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
+    kept = param.sharded_param
+    whole = nn.Parameter(
+        torch.empty(param._orig_size, dtype=kept.dtype, device="meta"),
+        requires_grad=kept.requires_grad,
+    )
+    param._init_sharded_param(whole, device, None, mesh)
+    if param.post_forward_mesh_info is not None:
+        param.post_forward_mesh_info = mesh
+        param._init_sharded_post_forward_param_metadata(whole)
+    padded = torch.zeros(param.padded_sharded_param_size, dtype=kept.dtype, device=device)
+    rows = padded.narrow(0, 0, param.sharded_size[0])
+    if kept.is_meta:  # a DTensor keeps the device that it was made with
+        made = nn.Parameter(param.to_sharded_dtensor(rows), requires_grad=kept.requires_grad)
+        torch.utils.swap_tensors(kept, made)
+    else:
+        kept._spec, kept._local_tensor = param.sharded_param._spec, rows
+    param._sharded_param_data = padded.view(-1)
+    param.sharded_param = kept
+    param._setattr_on_modules(kept)
+    param.all_gather_outputs = []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together: the members of the outermost module lists and sequences.
+
+    A module that shares a parameter with another part of the model stays with the root.
+    """
+    shared = _shared_parameters(model)
+    blocks: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        for child in module.children():
+            is_member = isinstance(module, nn.ModuleList | nn.Sequential)
+            own = list(child.parameters())
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if is_member and own and not is_list and not any(id(p) in shared for p in own):
+                blocks.append(child)
+            else:
+                search(child)
+
+    search(model)
+    return blocks
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return {key for key, count in owners.items() if count > 1}
+
+
+def _check(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            raise WrongInput(f"parameter {name!r} is not contiguous, which cannot be sharded")
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise WrongInput("build_model() returned a container without forward(), not a model")
+    kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad})
+    if len(kinds) > 1:
+        raise WrongInput(f"the parameters are of {' and '.join(kinds)}; sharding takes one dtype")

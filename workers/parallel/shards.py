@@ -1,0 +1,89 @@
+"""Shards as values: which rows of a tensor a rank holds, and the tensor that says so.
+
+A sharded tensor is a DTensor over dim 0; torch's DTensor is not imported here, because replicated
+runs need not pay for it. Wrapping a model is sharded_model.py's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.mesh import Mesh
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, or the tensor itself; shares its memory."""
+    return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
+
+
+def is_shard(tensor: Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
+
+
+def like(rows: Tensor, sharded: Tensor) -> Tensor:
+    """`rows` as a tensor that is sharded as `sharded` is and has its global shape."""
+    spec = cast(Any, sharded)._spec
+    meta = spec.tensor_meta._replace(dtype=rows.dtype)
+    kind = cast(Any, type(sharded.data))
+    return kind(rows, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+
+
+class RowsLost(Exception):
+    """Some rows of the state are held by no member. Every member sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A tensor of the state, whoever holds it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    is_sharded: bool
+
+    def rows(self, mesh: Mesh, rank: int) -> range:
+        """What `rank` holds of it; a replicated tensor counts as one row."""
+        return mesh.rows(self.shape[0], rank) if self.is_sharded else range(1)
+
+    @property
+    def row_bytes(self) -> int:
+        shape = self.shape[1:] if self.is_sharded else self.shape
+        return self.dtype.itemsize * torch.Size(shape).numel()
+
+    def empty(self, rows: range, device: torch.device) -> Tensor:
+        shape = (len(rows), *self.shape[1:]) if self.is_sharded else self.shape
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def to_json(self) -> list[Any]:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return [self.name, dtype, list(self.shape), self.is_sharded]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> "Kind":
+        return cls(value[0], getattr(torch, value[1]), tuple(value[2]), value[3])
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> list[Kind]:
+    return [Kind(n, t.dtype, tuple(t.shape), is_shard(t)) for n, t in tensors.items()]
+
+
+def pattern_of(
+    name: str, shape: tuple[int, ...], parameters: Mapping[str, Tensor]
+) -> Tensor | None:
+    """The sharded parameter that the tensor `name` of a state (workers/state.py) is sharded as:
+    itself, or the one whose optimizer state it is, if that has its shape. None: it is replicated.
+    """
+    kind, _, rest = name.partition("/")
+    candidates = [rest] if kind == "model" else []
+    if kind == "optimizer":
+        parts = rest.split("/")
+        candidates = ["/".join(parts[:n]) for n in range(1, len(parts))]
+    for candidate in candidates:
+        parameter = parameters.get(candidate)
+        if parameter is not None and is_shard(parameter) and tuple(parameter.shape) == shape:
+            return parameter
+    return None
