@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.protocol.manifest import part_from_json
-from elastic.store.catalogue import PINNED, Catalogue, Damage
+from elastic.store.catalogue import PINNED, Catalogue, Damage, launch_of
 from elastic.store.files import first_line
 from elastic.store.run_directory import RunDirectory
 
@@ -33,29 +33,35 @@ class Checkpoints:
         *,
         keep: tuple[int, int | None],
         about: dict[str, Any],
+        run_id: str,
         journal: Callable[[dict[str, Any]], None],
     ) -> None:
         """about: goes into every manifest. journal: takes a line's fields."""
         self._directory = directory
-        self._catalogue = Catalogue(directory.folder.at("checkpoints"))
+        self._catalogue = Catalogue(directory.folder.at("checkpoints"), launch_of(run_id))
+        self._is_open = False
         self._keep, self._about, self._journal = keep, about, journal
         self.committed: int | None = None
         """Step of the newest good checkpoint."""
         self._leftovers: set[tuple[int, int]] = set()  # generation, step of saves to be removed
 
     def open(self, step: int, damaged: list[Damage]) -> None:
-        """The run stands at `step`, after these newer checkpoints could not be used."""
+        """The run stands at `step`, after these newer checkpoints could not be used: at its start,
+        or later, when all who held its state were lost."""
         for damage in damaged:
             name = self._catalogue.set_aside(damage.step)
             log.warning('checkpoint=%d damaged reason="%s" kept=%s', damage.step, damage.what, name)
             self._journal({"damaged": damage.step, "reason": damage.what, "kept": name})
-        for name in self._catalogue.sweep():
-            self._journal({"removed": name, "reason": "a save that was never whole"})
-        self.committed = step or None
+        if not self._is_open:  # later a save may be on its way
+            for name in self._catalogue.sweep():
+                self._journal({"removed": name, "reason": "a save that was never whole"})
+        self.take_over(step)
 
-    def take_over(self) -> None:
-        """Another controller opened them; a save of it may still be on its way."""
-        self.committed = max(self._catalogue.steps(), default=None)
+    def take_over(self, step: int | None = None) -> None:
+        """Another controller has opened them; a save of it may still be on its way."""
+        steps = self._catalogue.steps()
+        self.committed = max((s for s in steps if step is None or 0 < s <= step), default=None)
+        self._is_open = True
 
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
         """Raises Unpublished; its files are removed with the next one that is published."""

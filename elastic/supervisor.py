@@ -194,7 +194,7 @@ class Supervisor:
             self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
         if self.checkpoints is None:
             self.checkpoints = self._make_checkpoints(directory)
-            await run(self._writer, self.checkpoints.open, step, damaged)
+        await run(self._writer, self.checkpoints.open, step, damaged)
         return directory.place
 
     def _make_checkpoints(self, directory: RunDirectory) -> Checkpoints:
@@ -202,6 +202,7 @@ class Supervisor:
             directory,
             keep=self.config.keep,
             about=self.order["content"],
+            run_id=self.order["run_id"],
             journal=self._journal_checkpoint,
         )
 

@@ -27,19 +27,17 @@ READERS = 4
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
     """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
 
-    It is read into the memory that the replica has already: damage found on the way leaves nothing
-    of an initial state, and a later one is touched only when all was verified before. Gives those
-    that were found damaged. WrongInput if all are, and nothing else is left but to start over.
+    An initial state's memory is read into, so that damage found on the way leaves nothing of it; a
+    later state is touched only when all was read and verified. Gives those that were found damaged. WrongInput if all are, and nothing else is left but to start over.
     """
     damaged: list[Damage] = []
     held = replica.step or -1  # an imported checkpoint, of step 0, replaces the initial state
     for step in reversed([s for s in catalogue.steps() if s > held]):
         try:
             manifest = catalogue.manifest(step)
-            if replica.step:
-                deque(catalogue.verify(step), maxlen=0)
             replica.settle()
-            tensors = read_tensors(catalogue, manifest, into=replica.tensors())
+            into = None if replica.step else replica.tensors()
+            tensors = read_tensors(catalogue, manifest, into=into)
         except DamagedCheckpoint as error:
             damaged.append(Damage(step, str(error)))
             continue

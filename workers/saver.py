@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import rows_of
 from elastic.protocol.seams import WorkerSpec
-from elastic.store.catalogue import Catalogue, file_name
+from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import open_folder
 from workers.link import ControllerLink
@@ -93,11 +92,12 @@ class Saver:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
-        self._said: tuple[str, bytes, dict[str, Any]] | None = None
+        self._said: tuple[str, dict[str, Any], dict[str, Any]] | None = None
 
     def open(self, place: str) -> None:
         """place: the run directory."""
-        self.catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        folder = open_folder(place).at("checkpoints")
+        self.catalogue = Catalogue(folder, launch_of(self._spec.run_id))
 
     @property
     def is_busy(self) -> bool:
@@ -122,11 +122,15 @@ class Saver:
     def save(
         self, replica: Replica, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
     ) -> Saving:
-        """Begin once an earlier save has been written."""
+        """Begin once an earlier save has been written, unless that was of this step: then it is
+        only pinned, if need be."""
         self._wait()
         if self._saved != (by.generation, replica.step):
-            self._link.concluded_saves.pop(replica.step, None)
             self.begin(replica, by, is_pinned=is_pinned)
+        elif is_pinned and self._said is not None and self._said[0] == "part_saved":
+            kind, content, fields = self._said
+            self._link.concluded_saves.pop(replica.step, None)
+            self._say(kind, {**content, "is_pinned": True}, fields)
         return Saving(replica.step, self._link, is_over)
 
     def begin(self, replica: Replica, by: Standing, *, is_pinned: bool = False) -> None:
@@ -141,6 +145,7 @@ class Saver:
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
+        self._link.concluded_saves.pop(replica.step, None)
         snapshot = replica.snapshot(mine, self._memory)
         job = _Job(generation, replica.step, rank, world_size, boxes, snapshot, is_pinned)
         self._job, self._saved = job, (generation, replica.step)
@@ -150,12 +155,11 @@ class Saver:
     def repeat(self) -> None:
         """Say again how the last save went, to a controller that may not know."""
         if self._said is not None and self._said[2]["step"] not in self._link.concluded_saves:
-            kind, content, fields = self._said
-            self._link.send(kind, content, **fields)
+            self._say(*self._said)
 
-    def _say(self, kind: str, content: bytes, fields: dict[str, Any]) -> None:
+    def _say(self, kind: str, content: dict[str, Any], fields: dict[str, Any]) -> None:
         self._said = (kind, content, fields)
-        self._link.send(kind, content, **fields)
+        self._link.send(kind, json.dumps(content).encode(), **fields)
 
     def give_up(self, generation: int) -> None:
         """Generations up to this one are over; what they write is removed by the controller."""
@@ -177,23 +181,23 @@ class Saver:
     def _write(self, job: _Job) -> None:
         assert self.catalogue is not None
         where: dict[str, Any] = {"generation": job.generation, "rank": job.rank, "step": job.step}
-        copies = job.copy()
+        copies: dict[str, Tensor] = {}
         try:
+            copies = job.copy()
             folder = self.catalogue.prepare(job.step)
-            name = file_name(job.generation, job.rank, job.world_size)
+            launch = self.catalogue.launch
+            name = file_name(job.generation, job.rank, job.world_size, launch)
             part = write_part(folder, name, job.boxes, job.contents(copies))
             state = job.snapshot.header if job.rank == 0 else None
             said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
-            content = json.dumps(said).encode()
-            self._say("part_saved", content, where)
+            self._say("part_saved", said, where)
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
-        except (OSError, WrongInput) as error:
+        except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
             message = f"{type(error).__name__}: {error}"
-            log.warning(
-                'generation=%d step=%d save failed reason="%s"', job.generation, job.step, message
-            )
-            self._say("part_failed", b"", {"message": message, **where})
+            where_ = (job.generation, job.step, message)
+            log.warning('generation=%d step=%d save failed reason="%s"', *where_)
+            self._say("part_failed", {}, {"message": message, **where})
         finally:
             self._memory.give(copies)
 

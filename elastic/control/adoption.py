@@ -22,6 +22,7 @@ from elastic.control.state import (
     Limits,
     Phase,
     Running,
+    Save,
     Standing,
     Suspending,
     Waiting,
@@ -52,6 +53,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
             generation=membership.generation,
             ready=ledger.ready | older,
             outdated=older,
+            save=Save(),  # every rank says again what it has saved
         )
         reason = f"{found}, generation {membership.generation} is at work"
         return explain(reason, with_staff(Decision(ledger, running), event.at, limits))

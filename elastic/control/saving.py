@@ -11,6 +11,9 @@ from elastic.control.state import Active, Decision, Ledger, PartFailed, PartSave
 
 def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
     """A rank's part is durable; with the last one the checkpoint is."""
+    if is_overtaken(ledger, event):
+        discard = Discard(event.generation, event.step)
+        return Decision(ledger, phase, (discard,), "a save was overtaken by the next one")
     ledger, dropped = save_of(ledger, event)
     save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
     world_size = phase.membership.world_size
@@ -23,6 +26,8 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
 
 def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decision:
     """A checkpoint that will not be whole; training goes on, unless `Limits.must_save`."""
+    if is_overtaken(ledger, event):
+        return Decision(ledger, phase)
     ledger, dropped = save_of(ledger, event)
     if ledger.save.has_failed:
         return Decision(ledger, phase)
@@ -30,6 +35,12 @@ def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decisi
     discard = Discard(save.generation, save.step)
     reason = f"the checkpoint of step {save.step} failed at rank {event.rank}: {event.message}"
     return Decision(replace(ledger, save=save), phase, (*dropped, discard), reason)
+
+
+def is_overtaken(ledger: Ledger, event: PartSaved | PartFailed) -> bool:
+    """A faster rank writes the next one already; both at once would never be whole."""
+    save = ledger.save
+    return save.generation == event.generation and event.step < save.step
 
 
 def save_of(ledger: Ledger, event: PartSaved | PartFailed) -> tuple[Ledger, tuple[Command, ...]]:

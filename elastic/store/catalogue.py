@@ -9,19 +9,21 @@ the controller. What is in the files is checkpoint_files.py's.
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
 from elastic.store.checkpoint_reading import PartReader, raise_unless_damage
-from elastic.store.files import Folder, first_line
+from elastic.store.files import Folder, first_line, sync_directory
 
 log = logging.getLogger(__name__)
 
 NEVER_DELETED = 2
 """So many of the newest good checkpoints stay, whatever retention says."""
 _NAME = re.compile(r"step-(\d{8,})")
+_PART = re.compile(r"generation-(\d+)-(\w+)-part-")
 PINNED = "is_pinned"
 """In a manifest's `about`: retention never deletes it."""
 ASIDE = ".damaged"
@@ -32,9 +34,19 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def file_name(generation: int, rank: int, world_size: int) -> str:
-    """A part's file: of another generation it is another file, so that no zombie writes into it."""
-    return f"generation-{generation:06d}-part-{rank:05d}-of-{world_size:05d}.safetensors"
+def file_name(generation: int, rank: int, world_size: int, launch: str = "0") -> str:
+    """A part's file: of another generation, or of the same run launched again, it is another file,
+    so that no zombie writes into it and no published one is ever written again."""
+    return f"{prefix_of(generation, launch)}{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def launch_of(run_id: str) -> str:
+    """What tells this launch of a run from others, in file names."""
+    return re.sub(r"\W", "", run_id)[-8:]
+
+
+def prefix_of(generation: int, launch: str) -> str:
+    return f"generation-{generation:06d}-{launch}-part-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class Catalogue:
     """The folder `checkpoints` of a run."""
 
     folder: Folder
+    launch: str = "0"
+    """Tells this launch of the run from others, for whoever writes."""
 
     def of_step(self, step: int) -> Folder:
         return self.folder.at(folder_name(step))
@@ -107,10 +121,18 @@ class Catalogue:
         """The checkpoint exists once this returns. ValueError if the parts do not make a whole,
         OSError if it cannot be written."""
         files, tensors = merge(parts)
+        folder = self.of_step(step)
+        there = folder.sizes()
+        missing = [file.name for file in files if there.get(file.name) != file.size_bytes]
+        if missing:
+            raise OSError(f"{folder}/{missing[0]} is not there as it was written")
         manifest = Manifest(step, generation, files, tensors, state, dict(about))
-        self.of_step(step).write(MANIFEST, manifest.encode())
+        folder.write(MANIFEST, manifest.encode())
+        if self.folder.local is not None:
+            sync_directory(self.folder.local)
         try:
-            self._remove_torn(step, {file.name for file in files})
+            self._remove_torn(step, generation, {file.name for file in files})
+            self.sweep(before=step)
         except OSError as error:  # they do no harm, and go with the checkpoint
             log.warning('checkpoint=%d torn files stay reason="%s"', step, first_line(error))
         return manifest
@@ -118,13 +140,16 @@ class Catalogue:
     def discard(self, step: int, generation: int) -> None:
         """Remove what a save that will not be whole has written."""
         folder = self.of_step(step)
-        prefix = file_name(generation, 0, 0).partition("-part")[0]
-        if not folder.exists(MANIFEST):
-            for name in folder.names():
-                if name.startswith(prefix):
-                    folder.delete(name)
-            if not folder.names():
-                folder.delete_all()
+        if folder.exists(MANIFEST):
+            return
+        for name in folder.names():
+            if name.startswith(prefix_of(generation, self.launch)):
+                folder.delete(name)
+        if folder.local is not None:
+            with suppress(OSError):  # another generation has begun to write here
+                folder.local.rmdir()
+        elif not folder.names():
+            folder.delete_all()
 
     def set_aside(self, step: int) -> str:
         """Keep a damaged checkpoint under another name; gives that name."""
@@ -134,12 +159,15 @@ class Catalogue:
         self.folder.move_folder(folder_name(step), name, last=MANIFEST)
         return name
 
-    def sweep(self) -> list[str]:
-        """Remove folders without a manifest: saves that a crash left. When nobody writes."""
+    def sweep(self, before: int | None = None) -> list[str]:
+        """Remove folders without a manifest: saves that a crash left. When nobody writes to them,
+        which is true of those `before` a step that was published."""
         torn = [
             name
             for name in self.folder.folders()
-            if _NAME.fullmatch(name) and not self.folder.at(name).exists(MANIFEST)
+            if (match := _NAME.fullmatch(name))
+            and (before is None or int(match[1]) < before)
+            and not self.folder.at(name).exists(MANIFEST)
         ]
         for name in torn:
             self.folder.at(name).delete_all()
@@ -161,16 +189,21 @@ class Catalogue:
         return gone
 
     def _is_sound(self, step: int) -> bool:
+        """As far as names and sizes tell."""
         try:
-            self.manifest(step)
+            files = self.manifest(step).files
         except DamagedCheckpoint:
             return False
-        return True
+        there = self.of_step(step).sizes()
+        return all(there.get(file.name) == file.size_bytes for file in files)
 
-    def _remove_torn(self, step: int, kept: set[str]) -> None:
+    def _remove_torn(self, step: int, generation: int, kept: set[str]) -> None:
+        """What earlier generations and launches have left; a later one may be at work."""
         folder = self.of_step(step)
         for name in folder.names():
-            if name.startswith("generation-") and name not in kept:
+            found = _PART.match(name)
+            is_later = found and found[2] == self.launch and int(found[1]) > generation
+            if found and not is_later and name not in kept:
                 folder.delete(name)
 
 

@@ -3,6 +3,7 @@
 What is in it and how it is written is checkpoint_files.py's.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,9 +37,14 @@ class PartReader:
         except OSError as error:
             raise_unless_damage(folder, error)
             raise DamagedCheckpoint(self.place, f"the file is missing: {error}") from error
-        local = folder.local
-        self._descriptor = None if local is None else os.open(local / file.name, os.O_RDONLY)
-        size_bytes = self._stream.size()
+        self._descriptor: int | None = None
+        try:
+            if folder.local is not None:
+                self._descriptor = os.open(folder.local / file.name, os.O_RDONLY)
+            size_bytes = self._stream.size()
+        except BaseException:
+            self.close()
+            raise
         if size_bytes != file.size_bytes:
             self.close()
             what = f"it has {size_bytes} bytes, {file.size_bytes} were written"
@@ -103,9 +109,14 @@ class PartReader:
     def _read_into(self, views: Sequence[memoryview], offset: int, size_bytes: int) -> int:
         """Gives the number of bytes."""
         if self._descriptor is not None:
-            count = 0
-            for i in range(0, len(views), _MOST_VIEWS):
-                count += os.preadv(self._descriptor, views[i : i + _MOST_VIEWS], offset + count)
+            count, left = 0, list(views)
+            while left:
+                few = left[:_MOST_VIEWS]
+                got = os.preadv(self._descriptor, few, offset + count)
+                if not got:
+                    break
+                count += got
+                left = _after(few, got) + left[_MOST_VIEWS:]
             return count
         read = memoryview(self._stream.read_at(size_bytes, offset))
         at = 0
@@ -114,6 +125,15 @@ class PartReader:
                 view[:] = read[at : at + view.nbytes]
             at += view.nbytes
         return read.nbytes
+
+
+def _after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill after so many bytes."""
+    for i, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[i + 1 :]]
+        count -= view.nbytes
+    return []
 
 
 def blocks_of(ranges: Iterable[Range]) -> Iterator[tuple[int, list[Range]]]:
@@ -133,6 +153,9 @@ def blocks_of(ranges: Iterable[Range]) -> Iterator[tuple[int, list[Range]]]:
 
 
 def raise_unless_damage(folder: Folder, error: OSError) -> None:
-    """A store that does not answer says nothing about a file; a local disk that fails does."""
-    if folder.local is None and not isinstance(error, FileNotFoundError):
+    """Only what says something about the file is damage; a store that is away, or a limit of this
+    process (too many open files), is not."""
+    gone = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    is_bad_disk = folder.local is not None and error.errno == errno.EIO
+    if not isinstance(error, gone) and not is_bad_disk:
         raise error

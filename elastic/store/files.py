@@ -42,9 +42,13 @@ class Folder:
 
     def names(self) -> list[str]:
         """Names of the files directly in this folder, sorted; empty if there is no folder."""
+        return sorted(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file directly in this folder; empty if there is no folder."""
         selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
         found = self.filesystem.get_file_info(selector)
-        return sorted(info.base_name for info in found if info.type == arrow_fs.FileType.File)
+        return {i.base_name: i.size for i in found if i.type == arrow_fs.FileType.File}
 
     def exists(self, name: str) -> bool:
         return self._stat(name).type != arrow_fs.FileType.NotFound
