@@ -41,7 +41,7 @@ def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, referenc
     assert_complete(run, 30)
 
 
-def test_a_checkpoint_goes_from_ddp_to_fsdp_and_back_by_hand(start, reference):
+def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
     with start("Toy", workers=2, parallel="fsdp", steps=20) as run:
         first = run.finish()
     with start("Toy", workers=3, parallel="fsdp", steps=30) as run:
@@ -50,3 +50,16 @@ def test_a_checkpoint_goes_from_ddp_to_fsdp_and_back_by_hand(start, reference):
     sha256, samples = reference("Toy")
     assert second["result"]["weights_sha256"] == sha256
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+
+
+def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(start):
+    """Seven batches over two ranks: one of them evaluates an echo."""
+    found = []
+    for parallel, workers in (("ddp", 1), ("fsdp", 2), ("fsdp-grad-op", 2)):
+        options = {"workers": workers, "parallel": parallel, "steps": 6, "eval_every": 3}
+        with start("Evaluates", f"{parallel}-run", **options) as run:
+            end = run.finish()
+        assert end["status"] == 0, end["err"]
+        lines = [(m["loss"], m["user"]) for m in run.lines("metrics.jsonl")]
+        found.append((end["result"]["weights_sha256"], lines))
+    assert found[0] == found[1] == found[2]
