@@ -1,5 +1,8 @@
 """Sharded runs: the bits of DDP at every world size, through growth, losses and checkpoints."""
 
+import os
+import signal
+
 import pytest
 
 from tests.cluster.live import assert_complete
@@ -63,3 +66,19 @@ def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(st
         lines = [(m["loss"], m["user"]) for m in run.lines("metrics.jsonl")]
         found.append((end["result"]["weights_sha256"], lines))
     assert found[0] == found[1] == found[2]
+
+
+def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
+    """Its peers wait for its rows in the middle of a forward or backward."""
+    options = {"steps": 60, "detect_s": 1.5, "set": ["sleep=0.01"], "checkpoint_every": 10}
+    with start("Toy", workers="2..3", parallel="fsdp", **options) as run:
+        before = run.wait_for(lambda s: s["world_size"] == 3 and s["committed_checkpoint"])
+        pid = next(w["pid"] for w in before["workers"] if w["rank"] == 1)
+        os.kill(pid, signal.SIGSTOP)
+        run.wait_for(lambda s: s["generation"] > before["generation"] and s["world_size"] == 2)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=60, set=["sleep=0.0"])
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["hung"]

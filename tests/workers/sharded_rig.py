@@ -14,8 +14,8 @@ from workers.build import build_replica
 from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
 from workers.groups import AnyGroup
-from workers.parallel.ddp import new_reducer
 from workers.parallel.sharded import Holding
+from workers.parallel.strategy import new_reducer
 from workers.peer import as_bytes
 from workers.randomness import seed_microbatch
 from workers.replica import Replica, Update
