@@ -28,7 +28,8 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
     """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
 
     An initial state's memory is read into, so that damage found on the way leaves nothing of it; a
-    later state is touched only when all was read and verified. Gives those that were found damaged. WrongInput if all are, and nothing else is left but to start over.
+    later state is touched only when all was read and verified. Gives those that were found damaged.
+    WrongInput if all are, and nothing else is left but to start over; OSError if a store is away.
     """
     damaged: list[Damage] = []
     held = replica.step or -1  # an imported checkpoint, of step 0, replaces the initial state

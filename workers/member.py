@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import DamagedCheckpoint, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
@@ -347,7 +347,7 @@ class Member:
             sharded.enter(
                 group, step, self.saver.catalogue, self.collective_failed, self.vitals.gathering
             )
-        except RowsLost as error:  # all members see it: without holders the run loads a checkpoint
+        except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             sharded.forget()
             self.link.send("sync_failed", reason=str(error))
             return False

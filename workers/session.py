@@ -20,7 +20,7 @@ from workers.loader import LoadedBatch, Loader
 from workers.loss import check_loss
 from workers.member import Member
 from workers.microbatches import Microbatches, names_in
-from workers.parallel.ddp import new_reducer
+from workers.parallel.strategy import new_reducer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reducers import Reducer

@@ -179,13 +179,19 @@ class Worker:
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send("ready", **self._address())
+        self._loop(session, loop or fit)
+
+    def _loop(self, session: Session, loop: Callable[[Session], None]) -> None:
+        """The user's loop, again after a roll back; then "done" until the run ends."""
+        member, spec = self._member, self._spec
+        assert member is not None
         returned_at = spec.steps
         while True:  # a loss may ask for one more generation, in which there is nothing to do,
             if self._replica.step < returned_at:  # or, after a roll back, steps to be done again
                 member.is_done = False
                 self._vitals.enter("user")
                 try:
-                    (loop or fit)(session)
+                    loop(session)
                 except RolledBack:
                     continue
                 member.is_done, returned_at = True, self._replica.step

@@ -62,7 +62,7 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", DIGITS, *SIZES, "--workers", "3..2"], "min 3 is above max 2"),
         (["run", DIGITS, *SIZES, "--workers", "9"], "min 9 is above V"),
         (["run", DIGITS, *SIZES, "--micro-batch", "5"], "is not a multiple of micro_batch=5"),
-        (["run", DIGITS, *SIZES, "--parallel", "fsdp"], "parallel='fsdp' is not available yet"),
+        (["run", DIGITS, *SIZES, "--parallel", "hsdp:2"], "parallel='hsdp:2' is not available yet"),
         (["run", DIGITS, *SIZES, "--detect-s", "soon"], "--detect-s 'soon': give seconds, or none"),
         (["run", DIGITS, *SIZES, "--set", "x"], "--set 'x' is no key=value"),
         (["run", DIGITS, *SIZES, "--set", "bogus=1"], "--set does not fit Digits"),

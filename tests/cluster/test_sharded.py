@@ -1,5 +1,8 @@
 """Sharded runs: the bits of DDP at every world size, through growth, losses and checkpoints."""
 
+import os
+import signal
+
 import pytest
 
 from tests.cluster.live import assert_complete
@@ -41,7 +44,7 @@ def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, referenc
     assert_complete(run, 30)
 
 
-def test_a_checkpoint_goes_from_ddp_to_fsdp_and_back_by_hand(start, reference):
+def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
     with start("Toy", workers=2, parallel="fsdp", steps=20) as run:
         first = run.finish()
     with start("Toy", workers=3, parallel="fsdp", steps=30) as run:
@@ -50,3 +53,32 @@ def test_a_checkpoint_goes_from_ddp_to_fsdp_and_back_by_hand(start, reference):
     sha256, samples = reference("Toy")
     assert second["result"]["weights_sha256"] == sha256
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+
+
+def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(start):
+    """Seven batches over two ranks: one of them evaluates an echo."""
+    found = []
+    for parallel, workers in (("ddp", 1), ("fsdp", 2), ("fsdp-grad-op", 2)):
+        options = {"workers": workers, "parallel": parallel, "steps": 6, "eval_every": 3}
+        with start("Evaluates", f"{parallel}-run", **options) as run:
+            end = run.finish()
+        assert end["status"] == 0, end["err"]
+        lines = [(m["loss"], m["user"]) for m in run.lines("metrics.jsonl")]
+        found.append((end["result"]["weights_sha256"], lines))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
+    """Its peers wait for its rows in the middle of a forward or backward."""
+    options = {"steps": 60, "detect_s": 1.5, "set": ["sleep=0.01"], "checkpoint_every": 10}
+    with start("Toy", workers="2..3", parallel="fsdp", **options) as run:
+        before = run.wait_for(lambda s: s["world_size"] == 3 and s["committed_checkpoint"])
+        pid = next(w["pid"] for w in before["workers"] if w["rank"] == 1)
+        os.kill(pid, signal.SIGSTOP)
+        run.wait_for(lambda s: s["generation"] > before["generation"] and s["world_size"] == 2)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=60, set=["sleep=0.0"])
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["hung"]

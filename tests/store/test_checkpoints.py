@@ -179,6 +179,61 @@ def test_a_torn_save_is_no_checkpoint_and_is_swept_away(catalogue: Catalogue) ->
     assert catalogue.folder.folders() == ["step-00000010", "step-00000020"]
 
 
+def test_a_published_file_is_never_written_again_by_a_later_launch(catalogue: Catalogue) -> None:
+    save(catalogue, 10, seed=1)
+    names = {file_name(1, rank, 2, launch) for rank in (0, 1) for launch in ("0", "ab12")}
+    assert len(names) == 4
+
+
+def test_publishing_leaves_a_later_generation_alone_and_checks_what_it_names(
+    catalogue: Catalogue,
+) -> None:
+    """A member is lost at the end: the others write the same step again."""
+    folder = catalogue.prepare(10)
+    (box, value), *_ = part_of(tensors(1), 0, 1)
+    later = file_name(3, 0, 1)
+    write_part(folder, later, [box], [memoryview(value)])
+    save(catalogue, 10, seed=1, generation=2)
+    assert later in folder.names()
+    part = write_part(folder, file_name(4, 0, 1), [box], [memoryview(value)])
+    folder.delete(file_name(4, 0, 1))
+    with pytest.raises(OSError, match="is not there as it was written"):
+        catalogue.publish(10, 4, [part], {}, {})
+    assert_holds(catalogue, 10, seed=1)
+
+
+def test_retention_counts_only_checkpoints_whose_files_are_there(catalogue: Catalogue) -> None:
+    for step in (1, 2, 3):
+        save(catalogue, step, seed=step)
+    for step in (2, 3):
+        for file in catalogue.manifest(step).files:
+            catalogue.of_step(step).delete(file.name)
+    assert catalogue.retire(last=2, every=None) == []
+    assert 1 in catalogue.steps()
+
+
+def test_saves_that_were_never_whole_go_when_a_later_one_is_published(catalogue: Catalogue) -> None:
+    folder = catalogue.prepare(10)
+    (box, value), *_ = part_of(tensors(1), 0, 1)
+    write_part(folder, file_name(1, 0, 2), [box], [memoryview(value)])
+    catalogue.prepare(30)
+    save(catalogue, 20, seed=2)
+    assert catalogue.folder.folders() == ["step-00000020", "step-00000030"]
+
+
+def test_a_limit_of_this_process_is_no_damage(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(catalogue, 10, seed=1)
+
+    def too_many(*_: object, **__: object) -> bytes:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", too_many)
+    with pytest.raises(OSError, match="too many open files"):
+        catalogue.manifest(10)
+
+
 def test_parts_that_make_no_whole_are_refused(catalogue: Catalogue) -> None:
     manifest = save(catalogue, 10, seed=1, world_size=2)
     one = Part(manifest.files[0], part_tensors(manifest, manifest.files[0].name))

@@ -194,7 +194,7 @@ def test_a_manifest_that_cannot_be_written_is_no_checkpoint_and_goes_with_the_ne
 ) -> None:
     lines: list[dict[str, object]] = []
     run = RunDirectory(place, "r", spool=tmp_path / "spool")
-    checkpoints = Checkpoints(run, keep=KEEP, about={}, journal=lines.append)
+    checkpoints = Checkpoints(run, keep=KEEP, about={}, run_id="0", journal=lines.append)
     catalogue = Catalogue(run.folder.at("checkpoints"))
     save(catalogue, 10, seed=1)
     catalogue.of_step(20).create()

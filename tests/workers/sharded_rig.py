@@ -14,8 +14,8 @@ from workers.build import build_replica
 from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
 from workers.groups import AnyGroup
-from workers.parallel.ddp import new_reducer
 from workers.parallel.sharded import Holding
+from workers.parallel.strategy import new_reducer
 from workers.peer import as_bytes
 from workers.randomness import seed_microbatch
 from workers.replica import Replica, Update
@@ -81,6 +81,21 @@ class Deferred(Work):
             nn.init.normal_(module.weight, std=0.2)
 
 
+class Dense(Work):
+    """Blocks only, whose rows divide by two."""
+
+    def build_model(self):
+        return Microbatched(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+    def batch(self, step, microbatch_id):
+        return torch.ones(4, 8)
+
+
+class Microbatched(nn.Sequential):
+    def forward(self, x, microbatch_id):
+        return super().forward(x)
+
+
 def spec(parallel: str, reduction: str = "bitwise") -> WorkerSpec:
     return WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
@@ -116,9 +131,16 @@ def enter(replica: Replica, group: AnyGroup, step: int, catalogue: Catalogue | N
         replica.sharded.enter(group, step, catalogue, raise_it, nullcontext)
 
 
-def train(replica: Replica, group: AnyGroup, parallel: str, num_steps: int, **options) -> None:
+def train(
+    replica: Replica,
+    group: AnyGroup,
+    parallel: str,
+    num_steps: int,
+    reduction: str = "bitwise",
+    work: Work | None = None,
+) -> None:
     """As a session does it, with a vote of what was used."""
-    config, work = spec(parallel, **options), Work()
+    config, work = spec(parallel, reduction), work or Work()
     mesh = Mesh(parallel, group.world_size)
     names = {id(p): n for n, p in replica.model.named_parameters()}
     parameters = {names[id(p)]: p for p in replica.parameters}

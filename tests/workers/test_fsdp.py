@@ -8,6 +8,7 @@ from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
     Deferred,
+    Dense,
     build,
     catalogue_in,
     enter,
@@ -182,6 +183,18 @@ def test_weights_initialised_on_the_meta_device_do_not_see_the_strategy():
     first = sha256(replica)
     train(replica, Alone(), "ddp", 1)
     assert run_ranks(3, body) == [[first, sha256(replica)] * 2] * 3
+
+
+def test_a_round_sends_three_times_what_others_need_of_the_parameters():
+    def body(ranks):
+        group = ranks.form(1, [0, 1])
+        replica = build("fsdp", workload=Dense())
+        enter(replica, group, 0)
+        train(replica, group, "fsdp", 1, work=Dense())
+        return replica.sharded.collectives.sent_bytes
+
+    parameters, rounds = 2 * 8 * 8 * 4, NUM_MICROBATCHES // 2
+    assert run_ranks(2, body) == [3 * parameters // 2 * rounds] * 2
 
 
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():

@@ -46,6 +46,7 @@ def test_shares_cover_everything_once_and_are_about_equal(world_size: int) -> No
 class Link:
     def __init__(self) -> None:
         self.said: list[tuple[str, dict, bytes]] = []
+        self.concluded_saves: dict[int, bool] = {}
         self.has_news = threading.Event()
 
     def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
@@ -138,6 +139,35 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
     assert [damage.step for damage in load_newest(catalogue, other)] == [9]
     assert (weights_sha256(other.model), whole_state(other)) == before
     assert other.step == 8
+
+
+def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
+    link, replica = Link(), make(0)
+    saver = Saver(link, spec())  # type: ignore[arg-type]
+    saver.open(str(tmp_path))
+    by = By(0, 1)
+    saver.begin(replica, by)
+    saver.save(replica, by, lambda: False, is_pinned=False)
+    saver.save(replica, by, lambda: False, is_pinned=True)
+    said = [json.loads(payload) for _, _, payload in link.said]
+    assert [content["is_pinned"] for content in said] == [False, True]
+    assert said[0]["part"] == said[1]["part"]
+
+
+def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
+    link, replica = Link(), make(0)
+    saver = Saver(link, spec())  # type: ignore[arg-type]
+    saver.open(str(tmp_path))
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    saver._memory.take = no_memory  # type: ignore[method-assign,assignment]
+    saver.begin(replica, By(0, 1))
+    saver._wait()
+    ((kind, fields, _),) = link.said
+    assert kind == "part_failed"
+    assert "can't allocate memory" in fields["message"]
 
 
 def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:

@@ -107,6 +107,14 @@ class Logging(Toy):
         return session.evaluate(Samples(37), lambda model, batch: {"mean": model(batch[0]).mean()})
 
 
+class Evaluates(Toy):
+    """Seven batches, so that ranks have different numbers of them."""
+
+    def evaluate(self, session):
+        mean = session.evaluate(Samples(37), lambda model, batch: model(batch[0]).mean())
+        session.log(mean=mean)
+
+
 def logging_loop(session):
     """A user's own loop: logs and evaluates."""
     workload = session.workload
