@@ -16,7 +16,7 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers import evaluation
 from workers.exchange import gather_json
-from workers.loader import LoadedBatch, Loader
+from workers.loader import LoadedBatch
 from workers.loss import check_loss
 from workers.member import Member
 from workers.microbatches import Microbatches, names_in
@@ -25,16 +25,14 @@ from workers.placement import to_device
 from workers.randomness import seed_microbatch
 from workers.reducers import Reducer
 from workers.saver import Saving
-from workers.supply import Supply
+from workers.supply import AnyLoader
 from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
 
 
 class Session:
     """A worker's side of the run. `model` and `optimizer` stay valid after every regroup."""
 
-    def __init__(
-        self, spec: WorkerSpec, workload: Any, member: Member, loader: Loader | Supply
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, workload: Any, member: Member, loader: AnyLoader) -> None:
         self.workload = workload
         self._spec, self._member, self._loader = spec, member, loader
         self._reducer: Reducer | None = None

@@ -8,7 +8,7 @@ it has called `dataset()`.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 from elastic.protocol.seams import Feed, WorkerSpec
 from workers.fed_loader import FedLoader
@@ -66,3 +66,6 @@ class Supply:
     def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:
         """See Loader.fetch."""
         return self._chosen.result().fetch(step, microbatch_id)
+
+
+AnyLoader: TypeAlias = Loader | FedLoader | Supply
