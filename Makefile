@@ -34,9 +34,9 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## what CI runs: lint, unit tests on two cores, then the tests that start Ray
+test: lint ## what CI runs: lint, unit tests and then those that start Ray, two at a time
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2
-	$(BIN)/pytest tests/cluster -m "not slow" --timeout 400 --durations 10
+	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist loadfile --timeout 600 --durations 25
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow
