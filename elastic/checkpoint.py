@@ -27,6 +27,8 @@ class BestCheckpoint:
     path: str
     """Its folder."""
     value: float
+    damaged: tuple[str, ...] = ()
+    """What is wrong with better ones."""
 
 
 def best(
@@ -64,7 +66,7 @@ def best(
         except DamagedCheckpoint as error:
             damaged.append(str(error))
             continue
-        return BestCheckpoint(step, str(catalogue.of_step(step)), values[step])
+        return BestCheckpoint(step, str(catalogue.of_step(step)), values[step], tuple(damaged))
     raise ValueError(f"all checkpoints with {metric!r} are damaged, the best: {damaged[0]}")
 
 

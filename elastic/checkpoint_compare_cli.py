@@ -95,4 +95,6 @@ def best(
         print(encode(asdict(found)).decode())
     else:
         print(f"step {found.step}, {metric} {found.value:.6g}: {found.path}")
+    for damage in found.damaged:
+        print(f"better, but DAMAGED: {damage}", file=sys.stderr)
     return 0

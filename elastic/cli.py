@@ -185,7 +185,7 @@ def train(
     target = load_target(text, arguments)
     from elastic.run import RunFailed, run_config  # here, so that bad input never imports ray
 
-    progress = None if is_silent or detach else Progress(Console())
+    progress = None if is_silent or detach else Progress(Console(), since=time.time())
     try:
         result = run_config(
             target.workload,

@@ -40,8 +40,9 @@ class View:
 class Progress:
     """Shows one run: a live view in a terminal, plain lines elsewhere. Close it at the end."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, since: float = 0.0) -> None:
+        """since: Unix time; decisions before it are an earlier part of the run."""
+        self._console, self._since = console, since
         self._live: Live | None = None
         self._folder: Folder | None = None
         self._tails: dict[str, LineTail] = {}
@@ -76,7 +77,9 @@ class Progress:
 
     def _show(self, folder: Folder, now: float) -> None:
         decisions = [
-            decision_line(line) for line in self._new(folder, "journal.jsonl") if is_told(line)
+            decision_line(line)
+            for line in self._new(folder, "journal.jsonl")
+            if is_told(line) and line.get("at", self._since) >= self._since
         ]
         self._decisions.extend(decisions)
         if not self._console.is_terminal:

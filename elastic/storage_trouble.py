@@ -13,6 +13,11 @@ class StorageTrouble:
         self._files = ""  # why a file of the run directory could not be written, the last time
         self._upload = ""
         self._is_last_save_lost = False
+        self._damaged: dict[int, str] = {}  # step -> what is wrong with its checkpoint
+
+    def hear_damaged(self, step: int, what: str) -> None:
+        """A checkpoint that was found damaged, and kept aside."""
+        self._damaged[step] = what
 
     def hear_save(self, step: int, cause: str) -> None:
         """The save of `step` has failed; of several causes the first counts."""
@@ -55,7 +60,11 @@ class StorageTrouble:
         committed: step of the newest checkpoint. spool: where the files are that did not get
         through; empty if storage is local.
         """
-        found: list[str] = []
+        found = [
+            f"the checkpoint of step {step} was damaged and is kept aside, an earlier one was used: "
+            f"{what}"
+            for step, what in self._damaged.items()
+        ]
         if self._failed:
             step, cause = list(self._failed.items())[-1]
             newest = "there is no checkpoint" if committed is None else (

@@ -192,6 +192,8 @@ class Supervisor:
         if lost_steps:
             self.lost_steps += lost_steps
             self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
+        for damage in damaged:
+            self.trouble.hear_damaged(damage.step, damage.what)
         if self.checkpoints is None:
             self.checkpoints = self._make_checkpoints(directory)
         await run(self._writer, self.checkpoints.open, step, damaged)

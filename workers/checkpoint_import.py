@@ -96,7 +96,14 @@ def _load_weights(
         tied.setdefault(id(t), []).append(name)
     groups = [[n for n in names if n in source.weights] for names in tied.values()]
     missing = [names[0] for names, given in zip(tied.values(), groups, strict=True) if not given]
+    misfits: list[str] = []
+    if is_partial:  # a head for another number of classes has the same names
+        fits = lambda n: source.weights[n]().shape == targets[n].shape  # noqa: E731
+        misfits = [names[0] for names in groups if names and not all(map(fits, names))]
+        groups = [names for names in groups if names and names[0] not in misfits]
     notes = _compare_names(source, missing, [n for n in source.weights if n not in targets])
+    if misfits:
+        notes.append(f"of another shape, left at initial values: {', '.join(misfits[:SHOWN])}")
     if notes and (not is_partial or not any(groups)):
         hint = "; --partial keeps initial values instead" if any(groups) else ""
         raise WrongInput(f"{source.place} does not fit the model: {'; '.join(notes)}{hint}")
@@ -115,7 +122,10 @@ def _load_weights(
 
 def _compare_names(source: Foreign, missing: list[str], unexpected: list[str]) -> list[str]:
     found: list[str] = []
-    for what, names in (("it lacks", missing), ("the model lacks", unexpected)):
+    for what, names in (
+        ("it lacks", missing),
+        ("the model lacks", unexpected),
+    ):
         if names:
             more = ", ..." if len(names) > SHOWN else ""
             found.append(f"{what} {len(names)}: {', '.join(names[:SHOWN])}{more}")

@@ -64,6 +64,13 @@ class RayDriver:
             "namespace": actors.NAMESPACE,
         }
         address = None if request.address == "local" else request.address or find_cluster()
+        if address is not None and is_stale(address, request.address):
+            print(
+                f"the Ray cluster that was last started on this machine, {address}, does not "
+                "answer any more: Ray starts embedded (--address local says so)",
+                file=sys.stderr,
+            )
+            address = None
         if address is not None:
             refuse_unreachable(address)
             runtime_env = self._runtime_env(request.folder)
@@ -184,6 +191,17 @@ class RayDriver:
             ray.kill(self._controller, no_restart=True)
         if not self._was_connected:
             ray.shutdown()
+
+
+def is_stale(address: str, asked_for: str | None) -> bool:
+    """Nobody asked for this cluster: Ray remembers it, and it is gone."""
+    if asked_for or os.environ.get("RAY_ADDRESS"):
+        return False
+    try:
+        refuse_unreachable(address)
+    except WrongInput:
+        return True
+    return False
 
 
 def refuse_unreachable(address: str) -> None:

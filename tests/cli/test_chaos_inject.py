@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,9 @@ def process():
 
     def make(title: str) -> subprocess.Popen:
         made.append(subprocess.Popen([title, "600"], executable="/bin/sleep"))
+        command = Path(f"/proc/{made[-1].pid}/cmdline")
+        while not command.read_bytes():  # Popen returns in the middle of the kernel's exec
+            os.sched_yield()
         return made[-1]
 
     yield make
