@@ -61,8 +61,7 @@ class StorageTrouble:
         through; empty if storage is local.
         """
         found = [
-            f"the checkpoint of step {step} was damaged and is kept aside, an earlier one was used: "
-            f"{what}"
+            f"the checkpoint of step {step} was damaged and kept aside, an earlier one used: {what}"
             for step, what in self._damaged.items()
         ]
         if self._failed:

@@ -42,3 +42,12 @@ def test_files_that_wait_are_told_with_the_place_where_they_are():
     )
     assert trouble.hear_upload("")
     assert (trouble.now, trouble.summary(None, "/spool")) == ("", "")
+
+
+def test_damage_that_was_found_is_told_at_the_end():
+    trouble = StorageTrouble()
+    trouble.hear_damaged(120, "part 1: bytes 0..9 are not what was written")
+    assert trouble.summary(120, "") == (
+        "the checkpoint of step 120 was damaged and kept aside, an earlier one used: part 1: "
+        "bytes 0..9 are not what was written"
+    )
