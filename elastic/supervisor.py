@@ -163,7 +163,8 @@ class Supervisor:
     async def close(self) -> None:
         await self.cluster.close()
         actors.end(self.cluster.rendezvous)
-        end_feed(self.order["run_id"])
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, end_feed, self.order["run_id"])
         self._writer.shutdown(wait=True)
 
     # --- workers ------------------------------------------------------------------

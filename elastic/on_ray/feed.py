@@ -10,13 +10,14 @@ and goes on where the workers ask.
 import asyncio
 import functools
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from elastic.data.footers import make_plan
 from elastic.data.reading import Skipped, WindowRows, read_window
@@ -27,6 +28,7 @@ from elastic.on_ray.actors import NAMESPACE, end
 from elastic.protocol.errors import BadData
 
 ALONE_CHECK_S = 5.0
+LAST_WRITE_S = 5.0
 WRITE_EVERY_S = 0.5
 WRITE_REMOTE_EVERY_S = 5.0
 
@@ -73,6 +75,12 @@ class FeedActor:
                 self._server = await self._open()
         place, rows = await self._server.window_at(element, committed)
         return Served(place.first, place.count, [rows])
+
+    async def write_record(self) -> None:
+        """What is news of it."""
+        if self._server is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, self._server.record.write)
 
     async def held_bytes(self) -> int:
         """What the windows take that are held now."""
@@ -188,7 +196,10 @@ def feed_name(run_id: str) -> str:
 
 
 def end_feed(run_id: str) -> None:
-    """No error if there is none."""
+    """Its record is written first: a later part of the run compares the data with it. No error if
+    there is none."""
     actor = find_actor(feed_name(run_id))
     if actor is not None:
+        with suppress(RayError):  # lost, or it cannot write: the record saves reading only
+            ray.get(cast(Any, actor).write_record.remote(), timeout=LAST_WRITE_S)
         end(actor)

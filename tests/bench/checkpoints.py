@@ -68,7 +68,13 @@ class By:
 def spec() -> WorkerSpec:
     values: dict[str, Any] = {name: None for name in WorkerSpec.__slots__}
     return WorkerSpec(
-        **{**values, "has_checkpoints": True, "checkpoint_every": 10**6, "steps": 10**7}
+        **{
+            **values,
+            "run_id": "bench",
+            "has_checkpoints": True,
+            "checkpoint_every": 10**6,
+            "steps": 10**7,
+        }
     )
 
 
