@@ -26,6 +26,8 @@ LOOK_EVERY_S = 0.005
 STALE_AFTER_S = 20.0
 """A status that is older: the run's controller is gone."""
 DRAIN_DEADLINE_S = 30.0
+PATIENCE_S = 1.0
+"""How long a strike waits for somebody to hit: status.json follows the journal."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 Tell = Callable[[str], None]
@@ -57,6 +59,7 @@ class Injector:
         """Fault, 0 for the start -> monotonic seconds and committed steps when it happened."""
         self._frozen: list[tuple[float, dict[str, Any]]] = []
         """When to wake a stopped process again, and its row."""
+        self._due_since: dict[Strike, float] = {}
 
     def run(self) -> None:
         """Until the run has ended. KeyboardInterrupt wakes what would be woken later."""
@@ -72,8 +75,11 @@ class Injector:
                 due = [strike for strike in self._waiting if self._is_due(strike, now)]
                 self._phases = []
                 for strike in due:
-                    self._waiting.remove(strike)
-                    self._strike(strike)
+                    since = self._due_since.setdefault(strike, now)
+                    rows = self._victims(strike)
+                    if rows or now > since + PATIENCE_S:
+                        self._waiting.remove(strike)
+                        self._strike(strike, rows)
                 self._wake(now)
                 time.sleep(LOOK_EVERY_S)
         finally:
@@ -99,6 +105,8 @@ class Injector:
         return int(self._status.get("step", 0))
 
     def _is_due(self, strike: Strike, now: float) -> bool:
+        if strike in self._due_since:
+            return True
         began = self._began.get(strike.spec.after_fault)
         if began is None:
             return False
@@ -110,9 +118,7 @@ class Injector:
             case trigger:
                 return trigger.phase in self._phases
 
-    def _strike(self, strike: Strike) -> None:
-        dice = random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}")
-        rows = self._victims(strike, dice)
+    def _strike(self, strike: Strike, rows: list[dict[str, Any]]) -> None:
         if not rows:
             self._record(strike, {}, f"nobody to hit: there is no {strike.spec.whom} now")
         for row in rows:
@@ -123,7 +129,8 @@ class Injector:
         self._look()  # a signal to another node takes its time
         self._began.setdefault(strike.fault, (time.monotonic(), self._step()))
 
-    def _victims(self, strike: Strike, dice: random.Random) -> list[dict[str, Any]]:
+    def _victims(self, strike: Strike) -> list[dict[str, Any]]:
+        dice = random.Random(f"{self._scenario.seed}:{strike.fault}:{strike.number}")
         whom = strike.spec.whom
         if whom.kind == "controller":
             return [self._status["controller"]]

@@ -27,15 +27,16 @@ class Ahead:
     held: dict[WindowKey, int] = field(default_factory=dict[WindowKey, int])
     """Read, and their bytes."""
     running: set[WindowKey] = field(default_factory=set[WindowKey])
-    growth: float = 1.0
-    """Bytes of a window in memory for each byte that the footers promise, at most so far."""
+    growth: float | None = None
+    """Bytes of a window in memory for each byte that the footers promise, at most so far; None:
+    nothing has been read yet, and only what somebody waits for is."""
 
     def read(self, key: WindowKey, size_bytes: int) -> None:
         """A window has been read."""
         self.running.discard(key)
         self.held[key] = size_bytes
         planned = self._planned_bytes(key)
-        self.growth = max(self.growth, size_bytes / planned) if planned else self.growth
+        self.growth = max(self.growth or 1.0, size_bytes / planned) if planned else self.growth
 
     def failed(self, key: WindowKey) -> None:
         """A window cannot be read, or has been lost: it may be started again."""
@@ -52,6 +53,8 @@ class Ahead:
             del self.held[key]
         start = [] if needed in self.held or needed in self.running else [needed]
         self.running.update(start)
+        if self.growth is None:
+            return Turn(tuple(start), forget)
         used = sum(self._sizes().values())
         for key in self.stream.follow(oldest):
             if len(self.running) >= self.plan.source.max_reads:
@@ -69,7 +72,7 @@ class Ahead:
         return {**self.held, **{k: self._expected_bytes(k) for k in self.running}}
 
     def _expected_bytes(self, key: WindowKey) -> float:
-        return self.growth * self._planned_bytes(key)
+        return (self.growth or 1.0) * self._planned_bytes(key)
 
     def _planned_bytes(self, key: WindowKey) -> int:
         return sum(unit.size_bytes for unit in self.plan.windows(key.epoch)[key.window])

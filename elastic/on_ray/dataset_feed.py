@@ -51,6 +51,9 @@ class DatasetFeedActor:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._serve, element, committed)
 
+    async def write_record(self) -> None:
+        """There is none: Ray Data plans nothing that could be compared."""
+
     def _serve(self, element: int, committed: int) -> Served:
         if self._dataset is None:
             self._open()
