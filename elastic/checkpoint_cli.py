@@ -6,6 +6,7 @@ Reading one executes nothing, whoever wrote it. Writing is workers/saver.py's.
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -15,8 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
-from elastic.protocol.manifest import Manifest
-from elastic.store.catalogue import ASIDE, Catalogue
+from elastic.protocol.manifest import MANIFEST, Manifest
+from elastic.store.catalogue import ASIDE, PINNED, Catalogue
 from elastic.store.files import open_folder
 
 app = typer.Typer(
@@ -48,15 +49,17 @@ def chosen(catalogue: Catalogue, step: int | None) -> int:
 def ls(run_dir: RunDir) -> int:
     """The checkpoints, oldest first. Says which manifests are damaged; reads no tensors."""
     catalogue = catalogue_of(run_dir)
-    table = Table("step", "size", "files", "tensors", "generation", "manifest")
+    table = Table("step", "saved", "size", "files", "tensors", "generation", "pinned", "manifest")
     for step in catalogue.steps():
         try:
             m = catalogue.manifest(step)
         except DamagedCheckpoint as error:
-            table.add_row(str(step), "-", "-", "-", "-", f"DAMAGED: {error.what}")
+            table.add_row(str(step), *["-"] * 6, f"DAMAGED: {error.what}")
             continue
-        counts = (decimal(m.size_bytes), str(len(m.files)), str(len(m.tensors)))
-        table.add_row(str(step), *counts, str(m.generation), "good")
+        saved = datetime.fromtimestamp(catalogue.of_step(step).modified(MANIFEST) or 0)
+        counts = (decimal(m.size_bytes), str(len(m.files)), str(len(m.tensors)), str(m.generation))
+        pinned = "yes" if m.about.get(PINNED) else ""
+        table.add_row(str(step), f"{saved:%Y-%m-%d %H:%M:%S}", *counts, pinned, "good")
     Console().print(table)
     for name in catalogue.folder.folders():
         if ASIDE in name:

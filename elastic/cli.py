@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(f"{message}; see `elastic --help`") if message else WRONG_INPUT
     except WrongInput as error:
         return refuse(str(error))
-    except ControllerLost as error:
+    except (ControllerLost, OSError) as error:  # OSError: a store that is away, a full disk
         return refuse(str(error), status=FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return refuse("interrupted", status=FAILED)

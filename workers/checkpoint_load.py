@@ -4,10 +4,13 @@ Every byte is verified before it is used, and nothing is unpickled. Writing is i
 """
 
 import math
+import sys
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +25,23 @@ from workers.replica import Replica
 
 READERS = 4
 """Threads that read: one alone does not use a disk's or an object store's bandwidth."""
+AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
+
+T = TypeVar("T")
+
+
+def patiently(read: Callable[[], T], pauses_s: Sequence[float] = AWAY_PAUSES_S) -> T:
+    """`read()`, once more after each pause while the storage does not answer; then its OSError."""
+    for pause_s in pauses_s:
+        try:
+            return read()
+        except OSError as error:
+            print(
+                f'storage is away pause_s={pause_s} reason="{error}"', file=sys.stderr, flush=True
+            )
+            time.sleep(pause_s)
+    return read()
 
 
 def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:

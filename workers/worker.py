@@ -26,7 +26,7 @@ from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import open_folder
 from workers import pulse
 from workers.build import build_replica
-from workers.checkpoint_load import load_newest
+from workers.checkpoint_load import load_newest, patiently
 from workers.digest import weights_sha256
 from workers.link import Address, ControllerLink
 from workers.loader import Loader, LoaderLost
@@ -214,18 +214,18 @@ class Worker:
 
         place: the run directory, which need not exist. recorded_step: steps on record there; a
         later state has a gap behind it. Gives the damaged checkpoints. WrongInput if the workload
-        cannot be trained, or no checkpoint is good.
+        cannot be trained, or no checkpoint is good; OSError if the storage stays away.
         """
         self._is_warm = True
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
-        self._try_microbatch(max([recorded_step, *catalogue.steps()]))
+        self._try_microbatch(max([recorded_step, *patiently(catalogue.steps)]))
         if self._replica.step > recorded_step and self._replica.sharded is None:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         if self._replica.sharded is not None:
-            return self._replica.sharded.load(catalogue)
+            return patiently(partial(self._replica.sharded.load, catalogue))
         try:
-            return load_newest(catalogue, self._replica)
+            return patiently(partial(load_newest, catalogue, self._replica))
         except ValueError as error:  # the files are good, but of another model
             raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
 

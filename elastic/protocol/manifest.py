@@ -97,14 +97,32 @@ def decode(content: bytes, place: str) -> Manifest:
         raise DamagedCheckpoint(place, "its checksum does not match its content")
     if value.get("format") != FORMAT:
         raise DamagedCheckpoint(place, f"format {value.get('format')!r}; this version reads 1")
-    return Manifest(
-        step=value["step"],
-        generation=value["generation"],
-        files=tuple(_file(f) for f in value["files"]),
-        tensors=tuple(_tensor(t) for t in value["tensors"]),
-        state=value["state"],
-        about=value["about"],
-    )
+    try:
+        manifest = Manifest(
+            step=value["step"],
+            generation=value["generation"],
+            files=tuple(_file(f) for f in value["files"]),
+            tensors=tuple(_tensor(t) for t in value["tensors"]),
+            state=value["state"],
+            about=dict(value["about"]),
+        )
+        check_chunks(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(place, f"sealed, but no manifest: {error}") from error
+    return manifest
+
+
+def check_chunks(manifest: Manifest) -> None:
+    """ValueError unless the chunks cover the tensors and lie in plainly named files of it."""
+    sizes = {file.name: file.size_bytes for file in manifest.files}
+    for name in sizes:
+        if "/" in name or name in ("", ".", ".."):
+            raise ValueError(f"{name!r} is no file of this folder")
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            if not 0 <= chunk.offset <= sizes[chunk.file]:
+                raise ValueError(f"a chunk of {tensor.name!r} lies outside {chunk.file}")
+        check_cover(tensor)
 
 
 def _file(value: dict[str, Any]) -> StoredFile:

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
-from elastic.protocol.manifest import BLOCK_BYTES, MANIFEST, Manifest, Part, decode, merge
+from elastic.protocol.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    Manifest,
+    Part,
+    StoredFile,
+    StoredTensor,
+    decode,
+    merge,
+)
 from elastic.store.catalogue import Catalogue, file_name, folder_name, newest_good
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.checkpoint_reading import PartReader
@@ -88,6 +98,24 @@ def test_a_manifest_comes_back_equal_and_shows_every_alteration(catalogue: Catal
     for size in (0, 1, len(content) // 2, len(content) - 1):
         with pytest.raises(DamagedCheckpoint):
             decode(content[:size], "m")
+
+
+@pytest.mark.parametrize(
+    ("altered", "complaint"),
+    [
+        ({"files": 3}, "not iterable"),
+        ({"about": None}, "not iterable"),
+        ({"files": [StoredFile("../part", 1, ())]}, "no file of this folder"),
+        ({"files": []}, "part"),
+        ({"tensors": [StoredTensor("a", "float32", (2,), ())]}, "elements saved"),
+    ],
+)
+def test_a_manifest_that_somebody_made_up_is_damaged(
+    catalogue: Catalogue, altered: dict[str, Any], complaint: str
+) -> None:
+    content = replace(save(catalogue, 7, seed=1), **altered).encode()
+    with pytest.raises(DamagedCheckpoint, match=f"sealed, but no manifest: .*{complaint}"):
+        decode(content, "m")
 
 
 def test_a_thousand_flipped_bits_are_found_one_by_one(catalogue: Catalogue) -> None:

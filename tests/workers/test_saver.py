@@ -11,7 +11,7 @@ from elastic.protocol.manifest import check_cover, merge, part_from_json
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.test_member import spec
-from workers.checkpoint_load import load_newest
+from workers.checkpoint_load import load_newest, patiently
 from workers.digest import weights_sha256
 from workers.replica import Replica
 from workers.saver import Saver, share
@@ -181,3 +181,18 @@ def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
     assert kind == "part_failed"
     assert (fields["generation"], fields["rank"], fields["step"]) == (4, 1, 9)
     assert "checkpoints" in fields["message"]
+
+
+def test_a_storage_that_is_away_for_a_moment_is_waited_for():
+    answers = iter([OSError("away"), OSError("away"), 7])
+
+    def read() -> int:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    assert patiently(read, pauses_s=(0.0, 0.0, 0.0)) == 7
+    answers = iter([OSError("away"), OSError("still away")])
+    with pytest.raises(OSError, match="still away"):
+        patiently(read, pauses_s=(0.0,))
