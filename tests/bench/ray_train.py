@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,7 @@ def train_loop(config: dict[str, Any]) -> None:
         scheduler.step()
         optimizer.zero_grad()
         if rank == 0:
-            with (marks / "steps.jsonl").open("a") as file:
-                print(
-                    json.dumps({"step": step + 1, "time": time.time(), "world": world}), file=file
-                )
+            mark_step(marks, step + 1, world)
         if (step + 1) % CHECKPOINT_EVERY == 0:
             with tempfile.TemporaryDirectory() as directory:
                 saved = None
@@ -98,6 +96,12 @@ def train_loop(config: dict[str, Any]) -> None:
                 train.report({"step": step + 1}, checkpoint=saved)
 
 
+def mark_step(marks: Path, step: int, world: int) -> None:
+    """For `figures`: a step is finished, now."""
+    with (marks / "steps.jsonl").open("a") as file:
+        print(json.dumps({"step": step, "time": time.time(), "world": world}), file=file)
+
+
 def kill_one(marks: Path, kill_at: int, killed: dict[str, float]) -> None:
     """SIGKILL rank 1's process once `kill_at` steps are finished."""
     while True:
@@ -111,7 +115,15 @@ def kill_one(marks: Path, kill_at: int, killed: dict[str, float]) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def measure(workers: int, steps: int, kill_at: int, is_elastic: bool) -> dict[str, Any]:
+def measure(
+    loop: Callable[[dict[str, Any]], None],
+    *,
+    workers: int,
+    steps: int,
+    kill_at: int,
+    is_elastic: bool = False,
+) -> dict[str, Any]:
+    """One fit() of Ray Train's with `loop`, in this process; kill_at: 0 kills nobody."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -129,7 +141,7 @@ def measure(workers: int, steps: int, kill_at: int, is_elastic: bool) -> dict[st
         arguments = (scratch, kill_at, killed)
         threading.Thread(target=kill_one, args=arguments, daemon=True).start()
     trainer = TorchTrainer(
-        train_loop,
+        loop,
         train_loop_config={"marks": str(scratch), "steps": steps},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(
@@ -179,7 +191,13 @@ def main() -> None:
     arguments = parser.parse_args()
     TUNED.update(item.split("=", 1) for item in arguments.set)
     os.environ.update(TUNED)
-    found = measure(arguments.workers, arguments.steps, arguments.kill_at, arguments.elastic)
+    found = measure(
+        train_loop,
+        workers=arguments.workers,
+        steps=arguments.steps,
+        kill_at=arguments.kill_at,
+        is_elastic=arguments.elastic,
+    )
     print(json.dumps(found), flush=True)
 
 
