@@ -51,6 +51,7 @@ def main() -> int:
     assert status["generation"] == 1, "the members were disturbed"
     assert [m["step"] for m in lines] == list(range(1, len(lines) + 1)), "a step is missing"
     took = [a - k for k, a in zip(killed, adopted, strict=True)]
+    console.print([round(t, 2) for t in took])
     times = [m["time"] for m in lines if m["step"] > STEPS_BETWEEN]
     steps_s = sorted(b - a for a, b in itertools.pairwise(times))
     usual_s = statistics.median(steps_s)
