@@ -228,8 +228,9 @@ class FedLoader:
             window = self._feed.window_at(element, committed, is_over)
         self._windows.append(window)
         is_closed = lambda: self._is_closed  # noqa: E731
-        self._asked = window.end, self._fetcher.submit(
-            self._feed.window_at, window.end, committed, is_closed
+        self._asked = (
+            window.end,
+            self._fetcher.submit(self._feed.window_at, window.end, committed, is_closed),
         )
         return window
 

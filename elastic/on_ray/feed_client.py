@@ -48,7 +48,9 @@ class RayFeed:
         handed: dict[Any, Served] = {}  # those before the newest: a slow pull goes on
         while True:
             try:
-                served: Served = self._get(self._actor.window_at.remote(element, committed), is_over)
+                served: Served = self._get(
+                    self._actor.window_at.remote(element, committed), is_over
+                )
                 handed[served.rows[0]] = served
                 found = self._first_of(handed, is_over)
             except (RayObjectLost, RayActorError):  # its owner or its node is gone: ask again
