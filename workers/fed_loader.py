@@ -9,7 +9,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from workers.loader import LoadedBatch
 from workers.randomness import seed_microbatch
 
 _POLL_S = 0.002
+_CHECK_S = 0.05
 _STALL_S = 0.5
 """After this long `next` says that it waits for the feed."""
 _AHEAD = 4  # micro-batches that may wait for the worker, beside a step's own
@@ -70,7 +71,8 @@ class FedLoader:
         self._step = 0  # committed steps, as far as `next` and `assign` know
         self._is_closed = False
         self._windows: list[FedWindow] = []  # the thread's own, in stream order
-        self._next_window: Future[FedWindow] | None = None
+        self._asked: tuple[int, Future[FedWindow]] | None = None
+        """The element that was asked for in advance."""
         self._fetcher = ThreadPoolExecutor(1, "feed-fetch")
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
@@ -221,18 +223,28 @@ class FedLoader:
         def is_over() -> bool:
             return self._is_closed or self._assignment.number != assignment.number
 
-        window = self._take_next(element) or self._feed.window_at(element, committed, is_over)
+        window = self._asked_window(element, is_over)
+        if window is None:
+            window = self._feed.window_at(element, committed, is_over)
         self._windows.append(window)
         is_closed = lambda: self._is_closed  # noqa: E731
-        self._next_window = self._fetcher.submit(
-            self._feed.window_at, window.end, committed, is_closed
+        self._asked = (
+            window.end,
+            self._fetcher.submit(self._feed.window_at, window.end, committed, is_closed),
         )
         return window
 
-    def _take_next(self, element: int) -> FedWindow | None:
-        """The window that was asked for in advance, if it is the one, and there."""
-        pending, self._next_window = self._next_window, None
-        if pending is None or not pending.done() or pending.exception() is not None:
+    def _asked_window(self, element: int, is_over: Callable[[], bool]) -> FedWindow | None:
+        """The window that was asked for in advance, if it is the one; waits for it, because asking
+        twice makes nothing faster."""
+        if self._asked is None or element < self._asked[0]:
+            return None
+        pending = self._asked[1]
+        while not wait([pending], _CHECK_S).done:
+            if is_over():
+                raise StepCancelled
+        self._asked = None
+        if pending.exception() is not None:  # asked again, it is raised where it belongs
             return None
         window = pending.result()
         return window if window.first <= element < window.end else None

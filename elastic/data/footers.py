@@ -1,8 +1,10 @@
 """From a source to its plan: lists the files and reads their footers, a few bytes of each file."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
@@ -12,86 +14,122 @@ import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 from elastic.data.plan import Plan, PlannedFile
 from elastic.data.source import ParquetSource
 from elastic.protocol.errors import WrongInput
+from elastic.store.remote import from_uri
 
 arrow: Any = pa  # has no type stubs
 parquet: Any = pa_parquet
 arrow_fs: Any = pa_fs
 SUFFIXES = (".parquet", ".pq", ".parq")
+WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
 MAX_FOOTERS = 16
 """Footers that are read at the same time."""
 
 
 def make_plan(source: ParquetSource, seed: int) -> Plan:
     """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
-    listed = sorted({entry for path in source.paths for entry in list_files(path)})
+    roots = range(len(source.paths))
+    listed = {found.path: found for root in roots for found in list_files(source, root)}
+    where = " and ".join(shown(path) for path in source.paths)
     if not listed:
-        raise WrongInput(f"{' and '.join(source.paths)}: no Parquet file there ({SUFFIXES})")
-    paths, sizes = [path for path, _ in listed], [size_bytes for _, size_bytes in listed]
+        raise WrongInput(f"{where}: no Parquet file there ({SUFFIXES})")
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
-        read = list(pool.map(partial(_footer, source), paths, sizes))
+        read = list(pool.map(partial(_footer, source), [listed[path] for path in sorted(listed)]))
     files = tuple(file for file, _ in read)
     schema = _common_schema(source, read)
     plan = Plan(source, seed, files, schema)
     if not plan.num_rows:
-        raise WrongInput(f"{' and '.join(source.paths)}: the Parquet files hold no row")
+        raise WrongInput(f"{where}: the Parquet files hold no row")
     return plan
 
 
+@lru_cache(maxsize=16)
 def open_filesystem(path: str) -> tuple[Any, str]:
-    """The pyarrow filesystem of a path or URI, and the path in it; WrongInput if unusable."""
+    """The pyarrow filesystem of a path or URI, and the path in it; WrongInput if unusable. One per
+    process: it keeps its connections."""
     if "://" not in path:
         return arrow_fs.LocalFileSystem(), path
     try:
-        return arrow_fs.FileSystem.from_uri(path)
+        return from_uri(path)
     except (OSError, ValueError) as error:
-        raise WrongInput(f"data path {path!r} cannot be used: {_line(error)}") from error
+        raise WrongInput(f"data path {shown(path)!r} cannot be used: {_line(error)}") from error
 
 
-def list_files(path: str) -> list[tuple[str, int]]:
-    """(path or URI, bytes) of the Parquet files there. WrongInput if there is nothing."""
+def shown(path: str) -> str:
+    """A path or URI for people: without credentials and parameters."""
+    if "://" not in path:
+        return path
+    return re.sub("://[^/@]*@", "://", path.partition("?")[0])
+
+
+def list_files(source: ParquetSource, root: int) -> list[PlannedFile]:
+    """The Parquet files of one of the source's paths. WrongInput if there is nothing."""
+    path = source.paths[root]
     filesystem, inside = open_filesystem(path)
-    prefix = path[: len(path) - len(inside)] if "://" in path else ""
+    scheme = path.partition("://")[0] + "://" if "://" in path else ""
     try:
         found = filesystem.get_file_info(inside)
         if found.type == arrow_fs.FileType.File:
-            return [(path, found.size)]
+            return [PlannedFile(scheme + inside, inside, root, found.size, ())]
         if found.type == arrow_fs.FileType.NotFound:
-            raise WrongInput(f"data path {path!r} does not exist")
-        root = inside.rstrip("/")
-        infos = filesystem.get_file_info(arrow_fs.FileSelector(root, recursive=True))
+            raise WrongInput(f"data path {shown(path)!r} does not exist")
+        top = inside.rstrip("/")
+        infos = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
     except OSError as error:
-        raise WrongInput(f"data path {path!r} cannot be listed: {_line(error)}") from error
+        raise WrongInput(f"data path {shown(path)!r} cannot be listed: {_line(error)}") from error
     return [
-        (prefix + info.path, info.size)
+        PlannedFile(scheme + info.path, info.path, root, info.size, ())
         for info in infos
         if info.type == arrow_fs.FileType.File
         and info.base_name.endswith(SUFFIXES)
-        and not any(p.startswith((".", "_")) for p in info.path[len(root) :].split("/"))
+        and not any(p.startswith((".", "_")) for p in info.path[len(top) :].split("/"))
     ]
 
 
-def _footer(source: ParquetSource, path: str, size_bytes: int) -> tuple[PlannedFile, Any]:
-    filesystem, inside = open_filesystem(path)
+def is_there(filesystem: Any, inside: str) -> bool:
+    """Whether the store answers: what cannot be read in it is missing or damaged then."""
     try:
-        with filesystem.open_input_file(inside) as opened:
-            file = parquet.ParquetFile(opened)
-            metadata, schema = file.metadata, file.schema_arrow
+        filesystem.get_file_info(inside)
+    except OSError:
+        return False
+    return True
+
+
+def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
+    filesystem, _ = open_filesystem(source.paths[file.root])
+    try:
+        with filesystem.open_input_file(file.inside) as opened:
+            found = parquet.ParquetFile(opened)
+            metadata, schema = found.metadata, found.schema_arrow
     except (OSError, arrow.ArrowInvalid) as error:
-        problem = f"{path}: the footer cannot be read: {_line(error)}"
+        problem = f"{file.path}: the footer cannot be read: {_line(error)}"
+        if not is_there(filesystem, file.inside):
+            raise WrongInput(problem) from error
         if source.on_bad_file == "skip":
-            return PlannedFile(path, size_bytes, (), problem), None
+            return replace(file, problem=problem), None
         raise WrongInput(f'{problem}; repair or remove it, or use on_bad_file="skip"') from error
     groups = tuple(
         (metadata.row_group(g).num_rows, _size_of(metadata.row_group(g), source.columns))
         for g in range(metadata.num_row_groups)
     )
-    return PlannedFile(path, size_bytes, groups), schema
+    return replace(file, row_groups=groups), schema
 
 
 def _size_of(row_group: Any, columns: Sequence[str] | None) -> int:
     chunks = [row_group.column(i) for i in range(row_group.num_columns)]
     wanted = [c for c in chunks if columns is None or c.path_in_schema.split(".")[0] in columns]
-    return sum(c.total_uncompressed_size for c in wanted)
+    return sum(max(c.total_uncompressed_size, _decoded_bytes(c)) for c in wanted)
+
+
+def _decoded_bytes(chunk: Any) -> int:
+    """At least what the values take in memory: encodings can make a file's pages much smaller."""
+    if chunk.physical_type == "BOOLEAN":
+        return chunk.num_values // 8
+    width = WIDTHS.get(chunk.physical_type)
+    if width is None:  # texts: an offset each, and the shorter of those that the footer has
+        found = chunk.statistics if chunk.has_dictionary_page else None
+        ends = [found.min_raw, found.max_raw] if found and found.has_min_max else []
+        width = 4 + min((len(end) for end in ends), default=0)
+    return chunk.num_values * width
 
 
 def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]) -> str:

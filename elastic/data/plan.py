@@ -14,6 +14,8 @@ from typing import Any, cast
 from elastic.data.permutation import permutation
 from elastic.data.source import ParquetSource
 
+LAYOUT = 2
+"""Grows when the same files and settings make other windows than before."""
 MAX_TOLD = 5
 """Differences that are named in an error; of the others it says how many."""
 
@@ -23,7 +25,11 @@ class PlannedFile:
     """A file as its footer describes it."""
 
     path: str
-    """Inside `Plan.filesystem_of`; shown as it is."""
+    """For people and for the record: with the scheme, without credentials or parameters."""
+    inside: str
+    """In the filesystem of its root."""
+    root: int
+    """Which of the source's paths it was found in."""
     size_bytes: int
     row_groups: tuple[tuple[int, int], ...]
     """(rows, uncompressed bytes of the chosen columns) of each."""
@@ -95,6 +101,7 @@ class Plan:
         source = self.source
         packing = source.packing
         return {
+            "layout": LAYOUT,
             "seed": self.seed,
             "shuffle": source.shuffle,
             "window_bytes": source.window_bytes,
@@ -133,9 +140,9 @@ def _windows(plan: Plan, epoch: int) -> tuple[tuple[Unit, ...], ...]:
 def differences(past: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What changed between two plans (`Plan.to_json`), a few in words; empty if nothing did."""
     found = [
-        f"{name} was {past[name]!r} and now is {now[name]!r}"
-        for name in sorted(past.keys() & now.keys())
-        if name != "files" and past[name] != now[name]
+        f"{name} was {past.get(name)!r} and now is {now[name]!r}"
+        for name in sorted(now.keys() - {"files"})
+        if past.get(name) != now[name]
     ]
     before = cast("dict[str, Any]", past["files"])
     after = cast("dict[str, Any]", now["files"])

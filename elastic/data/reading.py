@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
-from elastic.data.footers import open_filesystem
+from elastic.data.footers import is_there, open_filesystem
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
 from elastic.data.plan import Plan, Unit
@@ -67,6 +67,10 @@ class Skipped:
     problem: str
 
 
+class Unreachable(BadData):
+    """The store does not answer: this says nothing about the file, which is not left out."""
+
+
 def read_window(
     plan: Plan, epoch: int, window: int, left_out: Collection[int] = ()
 ) -> tuple[WindowRows, list[Skipped]]:
@@ -85,7 +89,7 @@ def read_window(
         try:
             table = _read_unit(plan, unit)
         except BadData as error:
-            if plan.source.on_bad_file == "raise":
+            if plan.source.on_bad_file == "raise" or isinstance(error, Unreachable):
                 raise
             skipped.append(Skipped(unit.index, str(error)))
             continue
@@ -129,21 +133,23 @@ def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
 
 
 def _read_unit(plan: Plan, unit: Unit) -> Any:
-    filesystem, inside = open_filesystem(unit.file.path)
+    filesystem, _ = open_filesystem(plan.source.paths[unit.file.root])
     columns = None if plan.source.columns is None else list(plan.source.columns)
+    options = {"page_checksum_verification": True, "pre_buffer": filesystem.type_name != "local"}
     try:
-        with filesystem.open_input_file(inside) as opened:
+        with filesystem.open_input_file(unit.file.inside) as opened:
             if opened.size() != unit.file.size_bytes:
                 raise BadData(
                     str(unit),
                     f"the file changed since the plan was made: {unit.file.size_bytes} bytes "
                     f"before, {opened.size()} now",
                 )
-            file = parquet.ParquetFile(opened, page_checksum_verification=True)
+            file = parquet.ParquetFile(opened, **options)
             table = file.read_row_group(unit.row_group, columns=columns, use_threads=False)
     except (OSError, arrow.ArrowException) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BadData(str(unit), f"cannot be read: {line}") from error
+        kind = BadData if is_there(filesystem, unit.file.inside) else Unreachable
+        raise kind(str(unit), f"cannot be read: {line}") from error
     if table.num_rows != unit.num_rows:
         raise BadData(
             str(unit),

@@ -2,7 +2,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """`RayFeed`: a worker's way to the feed. It fetches windows; what is in them is the worker's."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -18,6 +19,8 @@ from elastic.protocol.seams import FedWindow, WorkerSpec
 
 POLL_S = 0.25
 """How soon a wait for the feed notices that nobody wants its window any more."""
+PATIENCE_S = 1.0
+"""A window that is read and does not come for so long is asked for again."""
 
 
 def leave_ray() -> None:
@@ -42,18 +45,38 @@ class RayFeed:
 
     def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
         """As the seam says; waits while the feed is started again or a node is replaced."""
+        handed: dict[Any, Served] = {}  # those before the newest: a slow pull goes on
         while True:
-            answer = self._actor.window_at.remote(element, committed)
             try:
-                served: Served = self._get(answer, is_over)
-                rows = self._get(served.rows[0], is_over)
+                served: Served = self._get(
+                    self._actor.window_at.remote(element, committed), is_over
+                )
+                handed[served.rows[0]] = served
+                found = self._first_of(handed, is_over)
             except (RayObjectLost, RayActorError):  # its owner or its node is gone: ask again
+                handed.clear()
                 if is_over():
                     raise StepCancelled from None
                 continue
-            if served.first_row is not None:
-                rows = of_block(rows, served.first_row)
-            return FedWindow(served.first, served.count, rows)
+            if found is not None:
+                return found
+
+    def _first_of(
+        self, handed: Mapping[Any, Served], is_over: Callable[[], bool]
+    ) -> FedWindow | None:
+        """The first of these that is here; None if none is after a while. Ray can lose count of
+        who holds a reference that is handed out twice, and its object never comes then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ready, _ = ray.wait(list(handed), timeout=POLL_S)
+            if ready:
+                served, rows = handed[ready[0]], self._get(ready[0], is_over)
+                if served.first_row is not None:
+                    rows = of_block(rows, served.first_row)
+                return FedWindow(served.first, served.count, rows)
+            if is_over():
+                raise StepCancelled
+        return None
 
     def _get(self, reference: Any, is_over: Callable[[], bool]) -> Any:
         while True:
