@@ -50,6 +50,14 @@ def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
     return Watch(heartbeat, now, now if since is None else since)
 
 
+def last_move(watched: Watch) -> float:
+    """The last sign of life of a hung worker's trainer, whose pulse goes on beating: it was not
+    stopped yet, or it entered its phase."""
+    if watched.stopped_since is not None:
+        return watched.stopped_since
+    return watched.heard_at - watched.heartbeat.phase_s
+
+
 def is_awaited(worker: Heartbeat, peer: Heartbeat) -> bool:
     """Whether `peer` cannot go on without `worker`: it waits, and the worker is not there yet."""
     if worker.worker == peer.worker or worker.generation != peer.generation:
@@ -72,7 +80,8 @@ def suspicion(
     if heartbeat.process_state in DEAD:
         return f"its process is dead (state {heartbeat.process_state})"
     if watched.stopped_since is not None and now - watched.stopped_since > detect_s:
-        return f"its process has been stopped for {now - watched.stopped_since:.1f} s"
+        stopped_s = now - watched.stopped_since
+        return f"its process has been stopped for {stopped_s:.1f} s, {place_of(heartbeat)}"
     if silent_s > LONG_SILENCE * detect_s:
         return f"no heartbeat for {silent_s:.1f} s"  # the pulse beats whatever its worker does
     if silent_s > detect_s:
@@ -87,7 +96,12 @@ def suspicion(
     if phase_s <= patience_s:
         return None
     norm = "no usual time known" if usual is None else f"usually under {usual:.2f} s"
-    return f"{why}; {phase_s:.1f} s in {heartbeat.phase} of step {heartbeat.step} ({norm})"
+    return f"{why}; {phase_s:.1f} s {place_of(heartbeat)} ({norm})"
+
+
+def place_of(heartbeat: Heartbeat) -> str:
+    """Phase and step, for a person, who counts steps from 1."""
+    return f"in {heartbeat.phase} of step {heartbeat.step + 1}"
 
 
 def suspects(

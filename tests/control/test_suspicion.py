@@ -8,6 +8,7 @@ from elastic.control.suspicion import (
     Heartbeat,
     Watch,
     is_awaited,
+    last_move,
     suspects,
     suspicion,
     watch,
@@ -28,7 +29,7 @@ WAITING = replace(BEAT, worker=2, phase="reduce", phase_s=4.0, waits_for_peers=T
 
 def test_a_worker_that_a_peer_waits_for_far_longer_than_usual_is_suspect():
     assert suspicion(Watch(BEAT, 10.0), 4.0, 10.0, detect_s=3.0) == (
-        "a peer has waited for it for 4.0 s; 6.0 s in forward of step 9 (usually under 1.00 s)"
+        "a peer has waited for it for 4.0 s; 6.0 s in forward of step 10 (usually under 1.00 s)"
     )
 
 
@@ -60,7 +61,7 @@ def test_silence_counts_as_time_in_the_phase():
     silent = Watch(replace(BEAT, phase_s=0.5), 10.0)
     assert suspicion(silent, None, 14.0, detect_s=3.0) is None
     assert suspicion(silent, None, 15.0, detect_s=3.0) == (
-        "no heartbeat for 5.0 s; 5.5 s in forward of step 9 (usually under 1.00 s)"
+        "no heartbeat for 5.0 s; 5.5 s in forward of step 10 (usually under 1.00 s)"
     )
 
 
@@ -68,8 +69,17 @@ def test_a_stopped_process_is_suspect_however_long_its_phase_may_take():
     beat = replace(BEAT, p95_s=None, process_state="T")
     seen = watch(watch(None, beat, 10.0), beat, 12.0)
     assert suspicion(seen, None, 12.9, detect_s=3.0) is None
-    assert suspicion(seen, None, 13.5, detect_s=3.0) == "its process has been stopped for 3.5 s"
+    assert suspicion(seen, None, 13.5, detect_s=3.0) == (
+        "its process has been stopped for 3.5 s, in forward of step 10"
+    )
     assert watch(seen, replace(beat, process_state="S"), 13.0).stopped_since is None
+
+
+def test_the_last_sign_of_life_is_the_trainers_and_not_its_pulses():
+    assert last_move(Watch(BEAT, 10.0)) == 4.0, "it entered the phase"
+    stopped = replace(BEAT, process_state="T")
+    seen = watch(watch(Watch(BEAT, 8.0), stopped, 8.5), stopped, 11.0)
+    assert last_move(seen) == 8.5
 
 
 def test_a_dead_process_is_suspect_at_once():
