@@ -264,13 +264,14 @@ class RayCluster:
     def cancel(self, outcome: str, reason: str) -> None:
         self._emit(s.Cancelled(outcome, reason, self.now()))
 
-    def lost(self, worker: int, cause: str, why: str = "") -> None:
+    def lost(self, worker: int, cause: str, why: str = "", last_seen: float | None = None) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
             return
         self.links.drop(worker)
         self._fence(record)
-        self._emit(s.WorkerLost(worker, cause, record.last_sign(cause), self.now(), why))
+        last_seen = record.last_seen if last_seen is None else last_seen
+        self._emit(s.WorkerLost(worker, cause, last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
         record = self.workers.get(worker)

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.suspicion import Watch, place_of, suspects
+from elastic.control.suspicion import Watch, last_move, place_of, suspects
 from elastic.protocol.membership import worker_name
 
 if TYPE_CHECKING:
@@ -66,10 +66,12 @@ class Inquiry:
         finally:
             self._is_under_way = False
         for worker, why in late.items():
-            cause = "heartbeat_silent" if "no heartbeat" in why else "hung"
-            generation = members[worker].heartbeat.generation
-            place = "" if saving is None else f"; stacks in logs/{file_name(generation, '*')}"
-            self._cluster.lost(worker, cause, why + place)
+            watched, is_silent = members[worker], "no heartbeat" in why
+            cause = "heartbeat_silent" if is_silent else "hung"
+            last_seen = watched.heard_at if is_silent else last_move(watched)
+            files = file_name(watched.heartbeat.generation, "*")
+            place = "" if saving is None else f"; stacks in logs/{files}"
+            self._cluster.lost(worker, cause, why + place, last_seen)
 
     async def _ask(self, members: dict[int, Watch], limit_s: float) -> None:
         """Have every member's stacks taken. Whose pulse is silent already is not waited for."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from elastic.control.suspicion import Watch, last_move
+from elastic.control.suspicion import Watch
 
 
 @dataclass
@@ -41,12 +41,6 @@ class Slot:
         self.node_id, self.node_ip = header["node_id"], header["node_ip"]
         self.pid, self.device = header["pid"], header["device"]
         self.peer_address = (header["peer_address"][0], header["peer_address"][1])
-
-    def last_sign(self, cause: str) -> float:
-        """Its trainer's last sign of life, if it was lost for this cause."""
-        if cause == "hung" and self.watch is not None:
-            return min(self.last_seen, last_move(self.watch))
-        return self.last_seen
 
     @property
     def shown_state(self) -> str:
