@@ -29,13 +29,19 @@ class FaultPolicy:
     max_nonfinite: int = 8
     """Steps in a row that may be skipped because a gradient is not finite; default 8."""
     verify_every: int | None = None
-    """Compare the replicas' weights every so many steps; default None: never."""
+    """Compare the replicas' weights and optimizer state every so many steps; default None: never.
+
+    A rank that differs from the majority is replaced from a good peer, before any gradient that
+    it computed after the last comparison's step is applied if this is 1. Without a majority the
+    run fails. Of sharded state only what all ranks hold is compared.
+    """
     replace_stragglers: bool = False
     """Replace a rank that stays much slower than its peers; default False."""
 
     def __post_init__(self) -> None:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
-        not_yet("faults.verify_every", self.verify_every, default=None)
+        if self.verify_every is not None:
+            check_whole("faults.verify_every", self.verify_every, at_least=1)
         not_yet("faults.replace_stragglers", self.replace_stragglers, default=False)
 
 

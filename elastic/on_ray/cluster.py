@@ -79,6 +79,7 @@ class RayCluster:
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
             "unfit_node": self._on_unfit_node,
+            "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
             "suspended": self._on_suspended,
@@ -270,8 +271,7 @@ class RayCluster:
             return
         self.links.drop(worker)
         self._fence(record)
-        last_seen = record.last_seen if last_seen is None else last_seen
-        self._emit(s.WorkerLost(worker, cause, last_seen, self.now(), why))
+        self._emit(s.WorkerLost(worker, cause, last_seen or record.last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
         record = self.workers.get(worker)

@@ -51,6 +51,10 @@ class Inquiry:
         if not self._awaited:
             self._has_all.set()
 
+    def hear_diverged(self, worker: int, _record: "Slot", header: Any, _payload: bytes) -> None:
+        """By its own word, as all members have found out together."""
+        self._cluster.lost(worker, "diverged", header["message"])
+
     async def _conclude(
         self, late: dict[int, str], members: dict[int, Watch], limit_s: float
     ) -> None:
