@@ -9,7 +9,6 @@ from elastic.protocol.errors import PeerLost
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from workers.build import build_replica
-from workers.replica import Update
 from workers.verify import Diverged, combined, compare, fingerprint, verify
 
 
@@ -48,9 +47,10 @@ def test_the_majority_decides_and_the_first_tensor_is_named():
 def stepped():
     """A replica after one step, so that the optimizer has state."""
     replica = build_replica(Tiny(), spec(), CPU)
-    ones = tuple(torch.ones_like(p) for p in replica.parameters)
-    update = Update(1, True, 1.0, 1, (True,) * len(ones), ones, (), (), (), ())
-    replica.apply(update)
+    for parameter in replica.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    replica.optimizer.step()
+    replica.step = 1
     return replica
 
 
