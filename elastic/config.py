@@ -35,14 +35,28 @@ class FaultPolicy:
     it computed after the last comparison's step is applied if this is 1. Without a majority the
     run fails. Of sharded state only what all ranks hold is compared.
     """
-    replace_stragglers: bool = False
-    """Replace a rank that stays much slower than its peers; default False."""
+    replace_stragglers: float | None = None
+    """Replace a rank that stays so many times slower than the median of its peers, as soon as a
+    successor holds the state; default None: never."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """From settings by name. ValueError for a name that is none."""
+        known = [f.name for f in fields(cls)]
+        for name in values.keys() - set(known):
+            raise ValueError(f"faults.{name} is unknown: choose from {', '.join(known)}")
+        return cls(**values)
 
     def __post_init__(self) -> None:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
         if self.verify_every is not None:
             check_whole("faults.verify_every", self.verify_every, at_least=1)
-        not_yet("faults.replace_stragglers", self.replace_stragglers, default=False)
+        factor = self.replace_stragglers
+        if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
+            raise ValueError(
+                f"faults.replace_stragglers must be a number above 1, such as 3, or None, got "
+                f"{factor!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,14 @@ import sys
 import time
 from mmap import PROT_READ, mmap
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic.protocol import wire
 from workers.stacks import collect, state_of
-from workers.vitals import LAYOUT, PHASES, WAITING
+from workers.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,14 +50,25 @@ def start(
     return child
 
 
-def read_vitals(memory: mmap) -> tuple[int, int, str, float, float | None]:
-    """generation, step, phase, seconds in it, its p95 in seconds."""
+def read_vitals(memory: mmap) -> dict[str, Any]:
+    """The part of a heartbeat that the worker itself shows."""
     while True:
-        before, generation, step, phase, since, p95 = LAYOUT.unpack_from(memory, 0)
+        before, generation, step, phase, since, p95, *others = LAYOUT.unpack_from(memory, 0)
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before == after and not before & 1:
-            elapsed_s = time.monotonic() - since
-            return generation, step, PHASES[phase], elapsed_s, None if p95 < 0 else p95
+            break
+    number, collective, size, own_steps, own_s = others
+    return {
+        "generation": generation,
+        "step": step,
+        "phase": PHASES[phase],
+        "waits_for_peers": PHASES[phase] in WAITING,
+        "phase_s": round(time.monotonic() - since, 4),
+        "p95_s": None if p95 < 0 else p95,
+        "collective": [number, COLLECTIVES[collective], size],
+        "own_steps": own_steps,
+        "own_s": round(own_s, 6),
+    }
 
 
 def beat(
@@ -73,21 +85,8 @@ def beat(
     connection = socket.create_connection(controller, timeout=10 * interval_s)
     wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
     while os.getppid() == parent:
-        generation, step, phase, phase_s, p95_s = read_vitals(memory)
-        wire.send(
-            connection,
-            {
-                "type": "heartbeat",
-                "worker": worker,
-                "generation": generation,
-                "step": step,
-                "phase": phase,
-                "waits_for_peers": phase in WAITING,
-                "phase_s": round(phase_s, 4),
-                "p95_s": p95_s,
-                "process_state": state_of(parent),
-            },
-        )
+        state = {"process_state": state_of(parent), **read_vitals(memory)}
+        wire.send(connection, {"type": "heartbeat", "worker": worker, **state})
         if select.select([connection], [], [], interval_s)[0]:
             question, _ = wire.receive(connection)
             text = collect(parent, fds[1], question["timeout_s"]).encode()

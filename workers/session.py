@@ -211,6 +211,7 @@ class Step:
         self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
+        self._vitals.begin_step()
         return self
 
     def __exit__(
@@ -325,6 +326,7 @@ class Step:
         self._check_cancelled()
         try:
             self._vitals.enter("reduce")
+            self._vitals.end_step(self._member.num_passes)
             reduced = self._reducer.finish()
             self._vitals.enter("vote")
             self._vote(reduced)

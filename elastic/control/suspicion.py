@@ -3,6 +3,7 @@
 Pure functions of values; hearing heartbeats and killing suspects happens in elastic/on_ray.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,12 @@ class Heartbeat:
     waits_for_peers: bool
     process_state: str
     """The letter in /proc/<pid>/stat; the heartbeat's sender is another process."""
+    collective: tuple[int, str, int] = (0, "", 0)
+    """Which of its generation's it waited for last: number, name, elements."""
+    own_steps: int = 0
+    """Steps whose own part, data and computation, it has done."""
+    own_s: float = 0.0
+    """Seconds of that part per micro-batch, the median of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +111,41 @@ def place_of(heartbeat: Heartbeat) -> str:
     return f"in {heartbeat.phase} of step {heartbeat.step + 1}"
 
 
+def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str]]:
+    """Those who wait in another collective than most of their generation wait in as the same one:
+    the program has gone another way there, and all would wait for ever."""
+    stuck: dict[tuple[int, int], list[Heartbeat]] = {}
+    for w in watches:
+        heartbeat = w.heartbeat
+        if heartbeat.waits_for_peers and heartbeat.phase_s > detect_s and heartbeat.collective[0]:
+            place = (heartbeat.generation, heartbeat.collective[0])
+            stuck.setdefault(place, []).append(heartbeat)
+    for beats in stuck.values():
+        counts = Counter(h.collective for h in sorted(beats, key=lambda h: h.worker))
+        (common, num_common), *others = counts.most_common()
+        for h in beats if others else ():
+            if h.collective != common:
+                yield (
+                    h.worker,
+                    f"it waits in {words_of(h.collective)} for {h.phase_s:.1f} s, "
+                    f"{place_of(h)}, where {num_common} of {len(beats)} wait in "
+                    f"{words_of(common)}: it has skipped a collective, or made one alone",
+                )
+
+
+def words_of(collective: tuple[int, str, int]) -> str:
+    _, name, size = collective
+    return f"{name} of {size}" if size else name
+
+
 def suspects(
     watches: Iterable[Watch], now: float, detect_s: float | None
 ) -> Iterator[tuple[int, str]]:
     """Every worker that must be taken for hung, and why. Linear but for sorting by step."""
+    if detect_s is None:
+        return
+    watches = tuple(watches)
+    yield from strays(watches, detect_s)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
