@@ -25,7 +25,7 @@ from elastic import (
     checkpoint_exchange_cli,
     data_cli,
 )
-from elastic.config import RunConfig
+from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
 from elastic.control.transition import UnexpectedEvent
@@ -132,6 +132,10 @@ def run(
         str | None,
         typer.Option(help="Ray cluster; without it one that is found, else Ray starts embedded."),
     ] = None,
+    faults: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of FaultPolicy, say verify_every=100."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -167,6 +171,7 @@ def run(
         device=device,
         cpus_per_worker=cpus_per_worker,
         address=address,
+        faults=parse_arguments(faults or (), "--faults"),
     )
     arguments = parse_arguments(settings or ())
     with only_result_on_stdout() if as_json else contextlib.nullcontext():
@@ -217,6 +222,7 @@ def configure(**values: Any) -> RunConfig:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            values["faults"] = FaultPolicy.of(values["faults"])
             config = RunConfig(**values)
     except ValueError as error:
         raise WrongInput(str(error)) from error

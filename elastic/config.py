@@ -29,14 +29,34 @@ class FaultPolicy:
     max_nonfinite: int = 8
     """Steps in a row that may be skipped because a gradient is not finite; default 8."""
     verify_every: int | None = None
-    """Compare the replicas' weights every so many steps; default None: never."""
-    replace_stragglers: bool = False
-    """Replace a rank that stays much slower than its peers; default False."""
+    """Compare the replicas' weights and optimizer state every so many steps; default None: never.
+
+    A rank that differs from the majority is replaced from a good peer, before any gradient that
+    it computed after the last comparison's step is applied if this is 1. Without a majority the
+    run fails. Of sharded state only what all ranks hold is compared.
+    """
+    replace_stragglers: float | None = None
+    """Replace a rank that stays so many times slower than the median of its peers, as soon as a
+    successor holds the state; default None: never."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """From settings by name. ValueError for a name that is none."""
+        known = [f.name for f in fields(cls)]
+        for name in values.keys() - set(known):
+            raise ValueError(f"faults.{name} is unknown: choose from {', '.join(known)}")
+        return cls(**values)
 
     def __post_init__(self) -> None:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
-        not_yet("faults.verify_every", self.verify_every, default=None)
-        not_yet("faults.replace_stragglers", self.replace_stragglers, default=False)
+        if self.verify_every is not None:
+            check_whole("faults.verify_every", self.verify_every, at_least=1)
+        factor = self.replace_stragglers
+        if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
+            raise ValueError(
+                f"faults.replace_stragglers must be a number above 1, such as 3, or None, got "
+                f"{factor!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ def worker_spec(
         checkpoint_every=config.checkpoint_every,
         has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
         max_nonfinite=config.faults.max_nonfinite,
+        verify_every=config.faults.verify_every,
         detect_s=config.detect_s,
         heartbeat_s=heartbeat_s(config),
         join_timeout_s=limits_of(config).join_timeout_s,

@@ -88,6 +88,7 @@ class Supervisor:
                 on_discard=self._on_discard,
                 on_step=self._on_step,
                 recorded_step=lambda: self.directory.safe_step if self.directory else 0,
+                on_stacks=self._on_stacks,
                 on_evaluation=functools.partial(self._note, "evaluation"),
             ),
         )
@@ -290,6 +291,9 @@ class Supervisor:
         self.last_metrics = line["metrics"]
         self._write(self.directory.record_step, line["metrics"], line["samples"])
         self._write(self._draw, line["metrics"])
+
+    def _on_stacks(self, texts: dict[str, str]) -> "Future[Any] | None":
+        return None if self.directory is None else self._write(self.directory.append_logs, texts)
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), kind: fields})

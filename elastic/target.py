@@ -84,15 +84,15 @@ def is_importable(module: ModuleType, workload_class: type[Workload]) -> bool:
     return has_file and vars(module).get(workload_class.__qualname__) is workload_class
 
 
-def parse_arguments(settings: Iterable[str]) -> dict[str, Any]:
-    """`key=value` of --set: values are Python literals, else strings."""
+def parse_arguments(settings: Iterable[str], option: str = "--set") -> dict[str, Any]:
+    """`key=value` of an option: values are Python literals, else strings."""
     arguments: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
-            raise WrongInput(f"--set {setting!r} is no key=value: write, say, --set width=64")
+            raise WrongInput(f"{option} {setting!r} is no key=value: write {option} KEY=VALUE")
         if key in arguments:
-            raise WrongInput(f"--set {key} is given twice: {arguments[key]!r} and {value!r}")
+            raise WrongInput(f"{option} {key} is given twice: {arguments[key]!r} and {value!r}")
         arguments[key] = as_literal(value)
     return arguments
 

@@ -45,8 +45,14 @@ class Backend(Protocol):
 class Pending:
     """A collective in flight. `wait()` raises PeerLost if it fails or its group is abandoned."""
 
-    def __init__(self, group: "Group", work: dist.Work, unpack: Callable[[], None] | None) -> None:
-        self._group, self._work, self._unpack = group, work, unpack
+    def __init__(
+        self,
+        group: "Group",
+        work: dist.Work,
+        unpack: Callable[[], None] | None,
+        what: tuple[int, str, int],
+    ) -> None:
+        self._group, self._work, self._unpack, self._what = group, work, unpack, what
         self._is_done = False
         if group.backend_name == "gloo":
             work.get_future().add_done_callback(self._on_done)
@@ -58,6 +64,8 @@ class Pending:
 
     def wait(self) -> None:
         group = self._group
+        if not self._is_done:
+            group.on_wait(*self._what)
         if group.backend_name == "gloo":
             with group.changed:
                 group.changed.wait_for(lambda: self._is_done or group.is_abandoned)
@@ -90,16 +98,22 @@ class Group:
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = False
+        self.on_wait: Callable[[int, str, int], None] = lambda number, name, size: None
+        """Told before a wait: which collective of the group, its name, its elements (0 where
+        ranks may differ)."""
+        self._num_launched = 0
         self._pending: list[Pending] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Sum `tensor` in place over the ranks."""
-        return self._launch(lambda: self.backend.allreduce([tensor]))
+        what = ("all_reduce", tensor.numel())
+        return self._launch(what, lambda: self.backend.allreduce([tensor]))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
         """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
         if len({t.numel() for t in outputs}) == 1:
-            return self._launch(lambda: self.backend.allgather([list(outputs)], [tensor]))
+            what = ("all_gather", tensor.numel())
+            return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
         return self.all_to_all(outputs, [tensor] * self.world_size)
 
     def all_to_all(
@@ -119,19 +133,24 @@ class Group:
         def launch() -> dist.Work:
             return self.backend.alltoall_base(received, sent, out_sizes, in_sizes)
 
-        return self._launch(launch, unpack)
+        return self._launch(("all_to_all", 0), launch, unpack)
 
     def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
         """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
-        return self._launch(lambda: self.backend._allgather_base(output, tensor))
+        what = ("all_gather", tensor.numel())
+        return self._launch(what, lambda: self.backend._allgather_base(output, tensor))
 
     def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
         """Both flat and cut into `world_size` equal stretches: stretch r of `output` becomes
         rank r's stretch `rank` of `tensor`."""
-        return self._launch(lambda: self.backend.alltoall_base(output, tensor, [], []))
+        what = ("all_to_all", tensor.numel())
+        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, [], []))
 
     def _launch(
-        self, launch: Callable[[], dist.Work], unpack: Callable[[], None] | None = None
+        self,
+        what: tuple[str, int],
+        launch: Callable[[], dist.Work],
+        unpack: Callable[[], None] | None = None,
     ) -> Pending:
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
@@ -140,7 +159,8 @@ class Group:
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
         self._pending = [p for p in self._pending if not p.is_settled]
-        pending = Pending(self, work, unpack)
+        self._num_launched += 1
+        pending = Pending(self, work, unpack, (self._num_launched, *what))
         self._pending.append(pending)
         return pending
 

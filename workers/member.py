@@ -184,7 +184,7 @@ class Member:
 
     def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
-        self.vitals.enter("lobby")
+        self.vitals.enter("done" if self.is_done else "lobby")
         self.standing.is_waiting = True
         while True:
             while not self._obey(*self._next_command()):
@@ -316,6 +316,8 @@ class Member:
                 self._say_failed(error)
             return False
         self._formation = None
+        if not isinstance(group, groups.Alone):
+            group.on_wait = self.vitals.waits_in
         self.group = group
         if self._aborted >= self.generation:
             group.abandon()

@@ -1,11 +1,13 @@
 """The pulse: a tiny child process that tells the controller how its worker does.
 
 It needs neither the worker's GIL nor torch, so a hang, a held GIL and a frozen process are all
-seen from outside. Standard library and elastic.protocol only; started by file name.
+seen from outside, and asked where they are. Standard library and elastic.protocol only; started
+by file name.
 """
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,23 +15,34 @@ import sys
 import time
 from mmap import PROT_READ, mmap
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from elastic.protocol import wire
-from workers.vitals import LAYOUT, PHASES, WAITING
+from workers.stacks import collect, state_of
+from workers.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 
 
 def start(
-    vitals_fd: int, worker: int, controller: tuple[str, int], token: str, interval_s: float
+    fds: tuple[int, int],
+    worker: int,
+    controller: tuple[str, int],
+    token: str,
+    interval_s: float,
 ) -> "subprocess.Popen[bytes]":
-    """Start the pulse of this process; it dies with it."""
-    arguments = [str(vitals_fd), str(worker), controller[0], str(controller[1]), str(interval_s)]
+    """Start the pulse of this process; it dies with it.
+
+    fds: the files of its vitals and of its stacks.
+    """
+    arguments = (*fds, worker, *controller, interval_s)
     child = subprocess.Popen(
-        [sys.executable, "-S", __file__, *arguments], pass_fds=(vitals_fd,), stdin=subprocess.PIPE
+        [sys.executable, "-S", __file__, *map(str, arguments)],
+        pass_fds=fds,
+        stdin=subprocess.PIPE,
     )
     assert child.stdin is not None
     child.stdin.write(token.encode())  # not in the command line, which every user can read
@@ -37,51 +50,53 @@ def start(
     return child
 
 
-def process_state(pid: int) -> str:
-    """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z zombie."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def read_vitals(memory: mmap) -> tuple[int, int, str, float, float | None]:
-    """generation, step, phase, seconds in it, its p95 in seconds."""
+def read_vitals(memory: mmap) -> dict[str, Any]:
+    """The part of a heartbeat that the worker itself shows."""
     while True:
-        before, generation, step, phase, since, p95 = LAYOUT.unpack_from(memory, 0)
+        before, generation, step, phase, since, p95, *others = LAYOUT.unpack_from(memory, 0)
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before == after and not before & 1:
-            elapsed_s = time.monotonic() - since
-            return generation, step, PHASES[phase], elapsed_s, None if p95 < 0 else p95
+            break
+    number, collective, size, own_steps, own_s = others
+    return {
+        "generation": generation,
+        "step": step,
+        "phase": PHASES[phase],
+        "waits_for_peers": PHASES[phase] in WAITING,
+        "phase_s": round(time.monotonic() - since, 4),
+        "p95_s": None if p95 < 0 else p95,
+        "collective": [number, COLLECTIVES[collective], size],
+        "own_steps": own_steps,
+        "own_s": round(own_s, 6),
+    }
 
 
-def beat(fd: int, worker: int, controller: tuple[str, int], token: str, interval_s: float) -> None:
+def beat(
+    fds: tuple[int, int],
+    worker: int,
+    controller: tuple[str, int],
+    token: str,
+    interval_s: float,
+) -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    memory = mmap(fd, 4096, prot=PROT_READ)
+    memory = mmap(fds[0], 4096, prot=PROT_READ)
     connection = socket.create_connection(controller, timeout=10 * interval_s)
     wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
     while os.getppid() == parent:
-        generation, step, phase, phase_s, p95_s = read_vitals(memory)
-        wire.send(
-            connection,
-            {
-                "type": "heartbeat",
-                "worker": worker,
-                "generation": generation,
-                "step": step,
-                "phase": phase,
-                "waits_for_peers": phase in WAITING,
-                "phase_s": round(phase_s, 4),
-                "p95_s": p95_s,
-                "process_state": process_state(parent),
-            },
-        )
-        time.sleep(interval_s)
+        state = {"process_state": state_of(parent), **read_vitals(memory)}
+        wire.send(connection, {"type": "heartbeat", "worker": worker, **state})
+        if select.select([connection], [], [], interval_s)[0]:
+            question, _ = wire.receive(connection)
+            text = collect(parent, fds[1], question["timeout_s"]).encode()
+            wire.send(connection, {"type": "stacks"}, [memoryview(text)])
 
 
 if __name__ == "__main__":
-    fd, worker, host, port, interval = sys.argv[1:]
+    vitals, stacks, worker, host, port, interval = sys.argv[1:]
     secret = sys.stdin.read()
     try:
-        beat(int(fd), int(worker), (host, int(port)), secret, float(interval))
+        beat((int(vitals), int(stacks)), int(worker), (host, int(port)), secret, float(interval))
     except (OSError, ConnectionError):
         sys.exit(0)  # the controller is gone or has closed us; the worker's own link decides

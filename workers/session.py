@@ -14,19 +14,18 @@ from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
-from workers import evaluation
-from workers.exchange import gather_json
+from workers import ballot, evaluation
 from workers.loader import LoadedBatch
 from workers.loss import check_loss
 from workers.member import Member
-from workers.microbatches import Microbatches, names_in
+from workers.microbatches import Microbatches
+from workers.nonfinite import Inspection
 from workers.parallel.strategy import new_reducer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.reducers import Reducer
+from workers.reducers import Reduced, Reducer
 from workers.saver import Saving
 from workers.supply import AnyLoader
-from workers.vote import MicrobatchRecord, Prepared, VoteLayout, decode, encode
 
 
 class Session:
@@ -42,6 +41,7 @@ class Session:
         self._open: Step | None = None
         names = {id(p): n for n, p in member.replica.model.named_parameters()}
         self._parameters = {names[id(p)]: p for p in member.replica.parameters}
+        self._inspection = Inspection(member, self._parameters)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages."""
 
@@ -199,7 +199,6 @@ class Step:
         self.committed = False
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
         self._from_step = self._member.replica.step
-        self._records: list[MicrobatchRecord] = []
         self._done = Microbatches()
         self._reducer: Reducer | None = None
         self._has_iterated = False
@@ -212,6 +211,7 @@ class Step:
         self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
+        self._vitals.begin_step()
         return self
 
     def __exit__(
@@ -225,7 +225,7 @@ class Step:
         if isinstance(error, StepCancelled):
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
-            if not isinstance(error, _Repeat):
+            if not isinstance(error, ballot.Repeated):
                 self._member.wait_for_generation()
             self.committed = self._member.replica.step > self._from_step
             if self.committed:
@@ -294,11 +294,14 @@ class Step:
         self._check_cancelled()
         attempt = session.attempt
         self._reducer.before_backward(not self._num_passes_left)
+        session._inspection.before_backward(attempt.microbatch_id)
         try:
             total.backward()
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
+        finally:
+            session._inspection.after_backward()
         self._is_awaiting_backward = False
         if self._is_echo:
             self._reducer.after_echo()
@@ -323,6 +326,7 @@ class Step:
         self._check_cancelled()
         try:
             self._vitals.enter("reduce")
+            self._vitals.end_step(self._member.num_passes)
             reduced = self._reducer.finish()
             self._vitals.enter("vote")
             self._vote(reduced)
@@ -330,52 +334,15 @@ class Step:
             self._member.collective_failed(error)
             raise StepCancelled from error
 
-    def _vote(self, reduced: Any) -> None:
+    def _vote(self, reduced: Reduced) -> None:
         session, member = self._session, self._member
-        replica, group = member.replica, member.group
-        assert group is not None
         assert self._reducer is not None
-        is_finite, used = reduced.is_finite(), self._reducer.has_gradient()
         self._keep_late_values()
-        records = self._done.records(member.ids, replica.buffers.integer_hashes())
-        untracked = replica.buffers.untracked_changes()
-        while True:
-            layout = VoteLayout(
-                num_microbatches=session._spec.num_microbatches,
-                micro_batch=session._spec.micro_batch,
-                num_parameters=len(used),
-                num_buffers=len(untracked),
-                integer_buffers=replica.buffers.integer_names,
-                log_names=replica.log_names,
-            )
-            vector = encode(
-                layout,
-                records,
-                used=used,
-                untracked=untracked,
-                wants_pause=member.wants_pause,
-                is_saving=member.saver.is_busy,
-                is_finite=is_finite,
-            )
-            step_s = time.perf_counter() - self._began
-            member.prepared = Prepared(reduced, layout, step_s)
-            summed = torch.from_numpy(vector).to(member.device)
-            group.all_reduce(summed).wait()
-            vector = summed.cpu().numpy()
-            if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
-                raise PeerLost("the generation was given up")
-            vote = decode(layout, vector)
-            if vote.untracked_buffers:  # all ranks see it: repeat the step with them
-                member.prepared = None
-                replica.buffers.track(replica.buffers.names[i] for i in vote.untracked_buffers)
-                raise _Repeat
-            if not vote.has_unknown_names:
-                break
-            names = gather_json(group, names_in(records), member.device)
-            found = {n for of_rank in names for n in of_rank}
-            replica.log_names = tuple(sorted(found | set(replica.log_names)))
-        prepared = Prepared(reduced, layout, time.perf_counter() - self._began)
-        member.commit(prepared, vote, vector)
+        hashes = member.replica.buffers.integer_hashes()
+        records = self._done.records(member.ids, hashes)
+        used, inspection = self._reducer.has_gradient(), session._inspection
+        cast = ballot.cast(member, session._spec, reduced, records, used, self._began, inspection)
+        member.commit(*cast)
         member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
@@ -387,7 +354,3 @@ class Step:
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:
             raise StepCancelled
-
-
-class _Repeat(StepCancelled):
-    """The step is done again by all ranks alike, without regrouping."""

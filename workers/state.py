@@ -71,6 +71,13 @@ def restore(
         scheduler.load_state_dict(decode(header["scheduler"], tensors))
 
 
+def trained_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The live parameters and optimizer state, by the names that `capture` gives them."""
+    tensors = {f"model/{name}": t.detach() for name, t in model.named_parameters()}
+    _captured_optimizer(_names(model), optimizer, tensors)
+    return tensors
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and all buffers, non-persistent ones too, each once under its first name."""
     return {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}

@@ -4,6 +4,7 @@ The pulse (workers/pulse.py) reads it without this process's GIL; nothing here s
 """
 
 import os
+import statistics
 import struct
 import time
 from collections import deque
@@ -25,17 +26,25 @@ PHASES = (
     "user",
     "form",
     "gather",
+    "done",
 )
-"""`lobby`: between generations; `feed`: data that others read is late; `user`: the user's code
-outside steps; `compute`: forward and backward; `gather`: a sharded pass waits for its peers' part
-of a parameter or gradient. A worker in `reduce`, `vote`, `form` or `gather` waits for its peers."""
+"""`lobby`: between generations; `done`: likewise, but the user's loop has returned; `feed`: data
+that others read is late; `user`: the user's code outside steps; `compute`: forward and backward;
+`gather`: a sharded pass waits for its peers' part of a parameter or gradient. A worker in `reduce`,
+`vote`, `form` or `gather` waits for its peers."""
 
 WAITING = ("reduce", "vote", "form", "gather")
+OWN = ("data", "compute")
+"""A rank's own part of a step, in which it is as fast as its machine."""
 UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form")
 """Phases without a usual time."""
-LAYOUT = struct.Struct("<QqqIdd")  # sequence, generation, step, phase, since (monotonic), p95 or -1
+COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
+LAYOUT = struct.Struct("<QqqIddqIqqd")
+"""sequence, generation, step, phase, since (monotonic), p95 or -1; of the last collective waited
+for: number, index in COLLECTIVES, elements; own steps, own seconds per pass."""
 SIZE_BYTES = 4096
 _WINDOW = 64
+_OWN_WINDOW = 8
 
 
 class Vitals:
@@ -48,6 +57,10 @@ class Vitals:
         self._sequence = 0
         self._seen: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in PHASES]
         self._phase, self._since = 0, time.monotonic()
+        self._p95 = -1.0
+        self._collective = (0, 0, 0)
+        self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
+        self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
         self.generation, self.step = 0, 0
         self._write()
 
@@ -59,8 +72,25 @@ class Vitals:
         """The main thread goes on to `phase`."""
         now = time.monotonic()
         self._seen[self._phase].append(now - self._since)
+        if self.phase in OWN:
+            self._own_now_s += now - self._since
         self._phase, self._since = PHASES.index(phase), now
         self._write()
+
+    def begin_step(self) -> None:
+        """An attempt at a step."""
+        self._own_now_s = 0.0
+
+    def end_step(self, num_passes: int) -> None:
+        """This rank has done its own part, and goes on to what all do together."""
+        self._own.append(self._own_now_s / max(num_passes, 1))
+        self._own_steps += 1
+        self._own_s = statistics.median(self._own)
+
+    def waits_in(self, number: int, collective: str, size: int) -> None:
+        """The main thread waits for its generation's collective of this number."""
+        self._collective = (number, COLLECTIVES.index(collective), size)
+        self._pack()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -79,7 +109,12 @@ class Vitals:
     def _write(self) -> None:
         seen = self._seen[self._phase]
         is_usual = PHASES[self._phase] not in UNUSUAL and len(seen) >= 8
-        p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
+        self._p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
+        if self.phase == "done":
+            self._p95 = 0.0  # nothing will come
+        self._pack()
+
+    def _pack(self) -> None:
         for parity in (1, 2):
             LAYOUT.pack_into(
                 self._memory,
@@ -89,6 +124,9 @@ class Vitals:
                 self.step,
                 self._phase,
                 self._since,
-                p95,
+                self._p95,
+                *self._collective,
+                self._own_steps,
+                self._own_s,
             )
         self._sequence += 2

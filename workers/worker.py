@@ -24,7 +24,7 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import open_folder
-from workers import pulse
+from workers import pulse, stacks
 from workers.build import build_replica
 from workers.checkpoint_load import load_newest, patiently
 from workers.digest import weights_sha256
@@ -75,8 +75,8 @@ class Worker:
         torch.set_num_threads(spec.num_threads)
         self._session: Session | None = None
         self._member: Member | None = None
-        self._vitals = Vitals()
-        pulse.start(self._vitals.fd, spec.worker, spec.controller, spec.token, spec.heartbeat_s)
+        self._vitals, self._stacks_fd = Vitals(), stacks.arm()
+        self._start_pulse(spec.controller)
         self._link = ControllerLink(
             spec.controller,
             token=spec.token,
@@ -114,10 +114,13 @@ class Worker:
         if self._member is not None:
             self._member.interrupt(header)
 
+    def _start_pulse(self, controller: Address) -> None:
+        spec, fds = self._spec, (self._vitals.fd, self._stacks_fd)
+        pulse.start(fds, spec.worker, controller, spec.token, spec.heartbeat_s)
+
     def _introduce(self, controller: Address) -> dict[str, Any]:
         """To a controller that has taken over; in the link's thread."""
-        spec = self._spec
-        pulse.start(self._vitals.fd, spec.worker, controller, spec.token, spec.heartbeat_s)
+        self._start_pulse(controller)
         if self._member is None:
             return {"kind": "starting"}
         self._saver.repeat()  # waits in the link until we are introduced

@@ -49,13 +49,17 @@ def lose_member(
         )
         commands = (Abort(phase.membership),)
     if ledger.failures > limits.max_failures:
-        return spend_budget(ledger, suspending, event.cause, limits)
+        return spend_budget(ledger, suspending, told(event), limits)
     reason = (
-        f"{worker_name(event.worker)} lost ({event.cause}), {num_members(suspending)} of "
+        f"{worker_name(event.worker)} lost ({told(event)}), {num_members(suspending)} of "
         f"{phase.membership.world_size} left, min {limits.min_workers}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )
     return settle(Decision(ledger, suspending, commands, reason), event.at, limits)
+
+
+def told(event: WorkerLost) -> str:
+    return f"{event.cause}: {event.why}" if event.why else event.cause
 
 
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:

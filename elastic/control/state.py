@@ -169,6 +169,8 @@ class WorkerLost:
     last_seen: float
     """The worker's last sign of life."""
     at: float
+    why: str = ""
+    """What was seen, in words, where the cause alone does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Pure functions of values; hearing heartbeats and killing suspects happens in elastic/on_ray.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,12 @@ class Heartbeat:
     waits_for_peers: bool
     process_state: str
     """The letter in /proc/<pid>/stat; the heartbeat's sender is another process."""
+    collective: tuple[int, str, int] = (0, "", 0)
+    """Which of its generation's it waited for last: number, name, elements."""
+    own_steps: int = 0
+    """Steps whose own part, data and computation, it has done."""
+    own_s: float = 0.0
+    """Seconds of that part per micro-batch, the median of the last steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,14 @@ def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
         return Watch(heartbeat, now)
     since = before.stopped_since if before else None
     return Watch(heartbeat, now, now if since is None else since)
+
+
+def last_move(watched: Watch) -> float:
+    """The last sign of life of a hung worker's trainer, whose pulse goes on beating: it was not
+    stopped yet, or it entered its phase."""
+    if watched.stopped_since is not None:
+        return watched.stopped_since
+    return watched.heard_at - watched.heartbeat.phase_s
 
 
 def is_awaited(worker: Heartbeat, peer: Heartbeat) -> bool:
@@ -72,7 +87,8 @@ def suspicion(
     if heartbeat.process_state in DEAD:
         return f"its process is dead (state {heartbeat.process_state})"
     if watched.stopped_since is not None and now - watched.stopped_since > detect_s:
-        return f"its process has been stopped for {now - watched.stopped_since:.1f} s"
+        stopped_s = now - watched.stopped_since
+        return f"its process has been stopped for {stopped_s:.1f} s, {place_of(heartbeat)}"
     if silent_s > LONG_SILENCE * detect_s:
         return f"no heartbeat for {silent_s:.1f} s"  # the pulse beats whatever its worker does
     if silent_s > detect_s:
@@ -87,13 +103,49 @@ def suspicion(
     if phase_s <= patience_s:
         return None
     norm = "no usual time known" if usual is None else f"usually under {usual:.2f} s"
-    return f"{why}; {phase_s:.1f} s in {heartbeat.phase} of step {heartbeat.step} ({norm})"
+    return f"{why}; {phase_s:.1f} s {place_of(heartbeat)} ({norm})"
+
+
+def place_of(heartbeat: Heartbeat) -> str:
+    """Phase and step, for a person, who counts steps from 1."""
+    return f"in {heartbeat.phase} of step {heartbeat.step + 1}"
+
+
+def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str]]:
+    """Those who wait in another collective than most of their generation wait in as the same one:
+    the program has gone another way there, and all would wait for ever."""
+    stuck: dict[tuple[int, int], list[Heartbeat]] = {}
+    for w in watches:
+        heartbeat = w.heartbeat
+        if heartbeat.waits_for_peers and heartbeat.phase_s > detect_s and heartbeat.collective[0]:
+            place = (heartbeat.generation, heartbeat.collective[0])
+            stuck.setdefault(place, []).append(heartbeat)
+    for beats in stuck.values():
+        counts = Counter(h.collective for h in sorted(beats, key=lambda h: h.worker))
+        (common, num_common), *others = counts.most_common()
+        for h in beats if others else ():
+            if h.collective != common:
+                yield (
+                    h.worker,
+                    f"it waits in {words_of(h.collective)} for {h.phase_s:.1f} s, "
+                    f"{place_of(h)}, where {num_common} of {len(beats)} wait in "
+                    f"{words_of(common)}: it has skipped a collective, or made one alone",
+                )
+
+
+def words_of(collective: tuple[int, str, int]) -> str:
+    _, name, size = collective
+    return f"{name} of {size}" if size else name
 
 
 def suspects(
     watches: Iterable[Watch], now: float, detect_s: float | None
 ) -> Iterator[tuple[int, str]]:
     """Every worker that must be taken for hung, and why. Linear but for sorting by step."""
+    if detect_s is None:
+        return
+    watches = tuple(watches)
+    yield from strays(watches, detect_s)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at

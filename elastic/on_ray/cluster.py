@@ -20,8 +20,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import state as s
-from elastic.control.suspicion import suspects, watch
+from elastic.control.suspicion import STOPPED, watch
 from elastic.on_ray.host import Host
+from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.slots import Slot, end_process, is_running
@@ -32,6 +33,7 @@ from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
+FROM_PULSE = ("heartbeat", "stacks")
 TICK_S = 0.25
 LATE_S = 0.5
 START_STORE_S = 60.0
@@ -69,12 +71,15 @@ class RayCluster:
         self._loading: int | None = None
         self.takeover: Takeover | None = None
         self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by rank
+        self._inquiry = Inquiry(self)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
+            "stacks": self._inquiry.hear,
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
             "unfit_node": self._on_unfit_node,
+            "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
             "suspended": self._on_suspended,
@@ -248,7 +253,7 @@ class RayCluster:
         is_late = time.monotonic() - self._tick_at > LATE_S
         self._tick_at = time.monotonic() + TICK_S
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
-            self._suspect()
+            self._inquiry.look()
         return s.Tick(self.now())
 
     def _emit(self, event: s.Event) -> None:
@@ -260,14 +265,13 @@ class RayCluster:
     def cancel(self, outcome: str, reason: str) -> None:
         self._emit(s.Cancelled(outcome, reason, self.now()))
 
-    def lost(self, worker: int, cause: str) -> None:
+    def lost(self, worker: int, cause: str, why: str = "", last_seen: float | None = None) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
             return
         self.links.drop(worker)
         self._fence(record)
-        last_seen = max(record.last_seen, 0.0)
-        self._emit(s.WorkerLost(worker, cause, last_seen, self.now()))
+        self._emit(s.WorkerLost(worker, cause, last_seen or record.last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
         record = self.workers.get(worker)
@@ -277,26 +281,22 @@ class RayCluster:
         is_gone = is_here and not is_running(record.pid)
         self.lost(worker, "process_died" if is_gone else "connection_lost")
 
-    def _suspect(self) -> None:
-        """Heartbeats become events only when they make a worker suspect."""
-        watches = [r.watch for r in self.workers.values() if r.watch is not None]
-        for worker, why in tuple(suspects(watches, self.now(), self.detect_s)):
-            log.warning('worker=%s suspect reason="%s"', worker_name(worker), why)
-            self.lost(worker, "heartbeat_silent" if "no heartbeat" in why else "hung")
-
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)
         if record is not None:
-            record.last_seen = self.now()
+            if header["type"] not in FROM_PULSE:  # which beats on while its trainer is frozen
+                record.last_seen = self.now()
             handle = self._handlers.get(header["type"], self._on_report)
             handle(worker, record, header, payload)
-        elif header["type"] != "heartbeat":
+        elif header["type"] not in FROM_PULSE:
             takeover = self.takeover if header["type"] == "standing" else None
             if takeover is None or not takeover.hear(worker, header):
                 self.links.drop(worker)
 
     def _on_heartbeat(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.watch = watch(record.watch, heartbeat_of(worker, header), self.now())
+        if header["process_state"] != STOPPED:
+            record.last_seen = self.now()
         record.step = max(record.step, header["step"])
         recorded_step = min(self.recorded_step, self.host.recorded_step())
         self.links.send(worker, {"type": "word", "recorded_step": recorded_step})

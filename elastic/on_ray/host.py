@@ -4,6 +4,7 @@ The implementation is elastic/supervisor.py's.
 """
 
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,4 +32,6 @@ class Host:
     """A committed step's record, exactly once per step, in order."""
     recorded_step: Callable[[], int]
     """Steps whose record this process's death cannot take along; at most those of `on_step`."""
+    on_stacks: "Callable[[dict[str, str]], Future[Any] | None]"
+    """Save files among the logs, by name. None if there is no run directory."""
     on_evaluation: Callable[[dict[str, Any]], None]

@@ -20,6 +20,7 @@ class LinkServer:
     def __init__(self, token: str, on_frame: OnFrame, on_closed: OnClosed) -> None:
         self._token, self._on_frame, self._on_closed = token, on_frame, on_closed
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._pulses: dict[int, asyncio.StreamWriter] = {}
         self._server: asyncio.Server | None = None
 
     async def open(self, host: str) -> tuple[str, int]:
@@ -35,8 +36,7 @@ class LinkServer:
             if hello.get("token") != self._token:
                 return
             worker, is_pulse = int(hello["worker"]), hello["role"] == "pulse"
-            if not is_pulse:
-                self._writers[worker] = writer
+            (self._pulses if is_pulse else self._writers)[worker] = writer
             while True:
                 header, payload = await _receive(reader)
                 self._on_frame(worker, header, payload)
@@ -46,7 +46,16 @@ class LinkServer:
             if worker is not None and not is_pulse and self._writers.get(worker) is writer:
                 del self._writers[worker]
                 self._on_closed(worker)
+            if worker is not None and is_pulse and self._pulses.get(worker) is writer:
+                del self._pulses[worker]
             writer.close()
+
+    def ask_pulse(self, worker: int, header: dict[str, Any]) -> bool:
+        """Queue a frame for the worker's pulse; False if it has none."""
+        writer = self._pulses.get(worker)
+        if writer is not None:
+            writer.write(wire.pack(header))
+        return writer is not None
 
     def send(self, worker: int, header: dict[str, Any], payload: bytes = b"") -> None:
         """Queue a frame for `worker`; silently nothing if its link is closed (its loss is news)."""

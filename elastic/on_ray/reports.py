@@ -56,4 +56,7 @@ def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
         p95_s=header["p95_s"],
         waits_for_peers=header["waits_for_peers"],
         process_state=header["process_state"],
+        collective=tuple(header["collective"]),
+        own_steps=header["own_steps"],
+        own_s=header["own_s"],
     )

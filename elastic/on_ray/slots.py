@@ -28,6 +28,7 @@ class Slot:
     state: str = "pending"
     step: int = 0
     last_seen: float = 0.0
+    """When its trainer was last known to be no dead or stopped process."""
     watch: Watch | None = None
     failure: str = ""
     """What its user's code raised, in its own words."""

@@ -36,6 +36,8 @@ class WorkerSpec:
     has_checkpoints: bool
     """Whether the run ends with a checkpoint."""
     max_nonfinite: int
+    verify_every: int | None = None
+    """Steps between comparisons of the replicas' bits, None for none."""
     detect_s: float | None
     heartbeat_s: float
     join_timeout_s: float

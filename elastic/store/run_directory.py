@@ -129,6 +129,12 @@ class RunDirectory:
     def append_journal(self, line: dict[str, Any]) -> None:
         self._journal.append(line)
 
+    def append_logs(self, texts: dict[str, str]) -> None:
+        """Add to files among the logs, by name."""
+        for name, text in texts.items():
+            with (self.logs / name).open("a") as file:
+                file.write(text)
+
     def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
         """Put one committed step on record. False: it is there already, said twice."""
         check_fields("metrics", metrics, METRICS_FIELDS)

@@ -8,6 +8,7 @@ from elastic.control.suspicion import (
     Heartbeat,
     Watch,
     is_awaited,
+    last_move,
     suspects,
     suspicion,
     watch,
@@ -28,7 +29,7 @@ WAITING = replace(BEAT, worker=2, phase="reduce", phase_s=4.0, waits_for_peers=T
 
 def test_a_worker_that_a_peer_waits_for_far_longer_than_usual_is_suspect():
     assert suspicion(Watch(BEAT, 10.0), 4.0, 10.0, detect_s=3.0) == (
-        "a peer has waited for it for 4.0 s; 6.0 s in forward of step 9 (usually under 1.00 s)"
+        "a peer has waited for it for 4.0 s; 6.0 s in forward of step 10 (usually under 1.00 s)"
     )
 
 
@@ -60,7 +61,7 @@ def test_silence_counts_as_time_in_the_phase():
     silent = Watch(replace(BEAT, phase_s=0.5), 10.0)
     assert suspicion(silent, None, 14.0, detect_s=3.0) is None
     assert suspicion(silent, None, 15.0, detect_s=3.0) == (
-        "no heartbeat for 5.0 s; 5.5 s in forward of step 9 (usually under 1.00 s)"
+        "no heartbeat for 5.0 s; 5.5 s in forward of step 10 (usually under 1.00 s)"
     )
 
 
@@ -68,8 +69,17 @@ def test_a_stopped_process_is_suspect_however_long_its_phase_may_take():
     beat = replace(BEAT, p95_s=None, process_state="T")
     seen = watch(watch(None, beat, 10.0), beat, 12.0)
     assert suspicion(seen, None, 12.9, detect_s=3.0) is None
-    assert suspicion(seen, None, 13.5, detect_s=3.0) == "its process has been stopped for 3.5 s"
+    assert suspicion(seen, None, 13.5, detect_s=3.0) == (
+        "its process has been stopped for 3.5 s, in forward of step 10"
+    )
     assert watch(seen, replace(beat, process_state="S"), 13.0).stopped_since is None
+
+
+def test_the_last_sign_of_life_is_the_trainers_and_not_its_pulses():
+    assert last_move(Watch(BEAT, 10.0)) == 4.0, "it entered the phase"
+    stopped = replace(BEAT, process_state="T")
+    seen = watch(watch(Watch(BEAT, 8.0), stopped, 8.5), stopped, 11.0)
+    assert last_move(seen) == 8.5
 
 
 def test_a_dead_process_is_suspect_at_once():
@@ -109,3 +119,35 @@ def test_suspects_agrees_with_the_rule_for_pairs():
             expected[w.heartbeat.worker] = why
     assert dict(suspects(watches, 10.0, 3.0)) == expected
     assert sorted(expected) == [1, 4]
+
+
+def test_who_waits_in_another_collective_than_the_others_has_gone_astray():
+    stuck = replace(WAITING, collective=(31, "all_to_all", 0))
+    beats = [
+        replace(stuck, worker=0, collective=(31, "all_reduce", 3), phase="vote"),
+        replace(stuck, worker=1),
+        stuck,
+        replace(stuck, worker=3, generation=3, collective=(31, "all_gather", 1)),
+        replace(stuck, worker=4, collective=(30, "all_gather", 7)),  # slow: it may still arrive
+    ]
+    found = dict(suspects([Watch(b, 10.0) for b in beats], 10.0, detect_s=3.0))
+    assert found == {
+        0: "it waits in all_reduce of 3 for 4.0 s, in vote of step 10, where 2 of 3 wait in "
+        "all_to_all: it has skipped a collective, or made one alone"
+    }
+    assert not dict(suspects([Watch(b, 10.0) for b in beats], 10.0, detect_s=4.5))
+
+
+def test_of_two_that_wait_in_different_collectives_one_is_replaced():
+    beats = [replace(WAITING, worker=w, collective=(5, "all_reduce", w)) for w in (7, 2)]
+    assert [w for w, _ in suspects([Watch(b, 10.0) for b in beats], 10.0, 3.0)] == [7]
+
+
+def test_a_member_whose_loop_has_returned_while_others_wait_for_it_is_suspect():
+    done = replace(BEAT, phase="done", phase_s=3.2, p95_s=0.0)
+    found = dict(suspects([Watch(done, 10.0), Watch(WAITING, 10.0)], 10.0, 3.0))
+    assert found == {
+        1: "a peer has waited for it for 4.0 s; 3.2 s in done of step 10 (usually under 0.00 s)"
+    }
+    ended = [Watch(replace(done, worker=w, phase_s=99.0), 10.0) for w in (1, 2)]
+    assert not dict(suspects(ended, 10.0, 3.0)), "all have returned"

@@ -1,0 +1,96 @@
+"""Workloads that misbehave: hang in every way there is, are slow in harmless ways."""
+
+import re
+import time
+from pathlib import Path
+
+import torch
+from toy import Samples, Toy  # pyright: ignore[reportMissingImports]
+
+FOREVER_S = 3600
+WARM_STEPS = 12
+"""So many steps a process needs until its phases have a usual time."""
+
+
+def sleep_for_ever():
+    time.sleep(FOREVER_S)
+
+
+def burn_for_ever():
+    while True:
+        pass
+
+
+def hold_the_gil():
+    re.match("(a+)+$", "a" * 99 + "b")
+
+
+WAYS = {f.__name__: f for f in (sleep_for_ever, burn_for_ever, hold_the_gil)}
+
+
+class Watched(Toy):
+    """Knows its session. Run with eval_every=1."""
+
+    session = None
+    num_steps = 0
+
+    def evaluate(self, session):
+        self.session = session
+        self.num_steps += 1
+
+
+class Misbehaves(Watched):
+    """Each of `ways` once, in their order, on a certain rank, when all are there and warm.
+
+    marker: a folder, where whoever does it leaves a file with the time.
+    """
+
+    def __init__(self, marker, ways, rank=1, world_size=3, **settings):
+        super().__init__(**settings)
+        self.marker, self.ways = Path(marker), ways
+        self.place = (rank, world_size)
+
+    def due(self):
+        """The next way, if it is this process's turn."""
+        if self.session is None or self.num_steps < WARM_STEPS:
+            return None
+        if (self.session.rank, self.session.world_size) != self.place:
+            return None
+        for way in self.ways:
+            try:
+                with (self.marker / way).open("x") as file:
+                    file.write(str(time.time()))
+            except FileExistsError:
+                continue
+            self.num_steps = 0
+            return way
+        return None
+
+
+class Hangs(Misbehaves):
+    """In the loss."""
+
+    def loss(self, model, batch):
+        way = self.due()
+        if way is not None:
+            WAYS[way]()
+        return super().loss(model, batch)
+
+
+class GoesAstray(Misbehaves):
+    """Evaluates alone, which all ranks must do together; has a bit of its weights flipped."""
+
+    is_to_flip = False
+
+    def evaluate(self, session):
+        super().evaluate(session)
+        way = self.due()
+        if way == "evaluate_alone":
+            session.evaluate(Samples(12), lambda model, batch: model(batch[0]).mean())
+        self.is_to_flip = way == "flip_a_bit"
+
+    def loss(self, model, batch):
+        if self.is_to_flip:
+            self.is_to_flip = False
+            model[0].weight.data.view(torch.int32)[1, 2] ^= 1 << 20
+        return super().loss(model, batch)

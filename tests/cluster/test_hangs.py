@@ -1,0 +1,116 @@
+"""Workers that hang: found in seconds, explained, replaced, without a trace in the weights."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.cluster.live import JOBS, LiveRun, assert_complete
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+DETECT_S = 2.0
+
+
+@pytest.fixture
+def start_hanging(tmp_path, ray_temp):
+    """start_hanging("Class", **options) -> LiveRun (a context manager)."""
+
+    def make(target: str, **options) -> LiveRun:
+        place = f"{JOBS / 'hanging.py'}:{target}"
+        return LiveRun(place, tmp_path, "run", ray_temp, eval_every=1, **options)
+
+    return make
+
+
+def stacks_in(run) -> str:
+    """All that was saved."""
+    found = sorted((run.directory / "logs").glob("stacks-g*-w*.txt"))
+    return "\n".join(path.read_text() for path in found)
+
+
+def seconds_lost(run, at: float) -> float:
+    """From a fault to the next committed step."""
+    return min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > at + 0.5) - at
+
+
+def wait_until_replaced(run) -> dict:
+    run.wait_for(lambda s: s["world_size"] == 2)
+    return run.wait_for(lambda s: s["world_size"] == 3 and s["phase"] == "running")
+
+
+STEPS = 200
+"""Of the one uninterrupted run that all are compared with."""
+
+
+def assert_no_trace(run, end, reference) -> None:
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=STEPS)
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert end["result"]["lost_steps"] == 0
+    assert_complete(run, STEPS)
+
+
+def losses_in(run) -> list[str]:
+    """The decisions that tell a loss with more than its cause."""
+    reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]
+    return [reason for reason in reasons if re.search(r" lost \(\w+: ", reason)]
+
+
+def test_workers_that_hang_are_found_explained_and_replaced(
+    start_hanging, reference, tmp_path, capsys
+):
+    """In the user's code, with the GIL held for ever, and stopped by a signal."""
+    ways = ["sleep_for_ever", "hold_the_gil"]
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
+    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.02"]
+    with start_hanging("Hangs", set=settings, **options) as run:
+        for way in ways:
+            run.wait_for(lambda s, way=way: (tmp_path / way).exists())
+            wait_until_replaced(run)
+        stopped_at = time.time()
+        os.kill(run.status()["workers"][2]["pid"], signal.SIGSTOP)
+        wait_until_replaced(run)
+        end = run.finish()
+    assert_no_trace(run, end, reference)
+    times = [float((tmp_path / way).read_text()) for way in ways] + [stopped_at]
+    recoveries = end["result"]["recoveries"]
+    with capsys.disabled():
+        seconds = [round(seconds_lost(run, at), 2) for at in times]
+        print(f"\nhangs: {seconds} s, detected in {[r['detect_s'] for r in recoveries]}")
+    assert [r["cause"] for r in recoveries] == ["hung"] * 3
+    assert all(DETECT_S < r["detect_s"] < 2 * DETECT_S for r in recoveries)
+    stacks = stacks_in(run)
+    for place in ("in sleep_for_ever", "in hold_the_gil", "was stopped by a signal (state T)"):
+        assert place in stacks
+    assert stacks.count("# this is w") == 9, "every member of every generation that hung"
+    where = re.compile(r"s,? in \w+ of step \d+.*; stacks in logs/stacks-g\d+-\*\.txt\)")
+    assert len(losses_in(run)) == 3
+    assert all(where.search(reason) for reason in losses_in(run)), losses_in(run)
+
+
+def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
+    start_hanging, reference, tmp_path, capsys
+):
+    ways = ["evaluate_alone", "flip_a_bit"]
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
+    settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.02"]
+    with start_hanging("GoesAstray", set=settings, faults="verify_every=1", **options) as run:
+        for way in ways:
+            run.wait_for(lambda s, way=way: (tmp_path / way).exists())
+            wait_until_replaced(run)
+        end = run.finish()
+    assert_no_trace(run, end, reference)
+    recoveries = end["result"]["recoveries"]
+    with capsys.disabled():
+        print(f"\nastray, diverged: {[(r['cause'], r['total_s']) for r in recoveries]}")
+    assert [r["cause"] for r in recoveries] == ["hung", "diverged"]
+    astray, diverged = losses_in(run)
+    assert "it waits in all_reduce of 3 for" in astray
+    assert "where 2 of 3 wait in all_to_all: it has skipped a collective, or made one" in astray
+    assert "rank 1, differs from the majority's after step" in diverged
+    assert "in 'model/0.weight' (one tensor in all)" in diverged
+    assert recoveries[1]["total_s"] < DETECT_S, "nobody had to wait for it"

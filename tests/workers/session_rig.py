@@ -1,0 +1,116 @@
+"""One worker's objects without the processes of a run around them, but for its loader."""
+
+import queue
+
+import torch
+from torch import nn
+
+from elastic.protocol.seams import WorkerSpec
+from tests.workers.fake_groups import ThreadGroup
+from workers.build import build_replica
+from workers.loader import Loader
+from workers.member import Member
+from workers.peer import PeerServer
+from workers.saver import Saver
+from workers.session import Session
+from workers.vitals import Vitals
+
+CPU = torch.device("cpu")
+
+
+class Tiny:
+    """BatchNorm, a weighted loss, values logged: all that a vote carries."""
+
+    loader_processes = 1
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=0.1)
+
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def dataset(self):
+        return [(torch.full((4,), i / 7), float(i % 3)) for i in range(41)]
+
+    def loss(self, model, batch):
+        inputs, wanted = batch
+        error = (model(inputs).squeeze(1) - wanted.float()).square()
+        return error.sum(), float(inputs.shape[0] + 1)
+
+
+class FakeLink:
+    """The controller's part: its commands are scripted, what is reported is kept."""
+
+    def __init__(self):
+        self.commands = queue.SimpleQueue()
+        self.recorded_step = 0
+        self.num_controllers = 1
+        self.sent = []
+
+    def send(self, kind, payload=b"", **fields):
+        self.sent.append((kind, fields, payload))
+
+    def of(self, kind):
+        return [(fields, payload) for k, fields, payload in self.sent if k == kind]
+
+
+def spec(reduction="bitwise", **changes):
+    return WorkerSpec(
+        worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
+        device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
+        reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
+        has_checkpoints=False, max_nonfinite=1,
+        detect_s=3.0, heartbeat_s=0.5, join_timeout_s=5.0, operation_timeout_s=60.0, lease_s=30.0,
+        **changes,
+    )  # fmt: skip
+
+
+class InThread(ThreadGroup):
+    """A group of threads that a member can be given."""
+
+    is_abandoned = False
+
+    def abandon(self):
+        self.is_abandoned = True
+
+
+class Rig:
+    """See above. `form` scripts the controller's command, `step` makes one."""
+
+    def __init__(self, reduction, workload=None, **changes):
+        self.spec, self.link = spec(reduction, **changes), FakeLink()
+        self.workload = workload or Tiny()
+        self.loader = Loader(self.workload, 3, 12, 3)
+        self.replica = build_replica(self.workload, self.spec, CPU)
+        self.member = Member(
+            self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None),
+            Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
+            on_sync=lambda: None, on_log_to=lambda place: None,
+            on_finish=lambda member, place: "hash",
+        )  # fmt: skip
+        self.session = Session(self.spec, self.workload, self.member, self.loader)
+
+    def form(self, generation, step, vote=None, payload=b"", **changes):
+        header = {
+            "type": "form", "generation": generation, "rank": 0, "world_size": 1, "step": step,
+            "store": None, "then_pause": False, "recorded_step": 0, "evaluation": None,
+            "vote": vote, **changes,
+        }  # fmt: skip
+        self.link.commands.put((header, payload))
+
+    def step(self):
+        with self.session.next_step() as step:
+            for batch in step.microbatches():
+                step.backward(self.workload.loss(self.session.model, batch))
+                self.session.log(size=batch[0].shape[0])
+            step.commit()
+        return step
+
+    def join(self, group):
+        """Be a rank of `group` from now on."""
+        assert self.session.step == 0  # waits for the first generation
+        self.member.group = group
+        self.member.rank, self.member.world_size = group.rank, group.world_size

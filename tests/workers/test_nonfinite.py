@@ -1,0 +1,83 @@
+"""The step that stops a run says where its gradients stop being finite."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.workers.fake_groups import run_threads
+from tests.workers.session_rig import InThread, Rig, Tiny
+from tests.workers.sharded_rig import build, enter
+from workers.groups import Alone
+from workers.nonfinite import Inspection, told
+
+
+class Poisoned(Tiny):
+    """Of this rank's two micro-batches the second has a gradient that is no number."""
+
+    calls = 0
+
+    def __init__(self, is_poisoned):
+        self.is_poisoned = is_poisoned
+
+    def loss(self, model, batch):
+        self.calls += 1
+        total, weight = super().loss(model, batch)
+        if self.is_poisoned and self.calls % 2 == 0:
+            total = total + torch.sqrt(0 * model[2].bias.sum())
+        return total, weight
+
+
+@pytest.mark.parametrize("reduction", ["bitwise", "fast"])
+def test_rank_micro_batch_and_parameter_are_named_when_the_run_stops(reduction):
+    torch.set_num_threads(1)
+    rigs = [Rig(reduction, Poisoned(is_poisoned=rank == 1)) for rank in range(2)]
+    for rig in rigs:
+        rig.form(generation=1, step=0)
+
+    def body(group):
+        rig = rigs[group.rank]
+        rig.join(InThread(group.rank, group._mailboxes))
+        assert rig.step().committed, "one such step is skipped"
+        repeated = rig.step()
+        assert not repeated.committed, "the next one would stop the run: it is looked at first"
+        with pytest.raises(FloatingPointError) as raised:
+            rig.step()
+        return str(raised.value), rig.workload.calls
+
+    said, calls = zip(*run_threads(2, body), strict=True)
+    for rig in rigs:
+        rig.loader.close()
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "the gradients of 2 steps in a row, up to step 2, were not finite: the first is of "
+        "parameter '2.bias', in micro-batch 3 on rank 1 (loss "
+    )
+    assert calls == (6, 6)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "fsdp-grad-op"])
+def test_every_strategy_names_the_whole_parameter(parallel):
+    replica = build(parallel)
+    enter(replica, Alone(), 0)
+    names = {id(p): n for n, p in replica.model.named_parameters()}
+    parameters = {names[id(p)]: p for p in replica.parameters}
+    member = SimpleNamespace(generation=1, replica=replica, group=Alone())
+    inspection = Inspection(member, parameters)
+    norm = replica.model.blocks[1].norm
+    norm.register_forward_hook(lambda _, inputs, output: output + torch.sqrt(0 * norm.bias.sum()))
+    for is_asked in (False, True):
+        if is_asked:
+            inspection.ask(1, replica.step)
+        output = replica.model(torch.tensor([1, 2, 3, 4]), 1)
+        inspection.before_backward(5)
+        output.sum().backward()
+        inspection.after_backward()
+        assert inspection.found == ((5, "blocks.1.norm.bias") if is_asked else None)
+
+
+def test_a_sum_that_overflows_and_several_ranks_are_told():
+    assert told([]) == "every micro-batch's gradient is finite, their sum is not"
+    assert told([(5, 2, "b", 1.0), (1, 0, "a", float("nan"))]) == (
+        "the first is of parameter 'a', in micro-batch 1 on rank 0 (loss nan); 2 ranks have some"
+    )

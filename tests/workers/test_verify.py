@@ -1,0 +1,94 @@
+"""Replicas that diverge silently: a flipped bit is found, its rank and tensor are named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastic.protocol.errors import PeerLost
+from tests.workers.fake_groups import run_threads
+from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from workers.build import build_replica
+from workers.verify import Diverged, combined, compare, fingerprint, verify
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [1, 7, 4096 * 8 + 5])
+def test_any_flipped_bit_changes_the_fingerprint(dtype, size):
+    tensor = torch.arange(size).to(dtype)
+    raw = tensor.view(torch.uint8)
+    before = fingerprint(tensor)
+    assert fingerprint(tensor.clone()) == before
+    for at in {0, len(raw) // 2, len(raw) - 1}:
+        for bit in (1, 128):
+            raw[at] ^= bit
+            assert fingerprint(tensor) != before
+            raw[at] ^= bit
+    assert fingerprint(tensor) == before
+
+
+def test_tensors_that_changed_places_and_odd_shapes_have_fingerprints():
+    assert combined({"a": 1, "b": 2}) != combined({"a": 2, "b": 1})
+    matrix = torch.randn(300, 40)
+    assert fingerprint(matrix.T) == fingerprint(matrix.T.contiguous())
+    assert fingerprint(torch.randn(9)[1:]) != 0, "not aligned to words"
+    assert fingerprint(torch.empty(0)) == 0
+    assert fingerprint(torch.tensor(1.0)) != fingerprint(torch.tensor(-1.0))
+
+
+def test_the_majority_decides_and_the_first_tensor_is_named():
+    good, bad = {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 7, "c": 9}
+    assert compare([good, bad, good]) == ([1], "b", 2)
+    assert compare([good, bad]) == ([], "b", 2)
+    assert compare([good, bad, good, bad]) == ([], "b", 2)
+    assert compare([good, bad, {**good, "c": 0}]) == ([], "b", 2)
+
+
+def stepped():
+    """A replica after one step, so that the optimizer has state."""
+    replica = build_replica(Tiny(), spec(), CPU)
+    for parameter in replica.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    replica.optimizer.step()
+    replica.step = 1
+    return replica
+
+
+def verified(num_ranks, flip):
+    """What each rank's verify raises, and what it tells the controller."""
+    replicas = [stepped() for _ in range(num_ranks)]
+    moment = replicas[1].optimizer.state[replicas[1].parameters[0]]["exp_avg"]
+    if flip:
+        moment.view(torch.int32)[1, 2] ^= 4
+
+    def body(group):
+        link = FakeLink()
+        member = SimpleNamespace(replica=replicas[group.rank], group=group, device=CPU, link=link)
+        try:
+            verify(member, 1)
+        except (PeerLost, Diverged) as error:
+            return type(error), str(error), link.of("diverged")
+        return None
+
+    return run_threads(num_ranks, body)
+
+
+WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
+
+
+def test_equal_replicas_say_nothing():
+    assert verified(3, flip=False) == [None] * 3
+
+
+def test_one_of_three_that_differs_is_lost_by_its_own_word():
+    why = f"its replica, rank 1, differs from the majority's {WHAT}"
+    said = [({"message": why}, b"")]
+    assert verified(3, flip=True) == [(PeerLost, why, said if r == 1 else []) for r in range(3)]
+
+
+def test_two_that_differ_are_both_named():
+    why = (
+        f"the replicas of ranks 0 and 1 differ {WHAT}, and no majority says who is right; "
+        "resume from the newest checkpoint, and suspect the hardware of these nodes"
+    )
+    assert verified(2, flip=True) == [(Diverged, why, [])] * 2

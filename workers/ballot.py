@@ -1,0 +1,85 @@
+"""A step's vote as one rank casts it: what goes into it, and what is done with what comes out.
+
+The vector itself is vote.py's; what a step is, is session.py's.
+"""
+
+import time
+
+import numpy as np
+import torch
+
+from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.seams import WorkerSpec
+from workers.exchange import gather_json
+from workers.member import Member
+from workers.microbatches import names_in
+from workers.nonfinite import Inspection, explain
+from workers.reducers import Reduced
+from workers.verify import verify
+from workers.vote import MicrobatchRecord, Prepared, Vote, VoteLayout, decode, encode
+
+
+class Repeated(StepCancelled):
+    """The step is done again by all ranks alike, without regrouping."""
+
+
+def cast(
+    member: Member,
+    spec: WorkerSpec,
+    reduced: Reduced,
+    records: list[MicrobatchRecord],
+    used: list[bool],
+    began: float,
+    inspection: Inspection,
+) -> tuple[Prepared, Vote, np.ndarray]:
+    """Vote and learn what all have agreed on. A collective.
+
+    began: of this attempt (perf_counter). Raises PeerLost; Repeated, which all ranks do.
+    """
+    replica, group = member.replica, member.group
+    assert group is not None
+    if spec.verify_every is not None:
+        verify(member, spec.verify_every)
+    is_finite = reduced.is_finite()
+    untracked = replica.buffers.untracked_changes()
+    while True:
+        layout = VoteLayout(
+            num_microbatches=spec.num_microbatches,
+            micro_batch=spec.micro_batch,
+            num_parameters=len(used),
+            num_buffers=len(untracked),
+            integer_buffers=replica.buffers.integer_names,
+            log_names=replica.log_names,
+        )
+        vector = encode(
+            layout,
+            records,
+            used=used,
+            untracked=untracked,
+            wants_pause=member.wants_pause,
+            is_saving=member.saver.is_busy,
+            is_finite=is_finite,
+        )
+        member.prepared = Prepared(reduced, layout, time.perf_counter() - began)
+        summed = torch.from_numpy(vector).to(member.device)
+        group.all_reduce(summed).wait()
+        vector = summed.cpu().numpy()
+        if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
+            raise PeerLost("the generation was given up")
+        vote = decode(layout, vector)
+        if vote.untracked_buffers:  # all ranks see it: repeat the step with them
+            member.prepared = None
+            replica.buffers.track(replica.buffers.names[i] for i in vote.untracked_buffers)
+            raise Repeated
+        if not vote.has_unknown_names:
+            break
+        names = gather_json(group, names_in(records), member.device)
+        found = {n for of_rank in names for n in of_rank}
+        replica.log_names = tuple(sorted(found | set(replica.log_names)))
+    if not vote.is_finite and replica.skipped_in_a_row >= replica.max_nonfinite:
+        member.prepared = None  # the run stops with this step: nobody rolls forward to it
+        if not inspection.is_on:
+            inspection.ask(member.generation, replica.step)
+            raise Repeated
+        replica.first_nonfinite = explain(inspection, records, member)
+    return Prepared(reduced, layout, time.perf_counter() - began), vote, vector

@@ -1,0 +1,93 @@
+"""Where a gradient stops being finite: rank, micro-batch and parameter.
+
+A step costs nothing for it. One that is about to stop the run is done again, which gives the same
+numbers, with a hook on every parameter. Who counts such steps is workers/replica.py.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from workers.exchange import gather_json
+from workers.member import Member
+from workers.vote import MicrobatchRecord
+
+
+class Inspection:
+    """Of one worker's steps, by attempt: `ask` once, then the next attempt is inspected."""
+
+    def __init__(self, member: Member, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._member, self._parameters = member, parameters
+        self._asked = (0, -1)  # generation, step
+        self._hooks: list[RemovableHandle] = []
+        self._microbatch_id = -1
+        self.found: tuple[int, str] | None = None
+        """This rank's first micro-batch with a gradient that is not finite, and the parameter."""
+
+    @property
+    def is_on(self) -> bool:
+        """In this attempt; as agreed by the members of this generation."""
+        return self._asked == (self._member.generation, self._member.replica.step)
+
+    def ask(self, generation: int, step: int) -> None:
+        self._asked, self.found = (generation, step), None
+
+    def before_backward(self, microbatch_id: int) -> None:
+        if self.is_on:
+            self._microbatch_id = microbatch_id
+            leaves = leaves_of(self._member.replica, self._parameters)
+            self._hooks = [t.register_hook(self._look(name)) for name, t in leaves.items()]
+
+    def after_backward(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _look(self, name: str) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if self.found is None and not bool(torch.isfinite(gradient).all()):
+                self.found = (self._microbatch_id, name)
+
+        return look
+
+
+def leaves_of(replica: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What autograd sees of each parameter: where sharded, what the forward has gathered."""
+    leaves: dict[str, Tensor] = dict(parameters)
+    if replica.sharded is not None:
+        names = {id(p): name for name, p in parameters.items()}
+        for param in replica.sharded.model.params():
+            name = names.get(id(param.sharded_param))
+            whole = getattr(param, "_unsharded_param", None)
+            if name is not None and whole is not None:
+                leaves[name] = whole
+    return leaves
+
+
+def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member: Member) -> str:
+    """What the ranks have found, the lowest micro-batch first. A collective. Raises PeerLost."""
+    assert member.group is not None
+    mine = None
+    if inspection.found is not None:
+        losses = {record.microbatch_id: record.loss for record in records}
+        microbatch_id, name = inspection.found
+        mine = [microbatch_id, name, repr(losses[microbatch_id])]
+    gathered = gather_json(member.group, mine, member.device)
+    by_rank = enumerate(gathered)
+    return told([(one[0], rank, one[1], float(one[2])) for rank, one in by_rank if one])
+
+
+def told(found: list[tuple[int, int, str, float]]) -> str:
+    """found: micro-batch id, rank, parameter, loss."""
+    if not found:
+        return "every micro-batch's gradient is finite, their sum is not"
+    microbatch_id, rank, name, loss = min(found)
+    what = f"loss {loss:g}" if math.isfinite(loss) else f"loss {loss}"
+    more = f"; {len(found)} ranks have some" if len(found) > 1 else ""
+    return (
+        f"the first is of parameter {name!r}, in micro-batch {microbatch_id} on rank {rank} "
+        f"({what}){more}"
+    )

@@ -1,0 +1,105 @@
+"""Whether the ranks still hold the same bits of what all of them hold: replicas that diverge
+silently (a flipped bit, a bad core) are found by a cheap hash.
+
+What follows from it is the controller's: with a majority the others are replaced.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.errors import PeerLost
+from workers import state
+from workers.exchange import gather_json
+from workers.parallel.shards import is_shard
+
+if TYPE_CHECKING:
+    from workers.member import Member
+    from workers.replica import Replica
+
+ROW_WORDS = 4096
+MASK = 2**64 - 1
+
+
+class Diverged(RuntimeError):
+    """The replicas differ and no majority says which are right."""
+
+
+def verify(member: "Member", every: int) -> None:
+    """Compare the state of the last committed step, if it is a multiple of `every`; before the
+    next one is voted on, so that nothing computed from a diverged state is applied.
+
+    A collective. Raises PeerLost if a majority agrees: who differs has said so to the controller;
+    Diverged, on every rank, if none does.
+    """
+    replica, group = member.replica, member.group
+    assert group is not None
+    if group.world_size == 1 or replica.step == 0 or replica.step % every:
+        return
+    hashes = fingerprints(replica)
+    mine = torch.tensor([combined(hashes)], device=member.device)
+    everyones = [torch.empty_like(mine) for _ in range(group.world_size)]
+    group.all_gather(everyones, mine).wait()
+    if len({int(one) for one in everyones}) == 1:
+        return
+    found = gather_json(group, hashes, member.device)
+    odd, tensor, count = compare(found)
+    others = f"{count} tensors" if count > 1 else "one tensor"
+    what = f"after step {replica.step} in {tensor!r} ({others} in all)"
+    if not odd:
+        ranks = " and ".join(str(rank) for rank in range(len(found)))
+        raise Diverged(
+            f"the replicas of ranks {ranks} differ {what}, and no majority says who is right; "
+            "resume from the newest checkpoint, and suspect the hardware of these nodes"
+        )
+    why = f"its replica, rank {' '.join(map(str, odd))}, differs from the majority's {what}"
+    if group.rank in odd:
+        member.link.send("diverged", message=why)
+    raise PeerLost(why)
+
+
+def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
+    """(ranks that differ from a majority, empty if there is none; the first tensor that differs
+    anywhere, in order of names; how many do)."""
+    names = sorted({name for hashes in found for name in hashes})
+    differing = [n for n in names if len({hashes.get(n) for hashes in found}) > 1]
+    wholes = [tuple(sorted(hashes.items())) for hashes in found]
+    common, count = Counter(wholes).most_common(1)[0]
+    odd = [rank for rank, whole in enumerate(wholes) if whole != common]
+    return odd if 2 * count > len(found) else [], differing[0], len(differing)
+
+
+def fingerprints(replica: "Replica") -> dict[str, int]:
+    """Of parameters and optimizer state by their names in a snapshot; shards are left out, which
+    one rank holds alone, and buffers, which a step in progress has changed."""
+    tensors = state.trained_tensors(replica.model, replica.optimizer)
+    return {name: fingerprint(t) for name, t in tensors.items() if not is_shard(t)}
+
+
+def combined(hashes: Mapping[str, int]) -> int:
+    """One signed 64-bit number for all."""
+    total = 0
+    for i, name in enumerate(sorted(hashes)):
+        total = (total + (2 * i + 1) * hashes[name]) & MASK
+    return total - 2**64 if total >= 2**63 else total
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A 64-bit number that any single changed word changes: sums of 64-bit words by rows, the
+    rows weighted by odd numbers. It reads the tensor once and no more."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = plain.view(torch.uint8)
+    num_words = flat.numel() // 8
+    tail = flat[8 * num_words :].tolist()
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat[: 8 * num_words].view(torch.int64)
+    num_rows = num_words // ROW_WORDS
+    rows = words[: num_rows * ROW_WORDS].view(num_rows, ROW_WORDS).sum(1)
+    rest = words[num_rows * ROW_WORDS :].sum().reshape(1)
+    sums = torch.cat([rows, rest])
+    weights = torch.arange(1, 2 * len(sums), 2, device=sums.device)
+    return (int((sums * weights).sum()) + int.from_bytes(bytes(tail), "little")) & MASK
