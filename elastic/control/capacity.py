@@ -56,8 +56,9 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
     num_holders = len(ledger.holders - ledger.leaving)
     is_enough = len(ledger.holders) + len(arrivals(ledger)) >= limits.min_workers
     if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
-        ledger, survivors = without_leavers(ledger, tuple(ledger.holders), limits)
-        return form(ledger, survivors, ledger.behind, at, limits, with_newcomers=True)
+        ledger, members, why = without_leavers(ledger, tuple(ledger.holders), limits)
+        decision = form(ledger, members, ledger.behind, at, limits, with_newcomers=True)
+        return explain(why, decision)
     level = ledger.holders - ledger.behind
     sources = first(level or ledger.holders, MAX_SOURCES)
     return sync(ledger, phase, sources, num_holders, at, limits)
@@ -148,8 +149,8 @@ def regroup(
         then_pause = bool(ledger.stop) or is_evaluating
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
     if survivors and len(survivors) + len(arrivals(ledger)) >= limits.min_workers:
-        ledger, staying = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
-        return form(ledger, staying, rollers, at, limits, with_newcomers=True)
+        ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
+        return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
     ledger = replace(ledger, holders=NumberSet.of(survivors), behind=rollers)
@@ -162,17 +163,20 @@ def regroup(
 
 def without_leavers(
     ledger: Ledger, survivors: tuple[int, ...], limits: Limits, *, may_all_leave: bool = False
-) -> tuple[Ledger, tuple[int, ...]]:
-    """Who of `survivors` stays, if the others are enough. Those who leave wait in the lobby until
-    the generation has formed: newcomers may still read their state, which may become the newest.
+) -> tuple[Ledger, tuple[int, ...], str]:
+    """Who of `survivors` stays, if they are enough, and why not all.
+
+    Those who leave wait in the lobby until the generation has formed: newcomers may still read
+    their state, which may become the newest.
     """
     leavers = leavers_of(ledger, survivors)
     staying = tuple(w for w in survivors if w not in leavers)
     is_enough = len(staying) + len(arrivals(ledger)) >= limits.min_workers
     if not leavers or not is_enough or not (staying or may_all_leave):
-        return ledger, survivors
+        return ledger, survivors, ""
     gone = NumberSet.of(leavers)
-    return replace(ledger, ready=ledger.ready | gone, outdated=ledger.outdated | gone), staying
+    ledger = replace(ledger, ready=ledger.ready | gone, outdated=ledger.outdated | gone)
+    return ledger, staying, f"{names(gone)} leave as planned"
 
 
 def form(

@@ -74,7 +74,7 @@ def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure()
 def test_everybody_may_leave_if_the_replacements_are_enough():
     limits = replace(LIMITS, min_workers=1, max_workers=1)
     alone = Membership(7, (0,))
-    ledger, phase, commands = play(
+    _, phase, commands = play(
         LEDGER,
         Running(alone),
         NOTICE,
