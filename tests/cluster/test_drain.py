@@ -8,9 +8,8 @@ import sys
 import time
 
 import pytest
-from ray.cluster_utils import Cluster
 
-from tests.cluster.live import JOBS, LiveRun, assert_complete, environment, leftovers
+from tests.cluster.live import JOBS, LiveRun, assert_complete, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -51,17 +50,6 @@ def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(sta
         assert (status["world_size"], status["generation"]) == (3, status["generation"])
         end = run.finish()
     assert_left_as_planned(run, end, reference, at)
-
-
-@pytest.fixture
-def nodes(ray_temp, monkeypatch):
-    """A head without slots, and nodes with one each: (the cluster, their node ids)."""
-    for name, value in environment(ray_temp).items():
-        monkeypatch.setenv(name, value)
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
-    found = Cluster(initialize_head=True, head_node_args=head)
-    yield found
-    found.shutdown()
 
 
 def drain(cluster, node_id: str, deadline_s: int) -> subprocess.Popen:
