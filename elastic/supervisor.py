@@ -22,6 +22,7 @@ from elastic.curves import Curves
 from elastic.limits import limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.feed import end_feed
 from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
@@ -105,6 +106,7 @@ class Supervisor:
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
+        drains = self.cluster.in_background(watch_drains(self.cluster))
         try:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self.cluster.now(), taken_over
@@ -113,6 +115,7 @@ class Supervisor:
             log.exception("the controller failed")
             finished = s.Finished("failed", f"internal error: {error!r}")
         finally:
+            drains.cancel()
             self._is_over = True
             self._status_due.set()
         result = self._result(finished)
