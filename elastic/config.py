@@ -224,8 +224,6 @@ class RunConfig:
     def _check_available(self) -> None:
         if self.parallel not in AVAILABLE:
             not_yet("parallel", self.parallel, default="ddp")
-        not_yet("precision", self.precision, default="fp32")
-        not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
         not_yet("offload", self.offload, default=False)
         not_yet("snapshot_every", self.snapshot_every, default=1)
 

@@ -88,6 +88,8 @@ class TrackedBuffers:
         self.names = tuple(b.name for b in self._buffers)
         """All buffers, in the order of indices and flags."""
         self._is_tracked = [name in start for name in self.names]
+        places = ((id(b.module), b.key) for b in self._buffers)
+        self._index = {place: i for i, place in enumerate(places)}
         self._has_new_change = [False] * len(self.names)
         self._num_seen = 0
         self._integers: list[list[Tensor]] = []
@@ -95,6 +97,10 @@ class TrackedBuffers:
     @property
     def tracked(self) -> tuple[str, ...]:
         return tuple(b.name for b in self._tracked())
+
+    def is_tracked(self, module: nn.Module, key: str) -> bool:
+        index = self._index.get((id(module), key))
+        return index is not None and self._is_tracked[index]
 
     @property
     def floating(self) -> dict[str, Tensor]:

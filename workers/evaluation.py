@@ -94,7 +94,7 @@ def _evaluate_ids(
     model.eval()
     rows: list[list[Any]] = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), member.replica.casting.applied():
             for i in (*ids, *echoes):
                 if member.is_cancelled:
                     raise PeerLost("the generation was given up")

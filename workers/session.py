@@ -222,6 +222,7 @@ class Step:
     ) -> bool:
         self._session._open = None
         self._vitals.enter("user")
+        self._member.replica.casting.restore()
         if isinstance(error, StepCancelled):
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
@@ -251,6 +252,7 @@ class Step:
         self._reducer = session._take_reducer()
         self._reducer.begin()
         member.replica.buffers.begin_step()
+        member.replica.casting.cast()
         session._assign_loader()
         for self._num_passes_left in reversed(range(member.num_passes)):
             self._vitals.enter("data")
@@ -292,10 +294,10 @@ class Step:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
         total, weight = check_loss(loss)
         self._check_cancelled()
-        attempt = session.attempt
+        attempt, scale = session.attempt, member.replica.loss_scale
         self._reducer.before_backward(not self._num_passes_left)
         try:
-            total.backward()
+            (total * scale.value if scale else total).backward()
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
@@ -321,6 +323,7 @@ class Step:
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._check_cancelled()
+        self._member.replica.casting.restore()
         try:
             self._vitals.enter("reduce")
             reduced = self._reducer.finish()

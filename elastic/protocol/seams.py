@@ -28,6 +28,9 @@ class WorkerSpec:
     parallel: str = "ddp"
     """One of elastic.protocol.mesh."""
     reduction: str
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    offload: bool = False
     clip_norm: float | None
     seed: int
     eval_every: int | None

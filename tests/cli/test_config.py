@@ -68,8 +68,6 @@ def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         ({"parallel": "hsdp:2"}, "parallel='hsdp:2' is not available yet"),
-        ({"precision": "bf16"}, "precision='bf16' is not available yet"),
-        ({"activation_checkpointing": True}, "activation_checkpointing=True is not available yet"),
         ({"offload": True}, "offload=True is not available yet"),
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1"),
         ({"keep": (1,)}, "keep must be (the last so many, every so many steps)"),

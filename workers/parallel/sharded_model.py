@@ -13,19 +13,29 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from elastic.protocol.errors import WrongInput
+from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.parallel.device_mesh import shard_mesh
+from workers.precision import keeps_precision
 
 
 class ShardedModel:
     """The parameter groups of a model: each block's, and the root's for what is in no block."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, keeps_parameters: bool) -> None:
-        """keeps_parameters: they stay whole from forward to backward (ZeRO-2).
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        keeps_parameters: bool,
+    ) -> None:
+        """dtype: of what is gathered; None: that of the parameters. keeps_parameters: they stay
+        whole from forward to backward (ZeRO-2).
 
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
@@ -34,9 +44,15 @@ class ShardedModel:
         mesh = shard_mesh(device, 0, 1)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
-        for block in blocks_of(model):
-            fully_shard(block, reshard_after_forward=not keeps_parameters, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
+        half = _policy(dtype)
+        for block, is_half in _wrapped(model, is_half=dtype is not None):
+            fully_shard(
+                block,
+                reshard_after_forward=not keeps_parameters,
+                mp_policy=half if is_half else _policy(None),
+                **options,
+            )
+        fully_shard(model, reshard_after_forward=False, mp_policy=half, **options)
         self.rank, self.world_size = 0, 1
         self.groups: list[Any] = []
         for module in self.modules():
@@ -117,35 +133,20 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
         del param._unsharded_param
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together: the members of the outermost module lists and sequences.
-
-    A module that shares a parameter with another part of the model stays with the root.
-    """
-    shared = _shared_parameters(model)
-    blocks: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            is_member = isinstance(module, nn.ModuleList | nn.Sequential)
-            own = list(child.parameters())
-            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if is_member and own and not is_list and not any(id(p) in shared for p in own):
-                blocks.append(child)
-            else:
-                search(child)
-
-    search(model)
-    return blocks
+def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Inputs and outputs are cast by workers/precision.py, the same for every strategy."""
+    reduce_dtype = None if dtype is None else torch.float32
+    return MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {key for key, count in owners.items() if count > 1}
+def _wrapped(model: nn.Module, *, is_half: bool) -> list[tuple[nn.Module, bool]]:
+    """What gets parameter groups of its own, inner modules first, and whether they are cast."""
+    blocks = [(block, is_half) for block in blocks_of(model)]
+    if not is_half:
+        return blocks
+    own = {id(m): m for m in model.modules() if keeps_precision(m) and list(m.parameters())}
+    inner = [(m, False) for m in own.values() if m is not model]
+    return inner + [(b, is_half) for b, is_half in blocks if id(b) not in own]
 
 
 def _check(model: nn.Module) -> None:
