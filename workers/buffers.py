@@ -117,6 +117,15 @@ class TrackedBuffers:
         """The values that the newest micro-batch gave to the tracked integer buffers."""
         return self._integers[-1] if self._integers else []
 
+    @property
+    def tracked_integers(self) -> list[Tensor]:
+        """The live tensors of the tracked integer buffers."""
+        return [b.live for b in self._tracked() if not b.is_floating]
+
+    def take_integers(self, values: list[Tensor]) -> None:
+        """As another rank's micro-batches gave them: this one computes none."""
+        self._integers = [values]
+
     def track(self, names: Iterable[str]) -> None:
         """Track these buffers as well, from the next `begin_step` on."""
         added = set(names)

@@ -166,7 +166,7 @@ class Session:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
         member = self._member
         step = member.replica.step
-        if self._assigned != (member.generation, step):
+        if member.ids and self._assigned != (member.generation, step):
             self._loader.assign(step, member.ids)
         self._assigned = (member.generation, step + 1)
 
@@ -327,6 +327,8 @@ class Step:
         try:
             self._vitals.enter("reduce")
             reduced = self._reducer.finish()
+            if (sharded := self._member.replica.sharded) is not None:
+                sharded.share_integers()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

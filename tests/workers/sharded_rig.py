@@ -146,7 +146,8 @@ def train(
 ) -> None:
     """As a session does it, with a vote of what was used."""
     config, work = spec(parallel, reduction), work or Work()
-    mesh = Mesh(parallel, group.world_size)
+    sharded = replica.sharded
+    mesh = Mesh(parallel, group.world_size) if sharded is None else sharded.mesh
     names = {id(p): n for n, p in replica.model.named_parameters()}
     parameters = {names[id(p)]: p for p in replica.parameters}
     reducer = new_reducer(config, replica, parameters, group, mesh)
@@ -170,6 +171,8 @@ def train(
                 reducer.after_echo()
         replica.casting.restore()
         reduced = reducer.finish()
+        if sharded is not None:
+            sharded.share_integers()
         is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64)
         group.all_reduce(is_bad).wait()
         assert replica.loss_scale or not is_bad.item()
@@ -200,10 +203,10 @@ def sha256(replica: Replica) -> str:
 
 def save_part(replica: Replica, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    snapshot = replica.snapshot(
-        lambda tensors: {b.name: t for b, t in share(tensors, group.rank, group.world_size)}
-    )
-    boxes = [b for b, _ in share(replica.tensors(), group.rank, group.world_size)]
+    mesh = None if replica.sharded is None else replica.sharded.mesh
+    where = (group.rank, group.world_size, mesh)
+    snapshot = replica.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
+    boxes = [b for b, _ in share(replica.tensors(), *where)]
     contents = [snapshot.take(b.name) for b in boxes]
     folder = catalogue_in(place).prepare(replica.step)
     name = file_name(generation, group.rank, group.world_size)

@@ -53,7 +53,8 @@ class ShardedModel:
                 **options,
             )
         fully_shard(model, reshard_after_forward=False, mp_policy=half, **options)
-        self.rank, self.world_size = 0, 1
+        self.shard: int | None = 0
+        self.num_shards = 1
         self.groups: list[Any] = []
         for module in self.modules():
             module.set_gradient_divide_factor(1.0)  # sums: the step's divisor divides, once
@@ -72,8 +73,8 @@ class ShardedModel:
             yield from group.fsdp_params
 
     def connect(self, collectives: Collectives) -> None:
-        """Communicate over this generation's group from now on."""
-        assert (collectives.rank, collectives.world_size) == (self.rank, self.world_size)
+        """Communicate over this generation's shard axis from now on."""
+        assert (collectives.rank, collectives.world_size) == (self.shard, self.num_shards)
         gather = ParameterGather(collectives)
         for module in self.modules():
             module.set_custom_all_gather(gather)
@@ -95,26 +96,31 @@ class ShardedModel:
             group._to_sharded()
 
     @torch.no_grad()
-    def reshard(self, rank: int, world_size: int) -> None:
-        """Take the place of `rank`: every parameter gets memory for its new rows, zero-filled."""
+    def reshard(self, shard: int | None, num_shards: int) -> None:
+        """Every parameter gets memory for the rows of this shard, zero-filled. None: for none; then
+        the model cannot run."""
         self.reset()
-        mesh = FSDPMeshInfo(shard_mesh(self.device, rank, world_size), shard_mesh_dim=0)
+        mesh = FSDPMeshInfo(shard_mesh(self.device, shard or 0, num_shards), shard_mesh_dim=0)
         for group in self.groups:
             group.mesh_info = mesh
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh
             for param in group.fsdp_params:
-                _reshard(param, mesh, self.device)
-        self.rank, self.world_size = rank, world_size
+                _reshard(param, mesh, self.device, is_empty=shard is None)
+        self.shard, self.num_shards = shard, num_shards
 
 
-def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
+def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device, *, is_empty: bool) -> None:
     kept = param.sharded_param
     whole = nn.Parameter(
         torch.empty(param._orig_size, dtype=kept.dtype, device="meta"),
         requires_grad=kept.requires_grad,
     )
     param._init_sharded_param(whole, device, None, mesh)
+    if is_empty:
+        param.sharded_size = torch.Size((0, *param.sharded_size[1:]))
+        param.padded_sharded_param_size = param.sharded_size
+        param.contiguous_sharded_stride = whole.stride()
     if param.post_forward_mesh_info is not None:
         param.post_forward_mesh_info = mesh
         param._init_sharded_post_forward_param_metadata(whole)
