@@ -100,12 +100,15 @@ def run(
     global_batch: Annotated[int, typer.Option(help="Samples per step, for any worker count.")],
     micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
     workers: Annotated[str, typer.Option(help="A number, or MIN..MAX to be elastic.")] = "1",
-    parallel: Annotated[str, typer.Option(help="How the model is spread: ddp.")] = "ddp",
+    parallel: Annotated[str, typer.Option(help="ddp, fsdp, fsdp-grad-op or hsdp:S.")] = "ddp",
     reduction: Annotated[
         str, typer.Option(help="fast, or bitwise: weights equal for every history.")
     ] = "fast",
-    precision: Annotated[str, typer.Option(help="Number format: fp32.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient norm.")] = None,
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Weights, sample order, randomness.")] = 0,
     storage: Annotated[
         str | None,
@@ -161,6 +164,7 @@ def run(
         reduction=reduction,
         precision=precision,
         clip_norm=clip_norm,
+        activation_checkpointing=activation_checkpointing,
         seed=seed,
         storage=storage,
         name=name,

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from elastic.protocol.mesh import is_sharded
+
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
-PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:\d+|pp:\d+")
-AVAILABLE = ("ddp", "fsdp", "fsdp-grad-op")
+PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:[1-9]\d*|pp:[1-9]\d*")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
@@ -242,11 +243,13 @@ class RunConfig:
         object.__setattr__(self, "keep", keep)
 
     def _check_available(self) -> None:
-        if self.parallel not in AVAILABLE:
+        if self.parallel.startswith("pp:"):
             not_yet("parallel", self.parallel, default="ddp")
-        not_yet("precision", self.precision, default="fp32")
-        not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
-        not_yet("offload", self.offload, default=False)
+        if self.offload and not is_sharded(self.parallel):
+            raise ValueError(
+                f"offload=True moves shards to host memory, and parallel={self.parallel!r} has "
+                "none: leave it out, or give parallel='fsdp'"
+            )
         not_yet("snapshot_every", self.snapshot_every, default=1)
 
 

@@ -88,6 +88,8 @@ class TrackedBuffers:
         self.names = tuple(b.name for b in self._buffers)
         """All buffers, in the order of indices and flags."""
         self._is_tracked = [name in start for name in self.names]
+        places = ((id(b.module), b.key) for b in self._buffers)
+        self._index = {place: i for i, place in enumerate(places)}
         self._has_new_change = [False] * len(self.names)
         self._num_seen = 0
         self._integers: list[list[Tensor]] = []
@@ -95,6 +97,10 @@ class TrackedBuffers:
     @property
     def tracked(self) -> tuple[str, ...]:
         return tuple(b.name for b in self._tracked())
+
+    def is_tracked(self, module: nn.Module, key: str) -> bool:
+        index = self._index.get((id(module), key))
+        return index is not None and self._is_tracked[index]
 
     @property
     def floating(self) -> dict[str, Tensor]:
@@ -110,6 +116,15 @@ class TrackedBuffers:
     def integers(self) -> list[Tensor]:
         """The values that the newest micro-batch gave to the tracked integer buffers."""
         return self._integers[-1] if self._integers else []
+
+    @property
+    def tracked_integers(self) -> list[Tensor]:
+        """The live tensors of the tracked integer buffers."""
+        return [b.live for b in self._tracked() if not b.is_floating]
+
+    def take_integers(self, values: list[Tensor]) -> None:
+        """As another rank's micro-batches gave them: this one computes none."""
+        self._integers = [values]
 
     def track(self, names: Iterable[str]) -> None:
         """Track these buffers as well, from the next `begin_step` on."""

@@ -10,8 +10,11 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
+from workers.parallel.blocks import blocks_of
 from workers.parallel.initial import Initial, initialise_modules, settle_small
+from workers.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.randomness import seed_microbatch
+from workers.recompute import recompute
 from workers.replica import Replica
 
 BUILD_STEP = -1
@@ -31,26 +34,32 @@ class Settings(Protocol):
     def parallel(self) -> str: ...
     @property
     def reduction(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def activation_checkpointing(self) -> bool: ...
+    @property
+    def offload(self) -> bool: ...
 
 
 def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replica:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
     model = build_model(workload, spec)
-    is_meta = hasattr(workload, "init_weights")
+    if hasattr(workload, "init_weights"):
+        settle_small(model, device)
+        if not is_sharded(spec.parallel):
+            model = _materialised(model, workload, spec, device)
+    else:
+        model = model.to(device)
+    dtype = DTYPES[spec.precision]
+    _equip_blocks(model, spec, dtype)
     sharded_model = None
     if is_sharded(spec.parallel):
         # Imported here: replicas need not pay for FSDP2.
         from workers.parallel.sharded_model import ShardedModel
 
-        settle_small(model, device)
-        model = model if is_meta else model.to(device)
         keeps_parameters = spec.parallel == "fsdp-grad-op"
-        sharded_model = ShardedModel(model, device, keeps_parameters=keeps_parameters)
-    elif is_meta:
-        settle_small(model, device)
-        model = _materialised(model, workload, spec, device)
-    else:
-        model = model.to(device)
+        sharded_model = ShardedModel(model, device, dtype, keeps_parameters=keeps_parameters)
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")
@@ -64,7 +73,11 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         scheduler,
         clip_norm=spec.clip_norm,
         max_nonfinite=spec.max_nonfinite,
+        casting=Casting(model, None if sharded_model else dtype),
+        loss_scale=LossScale() if spec.precision == "fp16" else None,
     )
+    if spec.activation_checkpointing:
+        recompute(blocks_of(model), replica.buffers.is_tracked)
     if sharded_model is not None:
         from workers.parallel.sharded import Sharded
 
@@ -78,6 +91,17 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
             getattr(workload, "init_weights", None),
         )
     return replica
+
+
+def _equip_blocks(model: nn.Module, spec: Settings, dtype: torch.dtype | None) -> None:
+    blocks = blocks_of(model)
+    if spec.activation_checkpointing and not blocks:
+        raise WrongInput(
+            "activation_checkpointing recomputes the members of nn.ModuleList and nn.Sequential, "
+            "but the model has none with parameters of its own; leave it out"
+        )
+    if dtype is not None:
+        cast_inputs(model, blocks, dtype)
 
 
 def build_model(workload: Any, spec: Settings) -> nn.Module:

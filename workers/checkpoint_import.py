@@ -35,6 +35,9 @@ class ImportSettings:
     max_nonfinite: int = 1
     parallel: str = "ddp"
     reduction: str = "fast"
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    offload: bool = False
 
 
 def load_foreign(

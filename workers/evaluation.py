@@ -66,10 +66,12 @@ def _evaluate_once(
     num_batches = math.ceil(len(dataset) / spec.micro_batch)
     if num_batches == 0:
         raise ValueError("evaluate(): the dataset has no samples")
-    ids = microbatch_ids(num_batches, member.world_size, member.rank)
-    num_passes = len(microbatch_ids(num_batches, member.world_size, 0))  # no rank has more
-    is_sharded = member.replica.sharded is not None
-    echoes = [0] * (num_passes - len(ids)) if is_sharded else []
+    mesh, ids, echoes = member.mesh, range(0), [0] * 0
+    if not mesh.is_standby(member.rank):
+        ids = microbatch_ids(num_batches, mesh.num_active, mesh.position(member.rank))
+        if member.replica.sharded is not None:
+            num_passes = len(microbatch_ids(num_batches, mesh.num_active, 0))  # no rank has more
+            echoes = [0] * (num_passes - len(ids))
     rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
     member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows, member.device)
@@ -94,7 +96,7 @@ def _evaluate_ids(
     model.eval()
     rows: list[list[Any]] = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), member.replica.casting.applied():
             for i in (*ids, *echoes):
                 if member.is_cancelled:
                     raise PeerLost("the generation was given up")

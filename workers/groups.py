@@ -103,6 +103,30 @@ class Group:
         ranks may differ)."""
         self._num_launched = 0
         self._pending: list[Pending] = []
+        self._parts: list[Group | Formation] = []
+        self.form_part: FormPart | None = None
+        """Forms another group over the same store; None: this group has no parts."""
+
+    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "AnyGroup":
+        """The group of some of the ranks, this one among them, in that order; it is given up with
+        this one. All of them must ask for it by the same name. Raises PeerLost."""
+        if len(ranks) == 1:
+            return Alone()
+        if list(ranks) == list(range(self.world_size)):
+            return self
+        assert self.form_part is not None
+        formation = self.form_part(name, list(ranks).index(self.rank), len(ranks))
+        self._adopt(formation)
+        part = formation.wait(timeout_s)
+        self._adopt(part)
+        return part
+
+    def _adopt(self, part: "Group | Formation") -> None:
+        with self.changed:
+            self._parts.append(part)
+            is_late = self.is_abandoned
+        if is_late:
+            part.abandon()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Sum `tensor` in place over the ranks."""
@@ -173,12 +197,16 @@ class Group:
         with self.changed:
             self.is_abandoned = True
             self.changed.notify_all()
+            parts = list(self._parts)
+        for part in parts:
+            part.abandon()
         if self.backend_name == "nccl":
             self.backend.abort()
 
     @property
     def is_settled(self) -> bool:
-        return all(p.is_settled for p in self._pending)
+        groups = [part for part in self._parts if isinstance(part, Group)]
+        return all(p.is_settled for p in (*self._pending, *groups))
 
 
 class Alone:
@@ -188,6 +216,9 @@ class Alone:
 
     def __init__(self) -> None:
         self.is_abandoned = False
+
+    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Alone":
+        return self
 
     def all_reduce(self, tensor: torch.Tensor) -> "Alone":
         return self
@@ -223,6 +254,8 @@ class Alone:
 
 
 AnyGroup = Group | Alone
+FormPart = Callable[[str, int, int], "Formation"]
+"""(name, rank, world size)"""
 
 
 class Formation:
@@ -283,7 +316,7 @@ def form(
     operation_timeout_s: the backend's own limit per collective, a last resort only.
     """
 
-    def build() -> Group:
+    def build(prefix: str, rank: int, world_size: int) -> Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         store = TCPStore(
@@ -311,7 +344,14 @@ def form(
             world_size,
         )
 
-    return Formation(build)
+    def build_whole() -> Group:
+        group = build(prefix, rank, world_size)
+        group.form_part = lambda name, r, size: Formation(
+            lambda: build(f"{prefix}/{name}", r, size)
+        )
+        return group
+
+    return Formation(build_whole)
 
 
 def form_for(spec: WorkerSpec, header: dict[str, Any], device: torch.device) -> Formation:

@@ -116,7 +116,8 @@ class Member:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.spec.parallel, self.world_size)
+        sharded = self.replica.sharded
+        return Mesh(self.spec.parallel, self.world_size) if sharded is None else sharded.mesh
 
     @property
     def ids(self) -> range:

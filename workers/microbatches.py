@@ -37,12 +37,15 @@ class Microbatches:
 
     def log_late(self, values: dict[str, float]) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
-        self._logged[-1] = {**self._logged[-1], **values}
+        if self._logged:  # else this rank stands by
+            self._logged[-1] = {**self._logged[-1], **values}
 
     def records(
         self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]]
     ) -> list[MicrobatchRecord]:
         """Losses come to the host here, once per step. hashes: of the integer buffers, by id."""
+        if not self._losses:
+            return []
         losses = torch.stack([loss.double() for loss in self._losses]).tolist()
         columns = zip(ids, losses, self._weights, self._rows, hashes, self._logged, strict=True)
         return [

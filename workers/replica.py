@@ -4,7 +4,7 @@ Members and followers apply the same updates with the same code, so they hold th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from workers import state
 from workers.buffers import TrackedBuffers
 from workers.norm import clip_coefficient, global_norm
+from workers.precision import Casting, LossScale
 from workers.snapshot import Arena, HostMemory, Snapshot
 
 if TYPE_CHECKING:
@@ -95,10 +96,16 @@ class Replica:
         *,
         clip_norm: float | None,
         max_nonfinite: int,
+        casting: Casting | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        """casting: of the parameters in a forward; None: they are used as they are. loss_scale: to
+        begin with; None: losses are not scaled."""
         self.model, self.parameters = model, parameters
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip_norm, self.max_nonfinite = clip_norm, max_nonfinite
+        self.casting = casting or Casting(model, None)
+        self.loss_scale = loss_scale
         self.buffers = TrackedBuffers(model)
         self.step = 0
         self.skipped_in_a_row = 0
@@ -122,13 +129,15 @@ class Replica:
         self.buffers.track(update.tracked)
         if update.is_finite:
             self._change_weights(update)
+        else:
+            self.buffers.restore()
         self.drop_gradients()
         if self.scheduler is not None:
             self.scheduler.step()
         self.log_names = update.log_names
         self._agreed = (self.buffers.tracked, self.log_names)
         self.step = update.step
-        self.skipped_in_a_row = 0 if update.is_finite else self.skipped_in_a_row + 1
+        self._count_skipped(update.is_finite)
         if self.skipped_in_a_row > self.max_nonfinite:
             raise FloatingPointError(
                 f"the gradients of {self.skipped_in_a_row} steps in a row, up to step "
@@ -136,18 +145,30 @@ class Replica:
                 f"set clip_norm, or raise faults.max_nonfinite (now {self.max_nonfinite})"
             )
 
+    def _count_skipped(self, is_finite: bool) -> None:
+        """A step that only found the loss scale too high is no sign of trouble."""
+        scale = self.loss_scale
+        is_search = scale is not None and scale.value > 1
+        if scale is not None:
+            self.loss_scale = scale.after(is_finite)
+        if is_finite:
+            self.skipped_in_a_row = 0
+        elif not is_search:
+            self.skipped_in_a_row += 1
+
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
     def _change_weights(self, update: Update) -> None:
+        divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
         for parameter, gradient, is_used in zip(
             self.parameters, update.gradients, update.used, strict=True
         ):
             parameter.grad = None
             if is_used:
                 assert gradient is not None
-                parameter.grad = gradient.div_(update.divisor)
+                parameter.grad = gradient.div_(divisor)
         if self.clip_norm is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.gradient_norm = self.norm_of(gradients)
@@ -183,6 +204,7 @@ class Replica:
             "tracked": list(self._agreed[0]),
             "log_names": list(self._agreed[1]),
             "skipped_in_a_row": self.skipped_in_a_row,
+            "loss_scale": None if self.loss_scale is None else astuple(self.loss_scale),
         }
         return header, tensors
 
@@ -202,6 +224,8 @@ class Replica:
         state.restore(self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True)
         self.step = header["step"]
         self.skipped_in_a_row = header["skipped_in_a_row"]
+        if self.loss_scale is not None and header.get("loss_scale"):  # else keep the first one
+            self.loss_scale = LossScale(*header["loss_scale"])
         self.log_names = tuple(header["log_names"])
         self.buffers.track_only(header["tracked"])
         self._agreed = (self.buffers.tracked, self.log_names)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic.protocol.mesh import rows_of
+from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
@@ -114,7 +114,8 @@ class Saver:
             self.begin(replica, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
             tensors = replica.tensors()
-            mine = [(t.dtype, t.shape) for _, t in share(tensors, by.rank, by.world_size)]
+            pieces = share(tensors, by.rank, by.world_size, _mesh_of(replica))
+            mine = [(t.dtype, t.shape) for _, t in pieces]
             touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
             touch.start()
             self._prepared = by.generation
@@ -141,7 +142,7 @@ class Saver:
         boxes: list[Box] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            pieces = share(tensors, rank, world_size)
+            pieces = share(tensors, rank, world_size, _mesh_of(replica))
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
@@ -202,19 +203,29 @@ class Saver:
             self._memory.give(copies)
 
 
-def share(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:
+def _mesh_of(replica: Replica) -> Mesh | None:
+    return None if replica.sharded is None else replica.sharded.mesh
+
+
+def share(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int, mesh: Mesh | None = None
+) -> list[tuple[Box, Tensor]]:
     """What `rank` writes of the state: its own rows of what is sharded, and of what is replicated
-    about as many bytes as every other rank."""
+    about as many bytes as every other rank.
+
+    mesh: of the sharded tensors; None: all ranks are one shard axis.
+    """
     owned = {name: t for name, t in tensors.items() if is_shard(t)}
     replicated = {name: t for name, t in tensors.items() if not is_shard(t)}
-    return _own(owned, rank, world_size) + _even_share(replicated, rank, world_size)
+    mesh = mesh or Mesh("fsdp", world_size)
+    return _own(owned, rank, mesh) + _even_share(replicated, rank, world_size)
 
 
-def _own(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> list[tuple[Box, Tensor]]:
+def _own(tensors: Mapping[str, Tensor], rank: int, mesh: Mesh) -> list[tuple[Box, Tensor]]:
     pieces: list[tuple[Box, Tensor]] = []
     for name, tensor in tensors.items():
-        rows = rows_of(tensor.shape[0], world_size, rank)
-        if rows or (rank == 0 and not tensor.numel()):
+        rows = mesh.own_rows(tensor.shape[0], rank)
+        if rows or (mesh.position(rank) == 0 and not tensor.numel()):
             piece, shape = local(tensor), tuple(tensor.shape)
             start = (rows.start, *(0 for _ in shape[1:]))
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -166,7 +166,7 @@ class Session:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
         member = self._member
         step = member.replica.step
-        if self._assigned != (member.generation, step):
+        if member.ids and self._assigned != (member.generation, step):
             self._loader.assign(step, member.ids)
         self._assigned = (member.generation, step + 1)
 
@@ -222,6 +222,7 @@ class Step:
     ) -> bool:
         self._session._open = None
         self._vitals.enter("user")
+        self._member.replica.casting.restore()
         if isinstance(error, StepCancelled):
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
@@ -251,6 +252,7 @@ class Step:
         self._reducer = session._take_reducer()
         self._reducer.begin()
         member.replica.buffers.begin_step()
+        member.replica.casting.cast()
         session._assign_loader()
         for self._num_passes_left in reversed(range(member.num_passes)):
             self._vitals.enter("data")
@@ -292,11 +294,11 @@ class Step:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
         total, weight = check_loss(loss)
         self._check_cancelled()
-        attempt = session.attempt
+        attempt, scale = session.attempt, member.replica.loss_scale
         self._reducer.before_backward(not self._num_passes_left)
         session._inspection.before_backward(attempt.microbatch_id)
         try:
-            total.backward()
+            (total * scale.value if scale else total).backward()
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
@@ -324,10 +326,13 @@ class Step:
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._check_cancelled()
+        self._member.replica.casting.restore()
         try:
             self._vitals.enter("reduce")
             self._vitals.end_step(self._member.num_passes)
             reduced = self._reducer.finish()
+            if (sharded := self._member.replica.sharded) is not None:
+                sharded.share_integers()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

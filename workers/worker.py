@@ -256,8 +256,9 @@ class Worker:
         replica.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
         try:
-            total, _ = check_loss(self._workload.loss(replica.model, batch))
-            total.backward()
+            with replica.casting.applied():
+                total, _ = check_loss(self._workload.loss(replica.model, batch))
+                total.backward()
         except WrongInput:
             raise
         except Exception:

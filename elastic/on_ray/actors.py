@@ -110,8 +110,8 @@ class WorkerActor:
         from elastic.on_ray.feed_client import leave_ray, open_feed
         from workers.worker import Worker
 
-        spec = replace(spec, host=this_host())
         node_id = ray.get_runtime_context().get_node_id()
+        spec = replace(spec, host=this_host(), node=node_id)
         roles: dict[str, Any] = {
             "find_controller": partial(find_controller, spec.run_id),
             "open_feed": partial(open_feed, spec, self._workload),

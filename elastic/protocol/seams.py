@@ -16,6 +16,8 @@ class WorkerSpec:
     controller: tuple[str, int]
     host: str = ""
     """The address of this worker's node, as its peers reach it; set where the worker runs."""
+    node: str = ""
+    """Of this worker, in Ray's words; set where the worker runs."""
     device: str  # "cpu" or "cuda"
     num_threads: int
     folder: str | None
@@ -28,6 +30,9 @@ class WorkerSpec:
     parallel: str = "ddp"
     """One of elastic.protocol.mesh."""
     reduction: str
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    offload: bool = False
     clip_norm: float | None
     seed: int
     eval_every: int | None

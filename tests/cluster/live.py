@@ -31,7 +31,7 @@ class LiveRun:
                 for setting in value:
                     arguments += ["--set", setting]
             elif value is True:
-                arguments.append(f"--{key}")
+                arguments.append(f"--{key.replace('_', '-')}")
             else:
                 arguments += [f"--{key.replace('_', '-')}", str(value)]
         self.command = [sys.executable, "-m", "elastic", *arguments]

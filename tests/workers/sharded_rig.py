@@ -1,6 +1,8 @@
 """A small workload, and training it for a few steps on ranks without a session around them."""
 
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,20 +98,23 @@ class Microbatched(nn.Sequential):
         return super().forward(x)
 
 
-def spec(parallel: str, reduction: str = "bitwise") -> WorkerSpec:
-    return WorkerSpec(
+def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpec:
+    plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
         parallel=parallel, reduction=reduction, clip_norm=0.5, seed=3, eval_every=None,
         checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
         heartbeat_s=0.5, join_timeout_s=5.0, operation_timeout_s=60.0, lease_s=30.0,
     )  # fmt: skip
+    return replace(plain, **options)
 
 
-def build(parallel: str, reduction: str = "bitwise", workload: Work | None = None) -> Replica:
+def build(
+    parallel: str, reduction: str = "bitwise", workload: Work | None = None, **options: Any
+) -> Replica:
     """A worker's state as the loading worker has it, which stands for the initial one."""
     torch.set_num_threads(1)
-    replica = build_replica(workload or Work(), spec(parallel, reduction), CPU)
+    replica = build_replica(workload or Work(), spec(parallel, reduction, **options), CPU)
     if replica.sharded is not None:
         replica.sharded.holding = Holding("initial")
     return replica
@@ -141,7 +146,8 @@ def train(
 ) -> None:
     """As a session does it, with a vote of what was used."""
     config, work = spec(parallel, reduction), work or Work()
-    mesh = Mesh(parallel, group.world_size)
+    sharded = replica.sharded
+    mesh = Mesh(parallel, group.world_size) if sharded is None else sharded.mesh
     names = {id(p): n for n, p in replica.model.named_parameters()}
     parameters = {names[id(p)]: p for p in replica.parameters}
     reducer = new_reducer(config, replica, parameters, group, mesh)
@@ -150,25 +156,32 @@ def train(
     for _ in range(num_steps):
         reducer.begin()
         replica.buffers.begin_step()
+        replica.casting.cast()
+        scale = replica.loss_scale.value if replica.loss_scale else 1.0
         for index in range(num_passes):
             i = ids[min(index, len(ids) - 1)]
             replica.buffers.begin_microbatch()
             seed_microbatch(3, replica.step, i)
             loss = replica.model(work.batch(replica.step, i), i).square().mean()
             reducer.before_backward(index == num_passes - 1)
-            loss.backward()
+            (loss * scale).backward()
             if index < len(ids):
                 reducer.after_backward(i, replica.buffers.end_microbatch())
             else:
                 reducer.after_echo()
+        replica.casting.restore()
         reduced = reducer.finish()
-        assert reduced.is_finite()
+        if sharded is not None:
+            sharded.share_integers()
+        is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64)
+        group.all_reduce(is_bad).wait()
+        assert replica.loss_scale or not is_bad.item()
         used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
         group.all_reduce(used).wait()
         replica.apply(
             Update(
                 step=replica.step + 1,
-                is_finite=True,
+                is_finite=not is_bad.item(),
                 divisor=float(NUM_MICROBATCHES),
                 num_microbatches=NUM_MICROBATCHES,
                 used=tuple(bool(u) for u in used.tolist()),
@@ -190,10 +203,10 @@ def sha256(replica: Replica) -> str:
 
 def save_part(replica: Replica, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    snapshot = replica.snapshot(
-        lambda tensors: {b.name: t for b, t in share(tensors, group.rank, group.world_size)}
-    )
-    boxes = [b for b, _ in share(replica.tensors(), group.rank, group.world_size)]
+    mesh = None if replica.sharded is None else replica.sharded.mesh
+    where = (group.rank, group.world_size, mesh)
+    snapshot = replica.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
+    boxes = [b for b, _ in share(replica.tensors(), *where)]
     contents = [snapshot.take(b.name) for b in boxes]
     folder = catalogue_in(place).prepare(replica.step)
     name = file_name(generation, group.rank, group.world_size)

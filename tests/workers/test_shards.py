@@ -9,7 +9,8 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
 from workers.build import ELEMENTWISE, build_replica
-from workers.parallel.sharded_model import ShardedModel, blocks_of
+from workers.parallel.blocks import blocks_of
+from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
 
 ROWS, WIDTH = 59, 17

@@ -2,7 +2,8 @@
 parameters twice and sends the gradient's slices to their owners.
 
 In round r the ranks compute ids r * W, r * W + 1, ..., which are neighbours in the canonical tree,
-so an owner folds each round's slices as they come. Wrapping is sharded_model.py's.
+so an owner folds each round's slices as they come. The ranks of an HSDP replica do the same with
+the replica's ids (hsdp.py). Wrapping is sharded_model.py's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
 from workers.parallel.collectives import Collectives, GradientSlices
+from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
@@ -30,6 +32,7 @@ class FsdpReducer:
         self,
         model: ShardedModel,
         collectives: Collectives,
+        replicas: AnyGroup,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         group: AnyGroup,
@@ -38,14 +41,19 @@ class FsdpReducer:
         *,
         is_bitwise: bool,
     ) -> None:
+        """collectives: over the shard axis. replicas: who holds the same rows. group: all."""
         self._model, self._parameters = model, tuple(parameters.values())
         self._is_bitwise = is_bitwise
         self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
         self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
         self._usage = Usage(model, self._parameters)
-        self._world_size, self._num_microbatches = mesh.world_size, num_microbatches
+        self._replicas, self._num_shards = replicas, mesh.num_shards
+        self._all_ids = mesh.ids_of_replica(num_microbatches, mesh.replica(group.rank))
         self._round = 0
-        self._folds = [_GroupFold(fsdp_group, num_microbatches) for fsdp_group in model.groups]
+        self._folds = [
+            _GroupFold(fsdp_group, replicas, self._all_ids, num_microbatches)
+            for fsdp_group in model.groups
+        ]
         for fold in self._folds:
             take = partial(self._take, fold)
             fold.group._reduce_scatter_comm = GradientSlices(collectives, take)
@@ -80,9 +88,8 @@ class FsdpReducer:
 
     def finish(self) -> Reduced:
         buffers, scalars = self._buffers.finish(), self._scalars.finish()
-        if self._is_bitwise:
-            for fold in self._folds:
-                fold.finish()
+        for fold in self._folds:
+            fold.finish(is_bitwise=self._is_bitwise)
         self._model.release()
         gradients = (scalars.get(i, p.grad) for i, p in enumerate(self._parameters))
         return Reduced(tuple(gradients), buffers)
@@ -95,20 +102,20 @@ class FsdpReducer:
     @property
     def _ids(self) -> range:
         """What the ranks compute in this round; ranks behind its end echo."""
-        first = self._round * self._world_size
-        return range(first, min(first + self._world_size, self._num_microbatches))
+        first = self._round * self._num_shards
+        return self._all_ids[first : first + self._num_shards]
 
     def _take(self, fold: "_GroupFold", slices: Tensor, output: Tensor) -> None:
         if self._is_bitwise:
             fold.take(self._ids, slices)
         else:
-            counted = slices.view(self._world_size, -1)[: len(self._ids)]
+            counted = slices.view(self._num_shards, -1)[: len(self._ids)]
             torch.sum(counted, dim=0, out=output)
 
     def _end_pass(self) -> None:
         if self._is_bitwise:
             for fold in self._folds:
-                fold.end_pass(self._ids, is_alone=self._world_size == 1)
+                fold.end_pass(self._ids, is_alone=self._num_shards == 1)
             for parameter in self._parameters:
                 parameter.grad = None
         self._round += 1
@@ -117,10 +124,13 @@ class FsdpReducer:
 class _GroupFold:
     """The canonical tree over one parameter group's gradient slices."""
 
-    def __init__(self, group: Any, num_microbatches: int) -> None:
-        self.group = group
+    def __init__(self, group: Any, replicas: AnyGroup, ids: range, num_microbatches: int) -> None:
+        self.group, self._replicas = group, replicas
         self._params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self._stack = CarryStack(num_microbatches)
+        self._stack: CarryStack | ReplicaStack = CarryStack(num_microbatches)
+        if replicas.world_size > 1 and self._params:
+            like, size = self._like(), sum(self._sizes())
+            self._stack = ReplicaStack(like, size, replicas, ids, num_microbatches)
         self._has_many_uses = False
         self._pending: Tensor | None = None
 
@@ -150,18 +160,39 @@ class _GroupFold:
             self._push(ids, self._pending)
             self._pending = None
 
-    def finish(self) -> None:
-        """The sum over all ids becomes the parameters' gradient."""
-        root = self._stack.root()
+    def finish(self, *, is_bitwise: bool) -> None:
+        """The sum over all ids becomes the parameters' gradient. A collective of the replicas."""
+        if not self._params:
+            return
+        if is_bitwise:
+            root = self._stack.root()
+        elif self._replicas.world_size > 1:
+            root = [self._summed()]
+        else:
+            return  # FSDP2 has put it there
         if root is None:
             return
-        parts: Sequence[Tensor] = root
-        if self.group.mesh_info.shard_mesh_size > 1:
-            sizes = [p.padded_sharded_param_size.numel() for p in self._params]
-            parts = root[0].split(sizes)
+        parts = root[0].split(self._sizes()) if len(root) == 1 else root
         for param, part in zip(self._params, parts, strict=True):
             rows = part.reshape(-1)[: param.sharded_size.numel()].view(param.sharded_size)
             param.sharded_param.grad = param.to_sharded_dtensor(rows)
+
+    def _sizes(self) -> list[int]:
+        return [p.padded_sharded_param_size.numel() for p in self._params]
+
+    def _like(self) -> Tensor:
+        return local(self._params[0].sharded_param.detach())
+
+    def _summed(self) -> Tensor:
+        """The stock way: what this replica added up, over all replicas."""
+        flat = self._like().new_zeros(sum(self._sizes()))
+        for param, part in zip(self._params, flat.split(self._sizes()), strict=True):
+            gradient = param.sharded_param.grad
+            if gradient is not None:
+                mine = local(gradient).reshape(-1)
+                part[: mine.numel()].copy_(mine)
+        self._replicas.all_reduce(flat).wait()
+        return flat
 
     def _push(self, ids: range, slices: Tensor) -> None:
         size = slices.numel() // self.group.mesh_info.shard_mesh_size

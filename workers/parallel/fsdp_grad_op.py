@@ -107,17 +107,17 @@ class FsdpGradOpReducer:
 
     def _add(self, microbatch_id: int) -> None:
         """Move the whole gradients into the fold, row by row to their owner's stretch."""
-        wholes = [getattr(p, "_unsharded_param", None) for p in self._params]
+        gradients = [_whole_gradient(p) for p in self._params]
         leaves: list[Tensor | None] = []
         for rank in range(self._mesh.world_size):
-            for whole in wholes:
-                gradient = None if whole is None else whole.grad
-                rows = self._mesh.rows(0 if whole is None else whole.shape[0], rank)
+            for gradient in gradients:
+                rows = self._mesh.rows(0 if gradient is None else gradient.shape[0], rank)
                 leaves.append(None if gradient is None else _rows(gradient, rows))
         self._fold.add(microbatch_id, leaves)
-        for whole in wholes:
-            if whole is not None:
-                whole.grad = None
+        for param in self._params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
     def _leaves_of(self, leaves: tuple[int, ...], rank: int) -> slice:
         """Where a part's leaves of one rank stand; they are ordered by rank."""
@@ -162,6 +162,14 @@ class FsdpGradOpReducer:
             for of_rank, flat in zip(blocks, received, strict=True)
             for block, piece in zip(of_rank, flat.split(size), strict=True)
         )
+
+
+def _whole_gradient(param: Any) -> Tensor | None:
+    """What the passes since the last one taken have added up; upcast where it was half."""
+    whole = getattr(param, "_unsharded_param", None)
+    if param.unsharded_accumulated_grad is not None or whole is None:
+        return param.unsharded_accumulated_grad
+    return whole.grad
 
 
 def _rows(tensor: Tensor, rows: range) -> Tensor:

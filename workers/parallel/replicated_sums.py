@@ -20,10 +20,15 @@ class ReplicatedSums:
     """One generation's; `begin`, `add` for each of this rank's ids, `finish` on all ranks."""
 
     def __init__(
-        self, like: Sequence[Tensor], group: AnyGroup, mesh: Mesh, num_microbatches: int
+        self,
+        like: Sequence[Tensor],
+        group: AnyGroup,
+        mesh: Mesh,
+        num_microbatches: int,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
-        """like: tensors of the leaves' shapes."""
-        self._like = tuple(like)
+        """like: tensors of the leaves' shapes. dtype: of the leaves."""
+        self._like, self._dtype = tuple(like), dtype
         self._group = group
         self._ids = [mesh.ids(num_microbatches, rank) for rank in range(mesh.world_size)]
         self._mine: dict[int, Tensor] = {}
@@ -39,21 +44,25 @@ class ReplicatedSums:
 
     def finish(self) -> tuple[Tensor, ...]:
         """The sums. A collective. Raises PeerLost."""
-        if not self._mine:
+        if not self._like:
             return ()
-        mine = torch.cat([self._mine[i] for i in sorted(self._mine)])
-        size = mine.numel() // len(self._mine)
+        sizes = [b.numel() * (2 if b.is_complex() else 1) for b in self._like]
+        size, mine = sum(sizes), self._own()
         gathered = [mine.new_empty(len(ids) * size) for ids in self._ids]
         self._group.all_gather(gathered, mine).wait()
         leaf_of = {
             i: leaf
             for ids, flat in zip(self._ids, gathered, strict=True)
-            for i, leaf in zip(ids, flat.split(size), strict=True)
+            for i, leaf in zip(ids, flat.view(len(ids), size), strict=True)
         }
         total = fold_blocks((Block(0, i), leaf_of[i]) for i in sorted(leaf_of))
-        sizes = [b.numel() * (2 if b.is_complex() else 1) for b in self._like]
         parts = zip(self._like, total.split(sizes), strict=True)
         return tuple(_shaped(part, like) for like, part in parts)
+
+    def _own(self) -> Tensor:
+        if self._mine:
+            return torch.cat([self._mine[i] for i in sorted(self._mine)])
+        return self._like[0].new_empty(0, dtype=self._dtype)  # this rank stands by
 
 
 def _as_real(leaf: Tensor) -> Tensor:
@@ -78,7 +87,8 @@ class ScalarGradients:
     ) -> None:
         self._scalars = {i: p for i, p in enumerate(parameters) if not is_shard(p)}
         like = [p.detach() for p in self._scalars.values()]
-        self._sums = ReplicatedSums(like, group, mesh, num_microbatches)
+        dtype = like[0].dtype if like else torch.float64
+        self._sums = ReplicatedSums(like, group, mesh, num_microbatches, dtype)
 
     def begin(self) -> None:
         self._sums.begin()

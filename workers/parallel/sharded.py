@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from workers import state
@@ -26,6 +26,7 @@ from workers.norm import norm_of_rows, row_squares
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
+from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
 from workers.parallel.reshard import Place, exchange
 from workers.parallel.sharded_model import ShardedModel
@@ -38,17 +39,17 @@ from workers.replica import Replica
 class Holding:
     """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
-    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `rank` of
-    `world_size`.
+    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `position`
+    in the mesh of `world_size` ranks.
     """
 
     kind: str = "nothing"
     step: int = 0
-    rank: int = 0
+    position: int = 0
     world_size: int = 1
 
     def to_json(self) -> list[Any]:
-        return [self.kind, self.step, self.rank, self.world_size]
+        return [self.kind, self.step, self.position, self.world_size]
 
 
 class Sharded:
@@ -66,7 +67,11 @@ class Sharded:
         self._initial, self._initialise = initial, initialise
         self.holding = Holding()
         self.collectives: Collectives | None = None
+        self.mesh = Mesh(spec.parallel, 1)
+        """Of the generation at hand."""
         self._group: AnyGroup | None = None
+        self._replicas: AnyGroup | None = None
+        """Who holds the same rows; None: this rank stands by."""
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 
@@ -111,7 +116,7 @@ class Sharded:
             say_lost(error)
             raise StepCancelled from error
 
-        mesh = Mesh(self._spec.parallel, group.world_size)
+        mesh = self.mesh = self._new_mesh(group)
         device = self.model.device
         if self.holding.kind == "rows":
             self.holding = replace(self.holding, step=self._replica.step)
@@ -126,10 +131,34 @@ class Sharded:
         else:
             self._take_rows(claims, step, mesh, group)
         self._is_untouched = False
-        self.holding = Holding("rows", step, group.rank, group.world_size)
-        self._group, self.collectives = group, Collectives(group, on_lost, gathering)
-        self.model.connect(self.collectives)
+        self.holding = Holding("rows", step, mesh.position(group.rank), group.world_size)
+        self._group = group
+        self._connect(mesh, group, on_lost, gathering)
         self._replica.norm_of = self._norm
+
+    def _new_mesh(self, group: AnyGroup) -> Mesh:
+        mesh = Mesh(self._spec.parallel, group.world_size)
+        if not is_hybrid(self._spec.parallel):
+            return mesh
+        return placed(mesh, gather_json(group, self._spec.node, self.model.device))
+
+    def _connect(
+        self,
+        mesh: Mesh,
+        group: AnyGroup,
+        on_lost: Callable[[PeerLost], NoReturn],
+        gathering: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """The groups of the two axes. Raises PeerLost."""
+        self.collectives = self._replicas = None
+        rank, timeout_s = group.rank, self._spec.join_timeout_s
+        if mesh.is_standby(rank):
+            return
+        replica, shard = mesh.replica(rank), mesh.shard(rank)
+        shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
+        self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
+        self.collectives = Collectives(shards, on_lost, gathering)
+        self.model.connect(self.collectives)
 
     def _take_initial(self, mesh: Mesh, rank: int) -> None:
         values = self.local_parameters() if self._is_untouched else None
@@ -152,7 +181,7 @@ class Sharded:
 
     def _take_rows(self, claims: list[Holding], step: int, mesh: Mesh, group: AnyGroup) -> None:
         held = [
-            Place(Mesh(mesh.parallel, c.world_size), c.rank)
+            Place(Mesh(mesh.parallel, c.world_size), c.position)
             if (c.kind, c.step) == ("rows", step)
             else None
             for c in claims
@@ -168,7 +197,8 @@ class Sharded:
                 described = [header, [kind.to_json() for kind in kinds_of(mine)]]
         device = self.model.device
         header, kinds = gather_json(group, described, device)[source]
-        if all(c == Holding("rows", step, r, mesh.world_size) for r, c in enumerate(claims)):
+        places = [mesh.position(rank) for rank in range(mesh.world_size)]
+        if claims == [Holding("rows", step, at, mesh.world_size) for at in places]:
             return  # the same members in the same order
         known = [Kind.from_json(k) for k in kinds]
         try:
@@ -182,7 +212,8 @@ class Sharded:
 
     def _place(self, mesh: Mesh, rank: int) -> None:
         self.holding = Holding()  # until the new rows are complete
-        self.model.reshard(rank, mesh.world_size)
+        shard = None if mesh.is_standby(rank) else mesh.shard(rank)
+        self.model.reshard(shard, mesh.num_shards)
         self._replica.optimizer.state.clear()
 
     def _install(
@@ -210,11 +241,11 @@ class Sharded:
         buffers = self._replica.buffers.floating
         num_microbatches = self._spec.num_microbatches
         is_bitwise = self._spec.reduction == "bitwise"
-        assert self.collectives is not None
-        if self._spec.parallel == "fsdp":
-            return FsdpReducer(
+        if mesh.is_standby(group.rank):
+            return StandbyReducer(parameters, buffers, group, mesh, num_microbatches)
+        if self._spec.parallel == "fsdp-grad-op":
+            return FsdpGradOpReducer(
                 self.model,
-                self.collectives,
                 parameters,
                 buffers,
                 group,
@@ -222,34 +253,63 @@ class Sharded:
                 num_microbatches,
                 is_bitwise=is_bitwise,
             )
-        return FsdpGradOpReducer(
-            self.model, parameters, buffers, group, mesh, num_microbatches, is_bitwise=is_bitwise
+        assert self.collectives is not None
+        assert self._replicas is not None
+        return FsdpReducer(
+            self.model,
+            self.collectives,
+            self._replicas,
+            parameters,
+            buffers,
+            group,
+            mesh,
+            num_microbatches,
+            is_bitwise=is_bitwise,
         )
+
+    def share_integers(self) -> None:
+        """Ranks that stand by take the integer buffers of a step. A collective. Raises PeerLost."""
+        assert self._group is not None
+        group, mesh, buffers = self._group, self.mesh, self._replica.buffers
+        like = buffers.tracked_integers
+        if mesh.num_active == mesh.world_size or not like:
+            return
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.model.device)
+        first, size = mesh.ranks()[0], sum(t.nbytes for t in like)
+        gathered = [nothing.new_empty(size if r == first else 0) for r in range(group.world_size)]
+        mine = nothing
+        if group.rank == first:
+            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.integers]
+            mine = torch.cat(flat)
+        group.all_gather(gathered, mine).wait()
+        if mesh.is_standby(group.rank):
+            parts = gathered[first].split([t.nbytes for t in like])
+            pairs = zip(parts, like, strict=True)
+            buffers.take_integers([p.clone().view(t.dtype).view(t.shape) for p, t in pairs])
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """The 2-norm over the rows of all ranks, in the order of one rank. A collective."""
         assert self._group is not None
-        group = self._group
-        mesh = Mesh(self._spec.parallel, group.world_size)
-        is_mine = [is_shard(g) or group.rank == 0 for g in gradients]  # scalars count once
+        group, mesh = self._group, self.mesh
+        is_first = mesh.position(group.rank) == 0
+        is_mine = [  # every row counts once, and every scalar
+            mesh.replica(group.rank) == 0 if is_shard(g) else is_first for g in gradients
+        ]
         mine = row_squares(
             [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
-        )
+        ).to(self.model.device)
         rows = [g.shape[0] if g.dim() else 1 for g in gradients]
-        sizes = [sum(len(mesh.rows(n, r)) for n in rows) for r in range(group.world_size)]
-        gathered = [mine.new_empty(size) for size in sizes]
+        sizes = [[len(mesh.own_rows(n, r)) for n in rows] for r in range(group.world_size)]
+        gathered = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
         group.all_gather(gathered, mine).wait()
-        parts = [
-            flat.split([len(mesh.rows(n, r)) for n in rows]) for r, flat in enumerate(gathered)
-        ]
+        parts = [gathered[rank].split(sizes[rank]) for rank in mesh.ranks()]
         return norm_of_rows(torch.cat([of_rank[i] for i in range(len(rows)) for of_rank in parts]))
 
     # --- the end ------------------------------------------------------------------------------
     def weights_sha256(self) -> str:
         """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
         assert self._group is not None
-        group = self._group
-        mesh = Mesh(self._spec.parallel, group.world_size)
+        group, mesh = self._group, self.mesh
         names = state.weight_names(self.model.model)
         _, tensors = self._replica.header_and_tensors()
         whole = ((name, _gathered(tensors[names[name]], mesh, group)) for name in sorted(names))
@@ -263,14 +323,14 @@ def _gathered(tensor: Tensor, mesh: Mesh, group: AnyGroup) -> Tensor:
     if mine is tensor or group.world_size == 1:
         return mine
     nothing = mine.new_empty(0)
-    flat = mine.contiguous().reshape(-1)
+    flat = mine.contiguous().reshape(-1) if mesh.replica(group.rank) == 0 else nothing
     sent = [flat if rank == 0 else nothing for rank in range(group.world_size)]
     width = mine.shape[1:].numel()
     received = [
-        mine.new_empty(len(mesh.rows(tensor.shape[0], r)) * width if group.rank == 0 else 0)
+        mine.new_empty(len(mesh.own_rows(tensor.shape[0], r)) * width if group.rank == 0 else 0)
         for r in range(group.world_size)
     ]
     group.all_to_all(received, sent).wait()
     if group.rank:
         return nothing
-    return torch.cat(received).view(tensor.shape)
+    return torch.cat([received[r] for r in mesh.ranks()]).view(tensor.shape)

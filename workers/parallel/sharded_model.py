@@ -13,19 +13,29 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from elastic.protocol.errors import WrongInput
+from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.parallel.device_mesh import shard_mesh
+from workers.precision import keeps_precision
 
 
 class ShardedModel:
     """The parameter groups of a model: each block's, and the root's for what is in no block."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, keeps_parameters: bool) -> None:
-        """keeps_parameters: they stay whole from forward to backward (ZeRO-2).
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        keeps_parameters: bool,
+    ) -> None:
+        """dtype: of what is gathered; None: that of the parameters. keeps_parameters: they stay
+        whole from forward to backward (ZeRO-2).
 
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
@@ -34,10 +44,17 @@ class ShardedModel:
         mesh = shard_mesh(device, 0, 1)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
-        for block in blocks_of(model):
-            fully_shard(block, reshard_after_forward=not keeps_parameters, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self.rank, self.world_size = 0, 1
+        half = _policy(dtype)
+        for block, is_half in _wrapped(model, is_half=dtype is not None):
+            fully_shard(
+                block,
+                reshard_after_forward=not keeps_parameters,
+                mp_policy=half if is_half else _policy(None),
+                **options,
+            )
+        fully_shard(model, reshard_after_forward=False, mp_policy=half, **options)
+        self.shard: int | None = 0
+        self.num_shards = 1
         self.groups: list[Any] = []
         for module in self.modules():
             module.set_gradient_divide_factor(1.0)  # sums: the step's divisor divides, once
@@ -56,8 +73,8 @@ class ShardedModel:
             yield from group.fsdp_params
 
     def connect(self, collectives: Collectives) -> None:
-        """Communicate over this generation's group from now on."""
-        assert (collectives.rank, collectives.world_size) == (self.rank, self.world_size)
+        """Communicate over this generation's shard axis from now on."""
+        assert (collectives.rank, collectives.world_size) == (self.shard, self.num_shards)
         gather = ParameterGather(collectives)
         for module in self.modules():
             module.set_custom_all_gather(gather)
@@ -79,26 +96,31 @@ class ShardedModel:
             group._to_sharded()
 
     @torch.no_grad()
-    def reshard(self, rank: int, world_size: int) -> None:
-        """Take the place of `rank`: every parameter gets memory for its new rows, zero-filled."""
+    def reshard(self, shard: int | None, num_shards: int) -> None:
+        """Every parameter gets memory for the rows of this shard, zero-filled. None: for none; then
+        the model cannot run."""
         self.reset()
-        mesh = FSDPMeshInfo(shard_mesh(self.device, rank, world_size), shard_mesh_dim=0)
+        mesh = FSDPMeshInfo(shard_mesh(self.device, shard or 0, num_shards), shard_mesh_dim=0)
         for group in self.groups:
             group.mesh_info = mesh
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh
             for param in group.fsdp_params:
-                _reshard(param, mesh, self.device)
-        self.rank, self.world_size = rank, world_size
+                _reshard(param, mesh, self.device, is_empty=shard is None)
+        self.shard, self.num_shards = shard, num_shards
 
 
-def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
+def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device, *, is_empty: bool) -> None:
     kept = param.sharded_param
     whole = nn.Parameter(
         torch.empty(param._orig_size, dtype=kept.dtype, device="meta"),
         requires_grad=kept.requires_grad,
     )
     param._init_sharded_param(whole, device, None, mesh)
+    if is_empty:
+        param.sharded_size = torch.Size((0, *param.sharded_size[1:]))
+        param.padded_sharded_param_size = param.sharded_size
+        param.contiguous_sharded_stride = whole.stride()
     if param.post_forward_mesh_info is not None:
         param.post_forward_mesh_info = mesh
         param._init_sharded_post_forward_param_metadata(whole)
@@ -117,35 +139,20 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device) -> None:
         del param._unsharded_param
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together: the members of the outermost module lists and sequences.
-
-    A module that shares a parameter with another part of the model stays with the root.
-    """
-    shared = _shared_parameters(model)
-    blocks: list[nn.Module] = []
-
-    def search(module: nn.Module) -> None:
-        for child in module.children():
-            is_member = isinstance(module, nn.ModuleList | nn.Sequential)
-            own = list(child.parameters())
-            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if is_member and own and not is_list and not any(id(p) in shared for p in own):
-                blocks.append(child)
-            else:
-                search(child)
-
-    search(model)
-    return blocks
+def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Inputs and outputs are cast by workers/precision.py, the same for every strategy."""
+    reduce_dtype = None if dtype is None else torch.float32
+    return MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return {key for key, count in owners.items() if count > 1}
+def _wrapped(model: nn.Module, *, is_half: bool) -> list[tuple[nn.Module, bool]]:
+    """What gets parameter groups of its own, inner modules first, and whether they are cast."""
+    blocks = [(block, is_half) for block in blocks_of(model)]
+    if not is_half:
+        return blocks
+    own = {id(m): m for m in model.modules() if keeps_precision(m) and list(m.parameters())}
+    inner = [(m, False) for m in own.values() if m is not model]
+    return inner + [(b, is_half) for b, is_half in blocks if id(b) not in own]
 
 
 def _check(model: nn.Module) -> None:

@@ -1,0 +1,155 @@
+"""Replicas of shards in real processes: the bits of plain training, wherever the ranks are."""
+
+import pytest
+import torch
+
+from elastic.protocol.mesh import Mesh, placed
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import (
+    NUM_MICROBATCHES,
+    build,
+    catalogue_in,
+    enter,
+    load,
+    save_part,
+    sha256,
+    train,
+)
+from workers.groups import Alone
+from workers.parallel.shards import local
+
+STEPS = 3
+KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 1))
+"""Two replicas of two; whole copies; one stands by; fewer than a replica."""
+
+
+@pytest.fixture(scope="module")
+def plain():
+    replica, hashes = build("ddp"), []
+    for _ in range(STEPS + 1):
+        hashes.append(sha256(replica))
+        train(replica, Alone(), "ddp", 1)
+    return hashes
+
+
+def test_replicas_of_shards_have_the_bits_of_one_rank(plain):
+    def body(ranks):
+        found = {}
+        for generation, (parallel, world_size) in enumerate(KINDS):
+            if ranks.index < world_size:
+                group = ranks.form(generation, list(range(world_size)))
+                replica = build(parallel)
+                enter(replica, group, 0)
+                train(replica, group, parallel, STEPS)
+                found[parallel, world_size] = sha256(replica)
+        return found
+
+    for rank, found in enumerate(run_ranks(4, body)):
+        assert found == {kind: plain[STEPS] for kind in KINDS if kind[1] > rank}
+
+
+def test_replicas_in_half_precision_and_recomputed_have_the_bits_of_one_rank():
+    options = {"precision": "bf16", "activation_checkpointing": True}
+
+    def body(ranks):
+        replica = build("hsdp:2", **options)
+        group = ranks.form(0, [0, 1, 2, 3])
+        enter(replica, group, 0)
+        train(replica, group, "hsdp:2", STEPS)
+        return sha256(replica)
+
+    replica = build("ddp", **options)
+    train(replica, Alone(), "ddp", STEPS)
+    assert run_ranks(4, body) == [sha256(replica)] * 4
+
+
+def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only():
+    def body(ranks):
+        group = ranks.form(0, [0, 1, 2, 3])
+        replica = build("hsdp:2", "fast")
+        enter(replica, group, 0)
+        train(replica, group, "hsdp:2", 1, reduction="fast")
+        return {n: local(p.detach()).tolist() for n, p in replica.model.named_parameters()}
+
+    replica = build("ddp")
+    train(replica, Alone(), "ddp", 1)
+    found = run_ranks(4, body)
+    assert found[:2] == found[2:]
+    for name, parameter in replica.model.named_parameters():
+        values = found[0][name] + found[1][name] if parameter.dim() else found[0][name]
+        torch.testing.assert_close(torch.tensor(values), parameter.detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):
+    """4 ranks; then 0 and 3 are lost, whose rows the others hold; then 3, one standing by; then
+    ranks of two nodes change places so that replicas stay inside of them."""
+
+    def body(ranks):
+        hashes = []
+        replica = build("hsdp:2", node="ab"[ranks.index % 2])
+        for generation, members in enumerate(([0, 1, 2, 3], [1, 2], [2, 3, 1], [0, 1, 2, 3])):
+            if ranks.index not in members:
+                replica.sharded.forget()
+                continue
+            group = ranks.form(generation, members)
+            enter(replica, group, min(generation, STEPS))
+            if generation < STEPS:
+                train(replica, group, "hsdp:2", 1)
+            hashes.append((sha256(replica), replica.sharded.mesh.position(group.rank)))
+        return hashes
+
+    found = run_ranks(4, body)
+    assert found[0] == [(plain[1], 0), (plain[3], 0)]
+    assert found[1] == [(plain[1], 2), (plain[2], 0), (plain[3], 1), (plain[3], 2)]
+    assert found[2] == [(plain[1], 1), (plain[2], 1), (plain[3], 2), (plain[3], 1)]
+    assert found[3] == [(plain[1], 3), (plain[3], 0), (plain[3], 3)]
+
+
+def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
+    place = str(tmp_path)
+
+    def save(ranks):
+        group = ranks.form(0, [0, 1, 2, 3, 4])  # one stands by
+        replica = build("hsdp:2")
+        enter(replica, group, 0)
+        train(replica, group, "hsdp:2", 2)
+        return save_part(replica, group, place, 1)
+
+    saved = run_ranks(5, save)
+    catalogue_in(place).publish(2, 1, [part for part, _ in saved], saved[0][1], {})
+    kinds = (("ddp", 1), ("fsdp", 3), ("hsdp:2", 4))
+
+    def reload(ranks):
+        found = []
+        for generation, (parallel, world_size) in enumerate(kinds):
+            if ranks.index < world_size:
+                group = ranks.form(generation, list(range(world_size)))
+                replica = load(parallel, group, place, 2)
+                train(replica, group, parallel, 1)
+                found.append(sha256(replica))
+        return found
+
+    counts = [sum(world_size > rank for _, world_size in kinds) for rank in range(4)]
+    assert run_ranks(4, reload) == [[plain[3]] * count for count in counts]
+
+
+def test_the_mesh_deals_ids_and_rows_once_to_the_active_ranks():
+    for parallel in ("hsdp:1", "hsdp:2", "hsdp:3", "fsdp", "fsdp-grad-op"):
+        for world_size in (1, 2, 3, 5, 8):
+            mesh = Mesh(parallel, world_size)
+            ids = [mesh.ids(NUM_MICROBATCHES, r) for r in range(world_size)]
+            assert sorted(i for own in ids for i in own) == list(range(NUM_MICROBATCHES))
+            rows = [mesh.own_rows(7, r) for r in range(world_size)]
+            assert sorted(i for own in rows for i in own) == list(range(7))
+            standby = [r for r in range(world_size) if mesh.is_standby(r)]
+            assert standby == list(range(mesh.num_active, world_size))
+
+
+def test_replicas_stay_inside_of_nodes_as_far_as_possible():
+    mesh = placed(Mesh("hsdp:2", 7), ["a", "b", "c", "a", "b", "a", "c"])
+    assert [mesh.replica_of(r) for r in (0, 1, 2)] == [[0, 3], [1, 4], [2, 6]]
+    assert mesh.holders_of(1) == [3, 4, 6]
+    assert [r for r in range(7) if mesh.is_standby(r)] == [5]
+    across = placed(Mesh("hsdp:2", 4), ["a", "b", "b", "b"])
+    assert [across.replica_of(r) for r in (1, 0)] == [[1, 2], [0, 3]]
+    assert placed(Mesh("hsdp:2", 4), ["a", "a", "b", "b"]) == Mesh("hsdp:2", 4)

@@ -1,0 +1,105 @@
+""" "hsdp:S": what its replicas add to "fsdp" inside each of them: sums across the replicas, and the
+ranks that stand by.
+
+A replica's rounds are fsdp.py's; who is where in the mesh is elastic/protocol/mesh.py's.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.mesh import Mesh
+from workers.groups import AnyGroup
+from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
+from workers.parallel.shards import is_shard, like, local
+from workers.reducers import Reduced
+from workers.reduction import FlatLayout, TreeFold, reduce_tree
+
+
+class ReplicaStack:
+    """The canonical tree over flat slices of one parameter group: this replica's ids on this rank,
+    the rest by those who hold the same rows. Stands where a CarryStack does."""
+
+    def __init__(
+        self,
+        like: Tensor,
+        size: int,
+        replicas: AnyGroup,
+        ids: range,
+        num_microbatches: int,
+    ) -> None:
+        """like: of the slice's dtype and device. size: its elements. ids: this replica's."""
+        self._size, self._replicas, self._ids = size, replicas, ids
+        self._num_microbatches = num_microbatches
+        slice_ = {"slice": like.new_empty(1).expand(size)}
+        layout = FlatLayout(slice_, world_size=replicas.world_size)
+        self._fold = TreeFold(layout, ids, num_microbatches)
+        self.begin()
+
+    def begin(self) -> None:
+        self._next_id = self._ids.start
+        self._fold.begin()
+
+    def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
+        """leaf: the slice, whole or in parts. It is not kept; a missing id counts as zeros."""
+        parts = [part.reshape(-1) for part in leaf]
+        self._skip_to(microbatch_id)
+        self._fold.add(microbatch_id, [parts[0] if len(parts) == 1 else torch.cat(parts)])
+        self._next_id = microbatch_id + 1
+
+    def root(self) -> list[Tensor]:
+        """The sum over all ids, flat. A collective of those who hold the same rows. Raises
+        PeerLost. The result is valid until the next `begin`."""
+        self._skip_to(self._ids.stop)
+        (flat,) = reduce_tree(self._replicas, self._fold, self._num_microbatches)
+        return [flat[: self._size]]
+
+    def _skip_to(self, microbatch_id: int) -> None:
+        for absent in range(self._next_id, microbatch_id):
+            self._fold.add(absent, [None])
+        self._next_id = microbatch_id
+
+
+class StandbyReducer:
+    """See `workers.reducers.Reducer`: of a rank that computes nothing, but agrees to every step."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: AnyGroup,
+        mesh: Mesh,
+        num_microbatches: int,
+    ) -> None:
+        self._parameters = tuple(parameters.values())
+        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
+
+    def begin(self) -> None:
+        self._buffers.begin()
+        self._scalars.begin()
+
+    def before_backward(self, is_last: bool) -> None:
+        raise AssertionError("a rank that stands by has no passes")
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        raise AssertionError("a rank that stands by has no passes")
+
+    def after_echo(self) -> None:
+        raise AssertionError("a rank that stands by has no passes")
+
+    def has_gradient(self) -> list[bool]:
+        return [False] * len(self._parameters)
+
+    def finish(self) -> Reduced:
+        buffers, scalars = self._buffers.finish(), self._scalars.finish()
+        empty = (
+            like(torch.empty_like(local(p.detach())), p) if is_shard(p) else None
+            for p in self._parameters
+        )
+        gradients = (scalars.get(i, nothing) for i, nothing in enumerate(empty))
+        return Reduced(tuple(gradients), buffers)
+
+    def close(self) -> None:
+        pass
