@@ -81,7 +81,7 @@ class RunConfig:
     """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
     newest two always stay."""
     snapshot_every: int = 1
-    """Steps between copies of the state in peer memory; default 1."""
+    """Steps between copies of the shards in peer memory, where they are sharded; default 1."""
     standby: int = 0
     """Warm workers beyond max that wait to replace a lost one; default 0."""
     detect_s: float | None = 3.0
@@ -227,7 +227,6 @@ class RunConfig:
         not_yet("precision", self.precision, default="fp32")
         not_yet("activation_checkpointing", self.activation_checkpointing, default=False)
         not_yet("offload", self.offload, default=False)
-        not_yet("snapshot_every", self.snapshot_every, default=1)
 
 
 def as_bounds(workers: object) -> int | tuple[int, int]:

@@ -56,6 +56,7 @@ def worker_spec(
         seed=config.seed,
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
+        snapshot_every=config.snapshot_every,
         has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
         max_nonfinite=config.faults.max_nonfinite,
         detect_s=config.detect_s,

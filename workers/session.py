@@ -324,6 +324,7 @@ class Step:
         try:
             self._vitals.enter("reduce")
             reduced = self._reducer.finish()
+            self._member.before_vote()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

@@ -74,7 +74,6 @@ def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1"),
         ({"keep": (1,)}, "keep must be (the last so many, every so many steps)"),
         ({"keep": (1, 0)}, "keep (every) must be a whole number of at least 1"),
-        ({"snapshot_every": 2}, "snapshot_every=2 is not available yet"),
         ({"on_storage_error": "ignore"}, "on_storage_error='ignore' is unknown"),
     ],
 )
