@@ -35,10 +35,11 @@ def run_ranks(
     results = [_next(receiver) for receiver, _ in pipes]
     if on_pause is not None:
         on_pause()
-        for rank, (receiver, _) in enumerate(pipes):
-            if results[rank] == PAUSED:
-                store.set(f"resume/{rank}", "")
-                results[rank] = _next(receiver)
+        paused = [rank for rank, result in enumerate(results) if result == PAUSED]
+        for rank in paused:
+            store.set(f"resume/{rank}", "")
+        for rank in paused:
+            results[rank] = _next(pipes[rank][0])
     for process in processes:
         process.join(DEADLINE_S)
     return results
