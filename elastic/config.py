@@ -102,7 +102,7 @@ class RunConfig:
     """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
     newest two always stay."""
     snapshot_every: int = 1
-    """Steps between copies of the state in peer memory; default 1."""
+    """Steps between copies of the shards in peer memory, where they are sharded; default 1."""
     standby: int = 0
     """Warm workers beyond max that wait to replace a lost one; default 0."""
     detect_s: float | None = 3.0
@@ -250,7 +250,6 @@ class RunConfig:
                 f"offload=True moves shards to host memory, and parallel={self.parallel!r} has "
                 "none: leave it out, or give parallel='fsdp'"
             )
-        not_yet("snapshot_every", self.snapshot_every, default=1)
 
 
 def as_bounds(workers: object) -> int | tuple[int, int]:

@@ -34,6 +34,11 @@ def heartbeat_s(config: RunConfig) -> float:
     return min(0.5, (config.detect_s or 3.0) / 6)
 
 
+def lease_s(config: RunConfig) -> float:
+    """How long a process of the run lives without a word from the others."""
+    return 10 * (config.detect_s or 60.0)
+
+
 def worker_spec(
     config: RunConfig, order: dict[str, Any], worker: int, controller: tuple[str, int], place: str
 ) -> WorkerSpec:
@@ -59,6 +64,7 @@ def worker_spec(
         seed=config.seed,
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
+        snapshot_every=config.snapshot_every,
         has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,
@@ -66,5 +72,5 @@ def worker_spec(
         heartbeat_s=heartbeat_s(config),
         join_timeout_s=limits_of(config).join_timeout_s,
         operation_timeout_s=100 * (config.detect_s or UNLIMITED_S / 100),
-        lease_s=10 * (config.detect_s or 60.0),
+        lease_s=lease_s(config),
     )

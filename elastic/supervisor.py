@@ -19,7 +19,7 @@ from elastic.control.replay import is_news
 from elastic.control.state import Decision
 from elastic.control.transition import start
 from elastic.curves import Curves
-from elastic.limits import limits_of, worker_spec
+from elastic.limits import lease_s, limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
@@ -85,6 +85,7 @@ class Supervisor:
                 spec_of=self._spec_of,
                 place=self._place(),
                 on_loaded=self._on_loaded,
+                on_rolled_back=self._on_rolled_back,
                 on_publish=self._on_publish,
                 on_discard=self._on_discard,
                 on_step=self._on_step,
@@ -93,6 +94,8 @@ class Supervisor:
                 on_evaluation=functools.partial(self._note, "evaluation"),
             ),
         )
+        if self.limits.is_sharded:
+            self.cluster.holders.turn_on(order["run_id"], lease_s(self.config))
         self.account = open_account(self.cluster.now())
         self.decision: Decision | None = None
 
@@ -195,14 +198,28 @@ class Supervisor:
             self.directory, self.actor.place = directory, directory.place
         lost_steps = await run(self._writer, directory.roll_back, step)
         if lost_steps:
-            self.lost_steps += lost_steps
-            self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
+            self._count_lost(lost_steps)
         for damage in damaged:
             self.trouble.hear_damaged(damage.step, damage.what)
         if self.checkpoints is None:
             self.checkpoints = self._make_checkpoints(directory)
         await run(self._writer, self.checkpoints.open, step, damaged)
         return directory.place
+
+    def _on_rolled_back(self, step: int) -> None:
+        """The members go on from an earlier step, in memory."""
+        directory = self.directory
+        assert directory is not None
+
+        def roll_back() -> None:  # in the writer's thread
+            lost_steps = directory.roll_back(step)
+            self._loop.call_soon_threadsafe(self._count_lost, lost_steps)
+
+        self._write(roll_back)
+
+    def _count_lost(self, lost_steps: int) -> None:
+        self.lost_steps += lost_steps
+        self._journal({"at": self.cluster.now(), "rolled_back": lost_steps})
 
     def _make_checkpoints(self, directory: RunDirectory) -> Checkpoints:
         return Checkpoints(

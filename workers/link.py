@@ -18,7 +18,7 @@ from elastic.protocol import wire
 
 EXIT_WITHOUT_CONTROLLER = 71
 RETRY_S = 0.05
-URGENT = ("abort", "pause", "recall", "form", "finish")
+URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
 """Commands that `on_command` is told of at once, before the main thread obeys them."""
 
 Address = tuple[str, int]

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.protocol.errors import DamagedCheckpoint, PeerLost
+from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
 from workers.copying import Copying
 from workers.groups import AnyGroup
+from workers.keeper import Keeper
 from workers.link import ControllerLink
-from workers.parallel.shards import RowsLost
+from workers.parallel.entering import enter_shard
 from workers.peer import Follower, PeerServer
 from workers.records import Records
 from workers.replica import Replica, Update
@@ -70,8 +71,7 @@ class Member:
         self.prepared: Prepared | None = None
         self.should_pause = False
         """Agreed by vote: the next boundary is a pause."""
-        self.is_evaluating = False
-        self.is_done = False
+        self.is_evaluating = self.is_done = False
         self.last_evaluation: tuple[int, int, Any] | None = None
         """(step, how many before it at this step, result) of the last completed evaluation."""
         self.peer_evaluation: tuple[int, int, Any] | None = None
@@ -83,11 +83,18 @@ class Member:
         self._copying = Copying(
             spec, replica, link, vitals, device, self.standing, self._on_replaced
         )
-        self.records = Records(link, spec.global_batch)
+        self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
+        if replica.sharded is not None:
+            replica.sharded.keeper = self.keeper
+        delays = self.keeper is not None and self.keeper.delays_commits
+        self.records = Records(link, spec.global_batch, is_delayed=delays)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, header: dict[str, Any]) -> None:
         """A command for a generation, at once."""
+        if header["type"] == "holders":
+            self.hear_holders(header)
+            return
         generation = header["generation"]
         self.standing.hear(header)
         if header["type"] == "pause":
@@ -99,6 +106,10 @@ class Member:
             self._formation.abandon()
         if self.group is not None and self.generation <= generation:
             self.group.abandon()
+
+    def hear_holders(self, header: dict[str, Any]) -> None:
+        if self.keeper is not None:
+            self.keeper.hear(header["holders"])
 
     # --- what a step asks --------------------------------------------------------------
     @property
@@ -141,6 +152,16 @@ class Member:
             "collective_failed", generation=self.generation, rank=self.rank, message=message
         )
 
+    def before_vote(self) -> None:
+        """Copies of the last step are held, where that is due."""
+        if self.keeper is not None:
+            self.keeper.before_vote(self.step + 1, lambda: self.is_cancelled)
+
+    def wait_for_copies(self) -> None:
+        """Before it says that it has stopped at a step: that step is safe."""
+        if self.keeper is not None:
+            self.keeper.wait(lambda: self.is_cancelled)
+
     def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """Apply a prepared step with its completed vote, feed followers, report."""
         replica, layout = self.replica, prepared.layout
@@ -167,6 +188,8 @@ class Member:
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
         self.records.add(layout, vector, vote, self, prepared.step_s)
+        if self.keeper is not None:
+            self.keeper.after_step(replica, self)
         if not vote.is_saving:
             self.saver.after_step(replica, self)
 
@@ -181,6 +204,7 @@ class Member:
             self.wait_for_generation()
 
     def _say_paused(self) -> None:
+        self.wait_for_copies()
         self.link.send("paused", generation=self.generation, rank=self.rank, step=self.replica.step)
 
     def wait_for_generation(self) -> None:
@@ -300,7 +324,7 @@ class Member:
         if not self._join_group():
             return False
         began = time.monotonic()
-        if not self._enter_shard(header):
+        if not enter_shard(self, header):
             return False
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
@@ -334,34 +358,14 @@ class Member:
         where = (self.generation, self.replica.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         self.link.send(
-            "joined", generation=self.generation, rank=self.rank, state_s=round(state_s, 6)
+            "joined",
+            generation=self.generation,
+            rank=self.rank,
+            state_s=round(state_s, 6),
+            step=self.replica.step,
         )
         if self.rank == 0:
-            self.records.repeat(self.generation, header["recorded_step"])
-
-    def _enter_shard(self, header: dict[str, Any]) -> bool:
-        """Where the state is sharded: get this rank's rows of it. False if that failed."""
-        sharded, step, group = self.replica.sharded, header["step"], self.group
-        if sharded is None:
-            return True
-        assert group is not None
-        is_back = self.replica.step > step
-        try:
-            sharded.enter(
-                group, step, self.saver.catalogue, self.collective_failed, self.vitals.gathering
-            )
-        except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
-            sharded.forget()
-            self.link.send("sync_failed", reason=str(error))
-            return False
-        except PeerLost as error:
-            self.collective_failed(error)
-            return False
-        if is_back:
-            self._on_replaced()
-        self.prepared = None
-        self.vitals.step = self.replica.step
-        return True
+            self.records.repeat(self, header["recorded_step"])
 
     def _reach(self, header: dict[str, Any], payload: bytes) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""

@@ -28,8 +28,12 @@ class Standing(Protocol):
 class Records:
     """Committed steps in order, and the vote of the last one."""
 
-    def __init__(self, link: ControllerLink, global_batch: int) -> None:
-        self._link, self._global_batch = link, global_batch
+    def __init__(
+        self, link: ControllerLink, global_batch: int, *, is_delayed: bool = False
+    ) -> None:
+        """is_delayed: the controller takes a step only once every rank has said that its copy of
+        it is held."""
+        self._link, self._global_batch, self._is_delayed = link, global_batch, is_delayed
         self._unrecorded: deque[dict[str, Any]] = deque()
         self._num_controllers = link.num_controllers
         self.last_vote: tuple[dict[str, Any], bytes] | None = None
@@ -71,23 +75,44 @@ class Records:
         is_new = self._num_controllers != self._link.num_controllers
         self._num_controllers = self._link.num_controllers
         if by.rank == 0 and self._unrecorded:
-            self._say(by.generation, list(self._unrecorded)[0 if is_new else -1 :])
+            self._say(by, list(self._unrecorded)[0 if is_new else -1 :])
 
-    def repeat(self, generation: int, recorded_step: int) -> None:
+    def repeat(self, by: Standing, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""
         unknown = [r for r in self._unrecorded if step_of(r) > recorded_step]
         if unknown:
-            self._say(generation, unknown)
+            self._say(by, unknown)
+
+    @property
+    def known_step(self) -> int:
+        """Up to which this worker could report every step that is not on record."""
+        known = self._link.recorded_step
+        for record in self._unrecorded:
+            if step_of(record) == known + 1:
+                known += 1
+        return known
+
+    def go_back(self, step: int) -> None:
+        """What came after `step` will be done again."""
+        while self._unrecorded and step_of(self._unrecorded[-1]) > step:
+            self._unrecorded.pop()
 
     def forget(self) -> None:
         """Another worker's state was taken over."""
         self._unrecorded.clear()
         self.last_vote = None
 
-    def _say(self, generation: int, steps: list[dict[str, Any]]) -> None:
+    def _say(self, by: Standing, steps: list[dict[str, Any]]) -> None:
         assert self.last_vote is not None
         layout, content = self.last_vote
-        self._link.send("committed", content, generation=generation, steps=steps, vote=layout)
+        self._link.send(
+            "committed",
+            content,
+            generation=by.generation,
+            world_size=by.world_size if self._is_delayed else 0,
+            steps=steps,
+            vote=layout,
+        )
 
 
 def step_of(record: dict[str, Any]) -> int:

@@ -333,6 +333,7 @@ class Step:
             reduced = self._reducer.finish()
             if (sharded := self._member.replica.sharded) is not None:
                 sharded.share_integers()
+            self._member.before_vote()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

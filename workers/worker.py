@@ -208,6 +208,7 @@ class Worker:
                     raise RuntimeError(
                         "the training loop returned without a step; loop over next_step()"
                     )
+            member.wait_for_copies()
             self._link.send(
                 "done", generation=member.generation, rank=member.rank, step=self._replica.step
             )

@@ -213,6 +213,10 @@ def learn_step(ledger: Ledger, phase: Suspending, step: int) -> tuple[Ledger, Su
 def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
     if has_answered(phase, event.rank):
         return Decision(ledger, phase)
+    if limits.is_sharded and event.step >= 0:  # whatever it holds may be what is needed
+        ledger = replace(ledger, step=max(ledger.step, event.step))
+        phase = replace(phase, level=phase.level.add(event.rank))
+        return settle(Decision(ledger, with_work(phase, event)), event.at, limits)
     ledger, phase = learn_step(ledger, phase, event.step)
     if event.step == ledger.step:
         phase = replace(phase, level=phase.level.add(event.rank))
@@ -222,9 +226,14 @@ def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Lim
         phase = replace(phase, stale=phase.stale.add(event.rank))
     if event.is_prepared:
         phase = replace(phase, prepared=phase.prepared.add(event.rank))
+    return settle(Decision(ledger, with_work(phase, event)), event.at, limits)
+
+
+def with_work(phase: Suspending, event: Suspended) -> Suspending:
+    """What the member was doing."""
     if event.is_evaluating:
-        phase = replace(phase, evaluating=phase.evaluating.add(event.rank))
-    return settle(Decision(ledger, phase), event.at, limits)
+        return replace(phase, evaluating=phase.evaluating.add(event.rank))
+    return phase
 
 
 def settle(decision: Decision, at: float, limits: Limits) -> Decision:

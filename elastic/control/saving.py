@@ -16,12 +16,20 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
         return Decision(ledger, phase, (discard,), "a save was overtaken by the next one")
     ledger, dropped = save_of(ledger, event)
     save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
+    ledger = replace(ledger, save=save)
+    return publish_if_whole(Decision(ledger, phase, dropped, reason_of(dropped)))
+
+
+def publish_if_whole(decision: Decision) -> Decision:
+    """All parts are durable, and the step is committed: with peer memory that may come later."""
+    ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
+    assert isinstance(phase, Active)
     world_size = phase.membership.world_size
-    if save.has_failed or len(save.saved) < world_size:
-        return Decision(replace(ledger, save=save), phase, dropped, reason_of(dropped))
+    if save.has_failed or len(save.saved) < world_size or save.step > ledger.step:
+        return decision
     publish = Publish(save.generation, save.step)
     reason = f"all {world_size} parts of the checkpoint of step {save.step} are durable"
-    return Decision(replace(ledger, save=Save()), phase, (*dropped, publish), reason)
+    return Decision(replace(ledger, save=Save()), phase, (*decision.commands, publish), reason)
 
 
 def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decision:

@@ -29,7 +29,8 @@ class Limits:
     must_save: bool = False
     """A checkpoint that cannot be written ends the run."""
     is_sharded: bool = False
-    """Each member holds a part of the state only: what a lost one held is gone."""
+    """Each member holds a part of the state only: what a lost one held may be in peer memory, as
+    of an earlier step, or gone. The members find out when they form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,9 @@ class Joined:
     state_s: float
     """Seconds spent on bringing its state to the step of the generation."""
     at: float
+    step: int = 0
+    """Committed steps of its state; where it is sharded, they may be fewer than Form said: the
+    members go on with the newest state that they can put together. 0 in old journals."""
 
 
 @dataclass(frozen=True, slots=True)

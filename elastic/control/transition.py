@@ -21,7 +21,7 @@ from elastic.control.recovery import (
     lose_outsider,
     suspect_loss,
 )
-from elastic.control.saving import hear_failed_part, hear_part
+from elastic.control.saving import hear_failed_part, hear_part, publish_if_whole
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -136,8 +136,10 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Suspending(), Committed(step=step):
             return Decision(*learn_step(ledger, phase, step))
         # --- a generation at work
-        case Forming(), Joined(rank=rank, at=at):
+        case Forming(), Joined(rank=rank, step=step, at=at):
             joined = phase.joined.add(rank)
+            if limits.is_sharded:
+                ledger = replace(ledger, step=step)  # all find the same
             if len(joined) < phase.membership.world_size:
                 return Decision(ledger, replace(phase, joined=joined))
             return formed(ledger, phase, at, limits)
@@ -149,7 +151,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case ((Running() | Pausing()), Committed(step=step)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
-            return Decision(replace(ledger, step=step, failures=0), phase)
+            ledger = replace(ledger, step=step, failures=0)
+            return publish_if_whole(Decision(ledger, phase))
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
             pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,11 +20,14 @@ from ray.exceptions import RayError, RayTaskError
 from elastic.control import commands as c
 from elastic.control import state as s
 from elastic.control.suspicion import STOPPED, watch
+from elastic.on_ray.background import Background
+from elastic.on_ray.commits import Commits
+from elastic.on_ray.holders import Holders
 from elastic.on_ray.host import Host
 from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
-from elastic.on_ray.slots import Slot, end_process, is_running
+from elastic.on_ray.slots import Slot, end_process, is_running, see_off
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
@@ -38,7 +40,6 @@ TICK_S = 0.25
 LATE_S = 0.5
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
-ENDING_GRACE_S = 3.0
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -57,8 +58,6 @@ class RayCluster:
     """Pickled; the driver knows its class."""
     recorded_step: int = 0
     log_folder: str | None = None
-    vote: tuple[int, dict[str, Any], bytes] | None = None
-    """The newest completed vote: step, layout, content. Survivors who missed it roll forward."""
 
     def __post_init__(self) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
@@ -66,12 +65,14 @@ class RayCluster:
         self._stores: dict[int, Any] = {}
         self._tick_at = time.monotonic() + TICK_S
         self._started = time.time() - time.monotonic()
-        self._background: set[asyncio.Task[None]] = set()
+        self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
         self._loading: int | None = None
         self.takeover: Takeover | None = None
         self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by rank
         self._inquiry = Inquiry(self)
+        self.commits = Commits(self._record_step)
+        self.holders = Holders(self.token, self.in_background, self.workers, self.links)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "stacks": self._inquiry.hear,
@@ -82,6 +83,8 @@ class RayCluster:
             "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
+            "held": self._on_held,
+            "joined": self._on_joined,
             "suspended": self._on_suspended,
             "evaluated": self._on_evaluated,
             "part_saved": self._on_part_saved,
@@ -125,15 +128,16 @@ class RayCluster:
         kind = type(command).__name__.lower()
         self._tell_ranks(command.membership, {"type": kind})
         if not isinstance(command, c.Pause):
+            self.commits.give_up(generation)
             self._open_store(generation + 1)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
-        generation, step = command.generation, command.step
-        parts = list(self._parts.pop((generation, step), {}).values())
+        save = command.generation, command.step
+        parts = list(self._parts.pop(save, {}).values())
         if isinstance(command, c.Publish):
-            self.host.on_publish(generation, step, parts)
+            self.host.on_publish(*save, parts)
         else:
-            self.host.on_discard(generation, step)
+            self.host.on_discard(*save)
 
     def _finish(self, membership: Membership, outcome: str) -> None:
         header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
@@ -208,10 +212,9 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
             if worker in form.roll_forward:
-                assert self.vote is not None
-                assert self.vote[0] == form.step, (self.vote[0], form)
-                _, vote, payload = self.vote
-            self.links.send(worker, {**common, "rank": rank, "vote": vote}, payload)
+                vote, payload = self.commits.vote_of(form.step)
+            own = {"rank": rank, "vote": vote, "holders": self.holders.for_worker(worker)}
+            self.links.send(worker, {**common, **own}, payload)
 
     def take_over(self, place: str, recorded_step: int) -> None:
         """The run is on record, by a controller before this one."""
@@ -221,10 +224,6 @@ class RayCluster:
         for worker in tuple(self.workers):
             header = {"type": "save_concluded", "step": step, "is_published": is_published}
             self.links.send(worker, header)
-
-    def _keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
-        if layout is not None and (self.vote is None or step >= self.vote[0]):
-            self.vote = (step, layout, content)
 
     def retire(self, worker: int) -> None:
         """End a worker's process, whatever state it is in; no loss is reported."""
@@ -304,6 +303,7 @@ class RayCluster:
 
     def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.locate(header)
+        self.holders.on_node(record.node_id)
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
@@ -314,7 +314,7 @@ class RayCluster:
             damaged = [Damage(step, what) for step, what in header["damaged"]]
             self.log_folder = await self.host.on_loaded(header["step"], damaged)
             self.recorded_step = header["step"]
-            self.vote = None
+            self.commits.vote = None
             for other in self.workers:
                 self.links.send(other, {"type": "log_to", "folder": self.log_folder})
             self.say(s.Loaded(worker, header["step"], self.now()))
@@ -324,20 +324,12 @@ class RayCluster:
         record.state = "ready"
         self.in_background(open_then_say())
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Its failure ends the run."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._on_background_done)
-        return task
-
-    def _on_background_done(self, task: "asyncio.Task[None]") -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
+    def _on_background_failure(self, error: BaseException) -> None:
+        """It ends the run."""
         if isinstance(error, WrongInput):
             self.wrong_input = str(error)
             self.cancel("failed", str(error))
-        elif error is not None:
+        else:
             log.error("controller error", exc_info=error)
             self.cancel("failed", f"internal error: {error!r}")
 
@@ -358,19 +350,28 @@ class RayCluster:
         loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, header["message"])
 
     def _on_committed(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
-        self._keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], payload)
-        for line in header["steps"]:
-            step = line["metrics"]["step"]
-            if step == self.recorded_step + 1:
-                self.recorded_step = step
-                self.host.on_step(line)
-                step_s = line["metrics"]["step_s"]
-                self.say(s.Committed(header["generation"], step, step_s, self.now()))
+        self.commits.hear(header, payload)
         record.step = max(record.step, self.recorded_step)
 
+    def _record_step(self, generation: int, line: dict[str, Any]) -> None:
+        """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
+        step, step_s = line["metrics"]["step"], line["metrics"]["step_s"]
+        if step == self.recorded_step + 1:
+            self.recorded_step = step
+            self.host.on_step(line)
+            self.say(s.Committed(generation, step, step_s, self.now()))
+
+    def _on_held(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
+        self.commits.hear_held(header["generation"], header["rank"], header["step"])
+
+    def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
+        if header["step"] < self.recorded_step:  # what came after was lost with its holders
+            self.recorded_step = header["step"]
+            self.host.on_rolled_back(header["step"])
+        self._on_report(worker, record, header, payload)
+
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        self._keep_vote(header["step"], header["vote"], payload)
+        self.commits.keep_vote(header["step"], header["vote"], payload)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self._on_report(worker, record, header, payload)
 
@@ -393,9 +394,5 @@ class RayCluster:
         for worker in tuple(self.workers):
             self.retire(worker)
         self.links.close()
-        deadline = time.monotonic() + ENDING_GRACE_S
-        while any(is_running(p) for p in pids) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        for pid in pids:
-            if is_running(pid):
-                end_process(pid)
+        self.holders.close()
+        await see_off(pids)

@@ -25,6 +25,8 @@ class Host:
     on_loaded: Callable[[int, list[Damage]], Awaitable[str]]
     """The first worker's checks passed, or a later one starts again from an earlier step: make
     the run directory stand at that step, the damaged checkpoints set aside. Gives its place."""
+    on_rolled_back: Callable[[int], None]
+    """The members go on from this earlier step: later ones will be done again."""
     on_publish: Callable[[int, int, list[dict[str, Any]]], None]
     """generation, step, what the ranks reported of their parts"""
     on_discard: Callable[[int, int], None]

@@ -21,7 +21,6 @@ STATES = {
 
 
 REPORTS: dict[str, tuple[Callable[..., s.Event], tuple[str, ...]]] = {
-    "joined": (s.Joined, ("state_s",)),
     "paused": (s.Paused, ("step",)),
     "collective_failed": (s.CollectiveFailed, ("message",)),
     "suspended": (s.Suspended, ("step", "is_prepared", "is_evaluating")),
@@ -42,6 +41,9 @@ def event_of(worker: int, header: dict[str, Any], at: float) -> s.Event:
             return s.SyncFailed(worker, header["reason"], at)
         case "drain_notice":
             return s.DrainNotice(worker, header["cause"], at + header["notice_s"], at)
+        case "joined":
+            generation, rank = header["generation"], header["rank"]
+            return s.Joined(generation, rank, header["state_s"], at, header["step"])
         case kind:
             event, fields = REPORTS[kind]
             said = (header[field] for field in fields)

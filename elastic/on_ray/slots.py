@@ -6,12 +6,15 @@ What it is told to do is elastic/on_ray/cluster.py's; the decisions' view is the
 import asyncio
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from ray.actor import ActorHandle
 
 from elastic.control.suspicion import Watch
+
+ENDING_GRACE_S = 3.0
 
 
 @dataclass
@@ -54,6 +57,16 @@ def end_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+async def see_off(pids: list[int]) -> None:
+    """Wait until these processes of this node are gone; who stays too long is ended."""
+    deadline = time.monotonic() + ENDING_GRACE_S
+    while any(is_running(p) for p in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    for pid in pids:
+        if is_running(pid):
+            end_process(pid)
 
 
 def is_running(pid: int) -> bool:

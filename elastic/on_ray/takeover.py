@@ -56,6 +56,7 @@ class Takeover:
                 header["step"],
             )
         self._cluster.workers[worker] = slot
+        self._cluster.holders.on_node(slot.node_id)
         slot.task = self._cluster.in_background(self._watch(worker, slot))
         self._standings[worker] = standing
         self._has_news.set()

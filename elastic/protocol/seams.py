@@ -38,6 +38,8 @@ class WorkerSpec:
     eval_every: int | None
     checkpoint_every: int | None
     """Steps between checkpoints, None for none but the last."""
+    snapshot_every: int = 1
+    """Steps between copies of the shards in peer memory."""
     has_checkpoints: bool
     """Whether the run ends with a checkpoint."""
     max_nonfinite: int

@@ -13,8 +13,13 @@ from workers import groups
 DEADLINE_S = 120.0
 
 
-def run_ranks(num_ranks: int, body: Callable[["Ranks"], Any]) -> list[Any]:
-    """body(ranks) in one process per rank; its (picklable) results in rank order."""
+def run_ranks(
+    num_ranks: int, body: Callable[["Ranks"], Any], on_pause: Callable[[], None] | None = None
+) -> list[Any]:
+    """body(ranks) in one process per rank; its (picklable) results in rank order.
+
+    on_pause: done here once every rank has called `ranks.pause()` or returned.
+    """
     context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     pickled = cloudpickle.dumps(body)
@@ -27,20 +32,38 @@ def run_ranks(num_ranks: int, body: Callable[["Ranks"], Any]) -> list[Any]:
         process.start()
     for _, sender in pipes:
         sender.close()
-    results: list[Any] = []
-    for receiver, _ in pipes:
-        assert receiver.poll(DEADLINE_S), f"no result in {DEADLINE_S} s"
-        results.append(receiver.recv())
+    results = [_next(receiver) for receiver, _ in pipes]
+    if on_pause is not None:
+        on_pause()
+        paused = [rank for rank, result in enumerate(results) if result == PAUSED]
+        for rank in paused:
+            store.set(f"resume/{rank}", "")
+        for rank in paused:
+            results[rank] = _next(pipes[rank][0])
     for process in processes:
         process.join(DEADLINE_S)
     return results
 
 
+def _next(receiver: Any) -> Any:
+    assert receiver.poll(DEADLINE_S), f"no result in {DEADLINE_S} s"
+    return receiver.recv()
+
+
+PAUSED = "paused"
+
+
 class Ranks:
     """One process of the test: it forms a group for every generation that it is a member of."""
 
-    def __init__(self, index: int, port: int) -> None:
-        self.index, self._port = index, port
+    def __init__(self, index: int, port: int, sender: Any) -> None:
+        self.index, self._port, self._sender = index, port, sender
+
+    def pause(self) -> None:
+        """Wait until the test has done something."""
+        self._sender.send(PAUSED)
+        store = TCPStore("127.0.0.1", self._port, None, False, wait_for_workers=False)
+        store.wait([f"resume/{self.index}"])
 
     def form(self, generation: int, members: list[int]) -> groups.AnyGroup:
         """members: process indices in rank order, this one among them."""
@@ -60,4 +83,4 @@ class Ranks:
 
 def _run(index: int, port: int, pickled: bytes, sender: Any) -> None:
     torch.set_num_threads(1)
-    sender.send(cloudpickle.loads(pickled)(Ranks(index, port)))
+    sender.send(cloudpickle.loads(pickled)(Ranks(index, port, sender)))

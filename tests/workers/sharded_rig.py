@@ -1,5 +1,6 @@
 """A small workload, and training it for a few steps on ranks without a session around them."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -131,9 +132,15 @@ def raise_it(error: Exception) -> None:
     raise error
 
 
-def enter(replica: Replica, group: AnyGroup, step: int, catalogue: Catalogue | None = None) -> None:
+def enter(
+    replica: Replica,
+    group: AnyGroup,
+    step: int,
+    catalogue: Catalogue | None = None,
+    generation: int = 1,
+) -> None:
     if replica.sharded is not None:
-        replica.sharded.enter(group, step, catalogue, raise_it, nullcontext)
+        replica.sharded.enter(group, step, catalogue, raise_it, nullcontext, generation=generation)
 
 
 def train(
@@ -143,6 +150,7 @@ def train(
     num_steps: int,
     reduction: str = "bitwise",
     work: Work | None = None,
+    after_step: Callable[[Replica], None] = lambda replica: None,
 ) -> None:
     """As a session does it, with a vote of what was used."""
     config, work = spec(parallel, reduction), work or Work()
@@ -192,6 +200,7 @@ def train(
                 log_names=(),
             )
         )
+        after_step(replica)
     reducer.close()
 
 

@@ -4,7 +4,7 @@ through one all-to-all per few megabytes, uneven sizes included.
 Who holds what is known to all before anything moves; installing it is sharded.py's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,49 +35,76 @@ class Move:
     rows: range
 
 
-def moves_of(kind: Kind, held: Sequence[Place | None], new: Mesh) -> list[Move]:
-    """Who sends which rows of a tensor to whom, each row once; ordered by target and row.
+COPY = -1
+"""The owner of a source that no member holds: a copy in peer memory."""
 
-    held: by new rank, what it holds. LookupError if nobody holds some row.
+
+def moves_of(
+    kind: Kind, held: Sequence[Place | None], new: Mesh, owners: Sequence[int] | None = None
+) -> list[Move]:
+    """Which source gives which rows of a tensor to whom, each row once; by target and row.
+
+    held: what each source holds. owners: the new rank that has it in memory, or COPY; by default
+    source r is rank r. LookupError if nobody holds some row.
     """
-    holders = [(kind.rows(p.mesh, p.rank), r) for r, p in enumerate(held) if p is not None]
+    owners = range(len(held)) if owners is None else owners
+    holders = [(kind.rows(p.mesh, p.rank), s) for s, p in enumerate(held) if p is not None]
     moves: list[Move] = []
     for target in range(new.world_size):
         wanted = kind.rows(new, target)
         at = wanted.start
         while at < wanted.stop:
             found = [
-                (min(rows.stop, wanted.stop), source == target, -source)
-                for rows, source in holders
+                (min(rows.stop, wanted.stop), owners[s] == target, owners[s] != COPY, -s)
+                for rows, s in holders
                 if at in rows
             ]
             if not found:
                 raise LookupError(f"nobody holds row {at} of {kind.name}")
-            stop, _, source = max(found)  # the longest stretch, rather one's own
+            *_, source = max(found)  # the longest stretch, rather one's own, rather a member's
+            stop = max(found)[0]
             moves.append(Move(-source, target, range(at, stop)))
             at = stop
     return moves
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the rows of a state are."""
+
+    held: Sequence[Place]
+    owners: Sequence[int]
+    """As for `moves_of`."""
+    mine: Mapping[int, Mapping[str, Tensor]]
+    """Source -> its tensors by name: those that this rank owns."""
+    read: "Read"
+
+
+Read = Callable[[int, list[tuple[Kind, range, Tensor]]], None]
+"""Source, and what to read from it: rows of a tensor, and the memory to put them into."""
+
+
 def exchange(
     kinds: Sequence[Kind],
-    mine: Mapping[str, Tensor],
-    held: Sequence[Place | None],
+    plans: Sequence[list[Move]],
+    sources: Sources,
     new: Mesh,
     group: AnyGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """This rank's rows under `new` of every tensor, in fresh memory. A collective.
 
-    mine: what this rank holds, by name; empty if nothing. Raises PeerLost, and LookupError (on all
-    ranks alike, before anything is sent) if some row is held by nobody.
+    plans: the `moves_of` each kind. Raises PeerLost, and what `sources.read` raises once all
+    collectives are over.
     """
-    plans = [moves_of(kind, held, new) for kind in kinds]
     found: dict[str, Tensor] = {}
+    wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
     for batch in _batches(kinds):
         _exchange_batch(
-            [(kinds[i], plans[i]) for i in batch], mine, held, new, group, device, found
+            [(kinds[i], plans[i]) for i in batch], sources, new, group, device, found, wanted
         )
+    for source, pieces in wanted.items():
+        sources.read(source, pieces)
     return found
 
 
@@ -96,28 +123,32 @@ def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
 
 def _exchange_batch(
     batch: Sequence[tuple[Kind, list[Move]]],
-    mine: Mapping[str, Tensor],
-    held: Sequence[Place | None],
+    sources: Sources,
     new: Mesh,
     group: AnyGroup,
     device: torch.device,
     found: dict[str, Tensor],
+    wanted: dict[int, list[tuple[Kind, range, Tensor]]],
 ) -> None:
-    me, place = group.rank, held[group.rank]
+    me, owners = group.rank, sources.owners
     sent: list[list[Tensor]] = [[] for _ in range(new.world_size)]
     incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(new.world_size)]
     for kind, moves in batch:
         rows = kind.rows(new, me)
         target = found[kind.name] = kind.empty(rows, device)
         for move in moves:
-            if move.source == me:
-                assert place is not None
+            owner = owners[move.source]
+            if owner == me:
+                place = sources.held[move.source]
                 first = kind.rows(place.mesh, place.rank).start
-                piece = _rows(kind, mine[kind.name], move.rows, first)
-                sent[move.target].append(piece.contiguous().reshape(-1).view(torch.uint8))
+                piece = _rows(kind, sources.mine[move.source][kind.name], move.rows, first)
+                sent[move.target].append(piece.to(device).reshape(-1).view(torch.uint8))
             if move.target == me:
                 part = _rows(kind, target, move.rows, rows.start)
-                incoming[move.source].append((part, part.nbytes))
+                if owner == COPY:
+                    wanted.setdefault(move.source, []).append((kind, move.rows, part))
+                else:
+                    incoming[owner].append((part, part.nbytes))
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     outgoing = [torch.cat(pieces) if pieces else nothing for pieces in sent]
     received = [nothing.new_empty(sum(size for _, size in parts)) for parts in incoming]

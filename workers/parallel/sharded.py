@@ -22,15 +22,17 @@ from workers.checkpoint_load import find_newest, read_tensors
 from workers.digest import hash_of
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
+from workers.keeper import Keeper
 from workers.norm import norm_of_rows, row_squares
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
-from workers.parallel.reshard import Place, exchange
+from workers.parallel.regather import Label, Offer, Regather
+from workers.parallel.reshard import Place
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import Kind, RowsLost, is_shard, kinds_of, like, local, pattern_of
+from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
 from workers.reducers import Reducer
 from workers.replica import Replica
 
@@ -40,16 +42,18 @@ class Holding:
     """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
     kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `position`
-    in the mesh of `world_size` ranks.
+    in the mesh of `world_size` ranks. origin: the generation that computed the step, or took it by
+    reference.
     """
 
     kind: str = "nothing"
     step: int = 0
     position: int = 0
     world_size: int = 1
+    origin: int = 0
 
     def to_json(self) -> list[Any]:
-        return [self.kind, self.step, self.position, self.world_size]
+        return [self.kind, self.step, self.position, self.world_size, self.origin]
 
 
 class Sharded:
@@ -67,11 +71,14 @@ class Sharded:
         self._initial, self._initialise = initial, initialise
         self.holding = Holding()
         self.collectives: Collectives | None = None
+        self.keeper: Keeper | None = None
+        """This worker's side of peer memory; set by workers/member.py."""
         self.mesh = Mesh(spec.parallel, 1)
         """Of the generation at hand."""
         self._group: AnyGroup | None = None
         self._replicas: AnyGroup | None = None
         """Who holds the same rows; None: this rank stands by."""
+        self._generation = 0
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 
@@ -96,6 +103,8 @@ class Sharded:
     def forget(self) -> None:
         """What it holds is of no generation any more."""
         self.holding = Holding()
+        if self.keeper is not None:
+            self.keeper.forget()
 
     # --- a generation begins --------------------------------------------------------------
     def enter(
@@ -105,11 +114,16 @@ class Sharded:
         catalogue: Catalogue | None,
         say_lost: Callable[[PeerLost], None],
         gathering: Callable[[], AbstractContextManager[None]],
+        *,
+        generation: int = 1,
+        known_step: int | None = None,
     ) -> None:
-        """Get this rank's shard of the state of `step` and connect FSDP2. A collective.
+        """Get this rank's shard of the newest state of at most `step` steps that is whole, and
+        connect FSDP2. A collective.
 
         say_lost: tells the controller that a collective failed in a forward or backward.
-        Raises PeerLost and RowsLost, after which this worker may hold nothing.
+        known_step: see `Regather.run`. Raises PeerLost and RowsLost, after which this worker may
+        hold nothing.
         """
 
         def on_lost(error: PeerLost) -> NoReturn:
@@ -118,10 +132,10 @@ class Sharded:
 
         mesh = self.mesh = self._new_mesh(group)
         device = self.model.device
-        if self.holding.kind == "rows":
-            self.holding = replace(self.holding, step=self._replica.step)
+        self._note_steps()
         claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
         self.model.reset()
+        origin = generation
         references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
         if any(c.kind == "checkpoint" for c in references):
             assert catalogue is not None
@@ -129,9 +143,12 @@ class Sharded:
         elif references:
             self._take_initial(mesh, group.rank)
         else:
-            self._take_rows(claims, step, mesh, group)
+            known_step = step if known_step is None else known_step
+            step, origin = self._take_rows(claims, step, known_step, mesh, group)
         self._is_untouched = False
-        self.holding = Holding("rows", step, mesh.position(group.rank), group.world_size)
+        self._generation = generation
+        position = mesh.position(group.rank)
+        self.holding = Holding("rows", step, position, group.world_size, origin)
         self._group = group
         self._connect(mesh, group, on_lost, gathering)
         self._replica.norm_of = self._norm
@@ -179,36 +196,43 @@ class Sharded:
         found = read_tensors(catalogue, manifest, into=into, rows=rows)
         self._install(manifest.state, found, {t.name: t.shape for t in manifest.tensors})
 
-    def _take_rows(self, claims: list[Holding], step: int, mesh: Mesh, group: AnyGroup) -> None:
-        held = [
-            Place(Mesh(mesh.parallel, c.world_size), c.position)
-            if (c.kind, c.step) == ("rows", step)
-            else None
-            for c in claims
-        ]
-        source = next((r for r, place in enumerate(held) if place is not None), None)
-        if source is None:
-            raise RowsLost(f"no member holds anything of step {step}")
-        mine: Mapping[str, Tensor] = {}
-        described: Any = None
-        if held[group.rank] is not None:
-            header, mine = self._replica.header_and_tensors()
-            if group.rank == source:
-                described = [header, [kind.to_json() for kind in kinds_of(mine)]]
-        device = self.model.device
-        header, kinds = gather_json(group, described, device)[source]
-        places = [mesh.position(rank) for rank in range(mesh.world_size)]
-        if claims == [Holding("rows", step, at, mesh.world_size) for at in places]:
-            return  # the same members in the same order
-        known = [Kind.from_json(k) for k in kinds]
-        try:
-            tensors = exchange(known, mine, held, mesh, group, device)
-        except LookupError as error:
-            raise RowsLost(str(error)) from error
-        mine = {}
-        group.all_reduce(torch.zeros(1, device=device)).wait()  # nobody needs our old rows any more
+    def _note_steps(self) -> None:
+        """Steps that were committed since the generation began are its own."""
+        if self.holding.kind == "rows" and self._replica.step != self.holding.step:
+            step = self._replica.step
+            self.holding = replace(self.holding, step=step, origin=self._generation)
+
+    def _take_rows(
+        self, claims: list[Holding], step: int, known_step: int, mesh: Mesh, group: AnyGroup
+    ) -> Label:
+        first = claims[0]
+        rows = replace(first, kind="rows", world_size=mesh.world_size)
+        if claims == [replace(rows, position=mesh.position(r)) for r in range(mesh.world_size)]:
+            return Label(first.step, first.origin)  # the same members in the same order
+        device, keeper = self.model.device, self.keeper
+        holders = () if keeper is None else keeper.holders
+        gather = Regather(group, mesh, self._offers(mesh), holders, self._spec.token, device)
+        found = gather.run(step, known_step)
         self._place(mesh, group.rank)
-        self._install(header, tensors, {k.name: k.shape for k in known if k.is_sharded})
+        shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
+        self._install(found.header, found.rows, shapes)
+        return found.label
+
+    def _offers(self, mesh: Mesh) -> list[Offer]:
+        """What this rank has in memory: its live rows, and the shadows of other steps."""
+        offers: list[Offer] = []
+        live = self.holding
+        if live.kind == "rows":
+            header, tensors = self._replica.header_and_tensors()
+            place = Place(Mesh(mesh.parallel, live.world_size), live.position)
+            label = Label(live.step, live.origin)
+            offers.append(Offer(label, place, tensors, lambda: (header, kinds_of(tensors))))
+        for shadow in [] if self.keeper is None else self.keeper.finished():
+            place = Place(shadow.mesh, shadow.key.rank)
+            label = Label(shadow.key.step, shadow.origin)
+            if not any((o.label, o.place) == (label, place) for o in offers):
+                offers.append(Offer(label, place, shadow.tensors, shadow.described))
+        return offers
 
     def _place(self, mesh: Mesh, rank: int) -> None:
         self.holding = Holding()  # until the new rows are complete

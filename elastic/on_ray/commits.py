@@ -1,0 +1,75 @@
+"""Steps that members have voted for, until they go on record.
+
+Where shards are kept in peer memory, a step is committed once every rank's copy of it is held:
+else the loss of a rank could take a recorded step along.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Record = Callable[[int, dict[str, Any]], None]
+
+
+class Commits:
+    """One generation's at a time, and the newest vote."""
+
+    def __init__(self, record: Record) -> None:
+        """record: takes (generation, the step's line); it knows what it has already."""
+        self._record = record
+        self._generation, self._world_size = 0, 0
+        self._lines: list[dict[str, Any]] = []
+        self._held: dict[int, int] = {}  # rank -> step
+        self.vote: tuple[int, dict[str, Any], bytes] | None = None
+        """The newest completed one: step, layout, content."""
+        self._given_up = 0
+        """Generations up to this one report nothing any more."""
+
+    def keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
+        if layout is not None and (self.vote is None or step >= self.vote[0]):
+            self.vote = (step, layout, content)
+
+    def vote_of(self, step: int) -> tuple[dict[str, Any], bytes]:
+        """What rolls those forward to `step` who did not see its vote complete."""
+        assert self.vote is not None
+        assert self.vote[0] == step, (self.vote[0], step)
+        return self.vote[1:]
+
+    def hear(self, header: dict[str, Any], content: bytes) -> None:
+        """Steps from the lowest rank, in order, and the last one's vote; some may have been said
+        before."""
+        self.keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], content)
+        generation, world_size = header["generation"], header["world_size"]
+        if not world_size:  # every member holds all of the state
+            for line in header["steps"]:
+                self._record(generation, line)
+            return
+        if self._is_current(generation):
+            self._world_size = world_size
+            self._lines += header["steps"]
+            self._pass_on()
+
+    def hear_held(self, generation: int, rank: int, step: int) -> None:
+        """A rank's copy of `step` is held, or there is no holder for it."""
+        if self._is_current(generation):
+            self._held[rank] = max(step, self._held.get(rank, 0))
+            self._pass_on()
+
+    def give_up(self, generation: int) -> None:
+        """Its members may go back: what they have not committed for sure, their successors say."""
+        self._given_up = max(self._given_up, generation)
+        self._lines.clear()
+
+    def _is_current(self, generation: int) -> bool:
+        if generation <= self._given_up or generation < self._generation:
+            return False
+        if generation > self._generation:
+            self._generation, self._world_size = generation, 0
+            self._lines, self._held = [], {}
+        return True
+
+    def _pass_on(self) -> None:
+        if not self._world_size or len(self._held) < self._world_size:
+            return
+        safe = min(self._held.values())
+        while self._lines and self._lines[0]["metrics"]["step"] <= safe:
+            self._record(self._generation, self._lines.pop(0))

@@ -1,0 +1,258 @@
+"""Ranks that lose members go on from shadows and holders' copies, with the bits of plain training.
+
+Ranks are processes, holders live in the test's process, and nobody writes to storage.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import build, enter, newcomer, sha256, spec, train
+from workers.groups import Alone
+from workers.holder import HolderServer
+from workers.keeper import Keeper
+from workers.parallel.shards import RowsLost
+from workers.shelf import Key
+
+STEPS = 3
+NEVER = lambda: False  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The hash after so many steps of one rank without sharding."""
+    replica, hashes = build("ddp"), []
+    for _ in range(2 * STEPS + 2):
+        hashes.append(sha256(replica))
+        train(replica, Alone(), "ddp", 1)
+    return hashes
+
+
+@pytest.fixture
+def holders():
+    """Two of them; and where workers find them."""
+    servers = [HolderServer("127.0.0.1", "t") for _ in range(2)]
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def where(servers):
+    return [[f"node{i}", *server.address] for i, server in enumerate(servers)]
+
+
+@dataclass
+class Place:
+    """Where a member stands."""
+
+    generation: int
+    rank: int
+    world_size: int
+
+
+class Rank:
+    """One process: a replica that is kept in peer memory."""
+
+    def __init__(self, ranks, parallel, holders, every=1):
+        self.ranks, self.parallel, self.holders = ranks, parallel, holders
+        self.replica = build(parallel) if ranks.index == 0 else newcomer(parallel)
+        self.said = []
+        config = replace(spec(parallel), snapshot_every=every)
+        self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
+        self.replica.sharded.keeper = self.keeper
+
+    def enter(self, generation, members, step, is_kept=True):
+        """The generation's newest whole state of at most `step`."""
+        self.place = Place(generation, members.index(self.ranks.index), len(members))
+        self.group = self.ranks.form(generation, members)
+        self.keeper.hear(self.holders)
+        enter(self.replica, self.group, step, generation=generation)
+        if is_kept:
+            self.keeper.begin(self.replica, self.replica.sharded.holding.origin, self.place)
+
+    def train(self, num_steps, is_last_held=True):
+        for i in range(num_steps):
+            self.keeper.before_vote(self.replica.step + 1, NEVER)  # as a session does
+            is_last = i == num_steps - 1
+            keep = is_last_held or not is_last
+            train(self.replica, self.group, self.parallel, 1, after_step=self.keep(keep))
+        if is_last_held:
+            self.keeper.wait(NEVER)
+
+    def keep(self, does_so):
+        return lambda replica: does_so and self.keeper.after_step(replica, self.place)
+
+
+def survivors_of(num_ranks, lost):
+    return [r for r in range(num_ranks) if r not in lost]
+
+
+def test_survivors_of_any_size_go_on_from_the_step_that_was_held(plain, holders):
+    at = where(holders)
+    losses = [
+        ("fsdp", 2, [1]),
+        ("fsdp", 4, [2]),
+        ("fsdp", 3, [0]),
+        ("fsdp", 3, [1, 2]),
+        ("fsdp-grad-op", 3, [1]),
+    ]
+
+    def body(ranks):
+        found = []
+        for number, (parallel, num_ranks, lost) in enumerate(losses):
+            if ranks.index >= num_ranks:
+                continue
+            rank = Rank(ranks, parallel, at)
+            rank.enter(2 * number, list(range(num_ranks)), 0)
+            rank.train(STEPS)
+            if ranks.index not in lost:
+                rank.enter(2 * number + 1, survivors_of(num_ranks, lost), STEPS)
+                found.append((number, rank.replica.step, sha256(rank.replica)))
+                rank.train(2)
+                found.append((number, rank.replica.step, sha256(rank.replica)))
+        return found
+
+    for index, found in enumerate(run_ranks(4, body)):
+        took_part = [i for i, (_, n, lost) in enumerate(losses) if index in survivors_of(n, lost)]
+        assert found == [(i, s, plain[s]) for i in took_part for s in (STEPS, STEPS + 2)]
+
+
+def test_a_step_whose_copies_are_not_all_held_is_done_again(plain, holders):
+    """The survivors stand at step 4; the lost rank's copy is of step 3: so are their shadows."""
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        rank.enter(1, [0, 1, 2], 0)
+        rank.train(STEPS)
+        rank.train(1, is_last_held=ranks.index != 1)
+        if ranks.index == 1:
+            return None
+        rank.enter(2, [0, 2], STEPS + 1)
+        found = rank.replica.step, sha256(rank.replica)
+        rank.train(1)
+        return *found, sha256(rank.replica)
+
+    expected = (STEPS, plain[STEPS], plain[STEPS + 1])
+    assert run_ranks(3, body) == [expected, None, expected]
+
+
+def test_two_losses_in_a_row_and_newcomers_end_with_the_same_bits(plain, holders):
+    """4 ranks, then 3, then 1 with 2 new ones, which get their rows like anybody."""
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        seen = []
+        for generation, members in enumerate(([0, 1, 2, 3], [0, 2, 3], [2, 4, 5]), start=1):
+            if ranks.index in members:
+                rank.enter(generation, members, generation - 1)
+                rank.train(1)
+                seen.append(sha256(rank.replica))
+        return seen
+
+    found = run_ranks(6, body)
+    assert found == [plain[1:3], plain[1:2], plain[1:4], plain[1:3], plain[3:4], plain[3:4]]
+
+
+def test_a_loss_before_the_new_membership_s_copies_are_held_is_met_by_the_old_ones(plain, holders):
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        rank.enter(1, [0, 1, 2], 0)
+        rank.train(STEPS)
+        if ranks.index == 0:
+            return None
+        rank.enter(2, [1, 2], STEPS, is_kept=ranks.index == 2)
+        rank.keeper.wait(NEVER)
+        if ranks.index == 1:
+            return None
+        rank.enter(3, [2], STEPS)
+        rank.train(1)
+        return rank.replica.step, sha256(rank.replica)
+
+    at_all = run_ranks(3, body)
+    assert at_all == [None, None, (STEPS + 1, plain[STEPS + 1])]
+
+
+def test_at_a_longer_interval_the_run_returns_to_the_last_snapshot(plain, holders):
+    at, every = where(holders), 3
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at, every)
+        rank.enter(1, [0, 1, 2], 0)
+        rank.train(every + 2)
+        if ranks.index == 2:
+            return None
+        rank.enter(2, [0, 1], every + 2)
+        found = rank.replica.step, sha256(rank.replica)
+        rank.train(1)
+        return *found, sha256(rank.replica), rank.said
+
+    expected = (every, plain[every], plain[every + 1], [])
+    assert run_ranks(3, body) == [expected, expected, None]
+
+
+def test_a_damaged_copy_is_never_used(plain, holders):
+    """Of the lost rank's two copies the newer one is damaged: the older step it is."""
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        rank.enter(1, [0, 1], 0)
+        rank.train(STEPS)
+        if ranks.index == 1:
+            return "lost"
+        rank.ranks.pause()
+        rank.enter(2, [0], STEPS)
+        return rank.replica.step, sha256(rank.replica)
+
+    def damage():
+        holders[0].shelf.copy(Key(1, 1, STEPS)).content[100] ^= 1
+
+    assert run_ranks(2, body, on_pause=damage) == [(STEPS - 1, plain[STEPS - 1]), "lost"]
+
+
+def test_a_rank_and_its_holder_lost_at_once_are_told_by_all(holders):
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        rank.enter(1, [0, 1, 2], 0)
+        rank.train(STEPS)
+        if ranks.index == 1:
+            return "lost"
+        rank.ranks.pause()
+        with pytest.raises(RowsLost, match=r"nobody holds row \d of .* no holder either"):
+            rank.enter(2, [0, 2], STEPS)
+        return "told"
+
+    def close():
+        for holder in holders:
+            holder.close()
+
+    assert run_ranks(3, body, on_pause=close) == ["told", "lost", "told"]
+
+
+def test_a_lost_holder_is_replaced_and_filled_again(plain, holders):
+    first, second = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", [first])
+        rank.enter(1, [0, 1], 0)
+        rank.train(STEPS)
+        rank.ranks.pause()
+        rank.train(1)  # the first one is gone
+        is_held = rank.keeper.shadows[-1].is_held
+        rank.keeper.hear([first, second])
+        rank.keeper.wait(NEVER)
+        if ranks.index == 1:
+            return is_held, rank.keeper.shadows[-1].is_held
+        rank.holders = [first, second]
+        rank.enter(2, [0], STEPS + 1)
+        return rank.replica.step, sha256(rank.replica)
+
+    found = run_ranks(2, body, on_pause=holders[0].close)
+    assert found == [(STEPS + 1, plain[STEPS + 1]), (False, True)]

@@ -1,0 +1,92 @@
+"""What a holder keeps: whole copies only, the right generations, and rows by their number."""
+
+import pytest
+
+from elastic.protocol.pairing import HolderAt, holders_for
+from workers.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+
+
+def copy(generation, rank, step, content=b"aabbccdd!"):
+    """Rows 2..5 of a tensor of two bytes a row, and a replicated tensor of one byte."""
+    slices = (
+        Slice("w", "uint8", (8, 2), True, 2, 4, 8),
+        Slice("n", "uint8", (), False, 0, 1, 1),
+    )
+    sums = (crc32(memoryview(b"aabbccdd")), crc32(memoryview(b"!")))
+    key = Key(generation, rank, step)
+    return Copy(key, generation, 2, {}, slices, bytearray(content), sums)
+
+
+def keys(shelf):
+    return [tuple(c.key) for c in shelf.good()[0]]
+
+
+def test_a_copy_serves_its_rows_by_their_number_in_the_whole():
+    held = copy(1, 0, 5)
+    assert bytes(held.rows("w", 3, 2)) == b"bbcc"
+    assert bytes(held.rows("n", 0, 1)) == b"!"
+    for first, num in ((1, 1), (5, 2)):
+        with pytest.raises(LookupError):
+            held.rows("w", first, num)
+
+
+def test_a_copy_that_is_not_what_was_sent_is_refused():
+    shelf = Shelf()
+    with pytest.raises(DamagedCopy, match="rank 0, step 5: w"):
+        shelf.put(copy(1, 0, 5, b"aabbcXdd!"))
+    with pytest.raises(DamagedCopy, match="8 bytes for slices of 9"):
+        copy(1, 0, 5, b"aabbccdd")
+    assert keys(shelf) == []
+
+
+def test_a_copy_that_was_damaged_on_the_shelf_is_never_offered():
+    shelf = Shelf()
+    shelf.put(copy(1, 0, 5))
+    shelf.put(copy(1, 1, 5))
+    shelf.copy(Key(1, 0, 5)).content[8] ^= 1
+    copies, damaged = shelf.good()
+    assert [c.key for c in copies] == [Key(1, 1, 5)]
+    assert damaged == ["rank 0, step 5: n"]
+    with pytest.raises(LookupError):
+        shelf.copy(Key(1, 0, 5))
+
+
+def test_two_generations_of_a_rank_are_kept_until_all_hold_the_newer_one():
+    shelf = Shelf()
+    for step in (1, 2, 3):
+        shelf.put(copy(1, 0, step))
+    shelf.put(copy(1, 1, 2))
+    assert sorted(keys(shelf)) == [(1, 0, 2), (1, 0, 3), (1, 1, 2)]
+    shelf.settle(1, 3)
+    assert keys(shelf) == [(1, 0, 3)]
+
+
+def test_an_older_membership_s_copies_stay_until_the_new_one_s_are_whole():
+    shelf = Shelf()
+    shelf.put(copy(1, 0, 7))
+    shelf.put(copy(2, 0, 7))
+    with pytest.raises(Stale, match="generation 1, 2 has begun"):
+        shelf.put(copy(1, 1, 8))
+    assert keys(shelf) == [(1, 0, 7), (2, 0, 7)]
+    shelf.settle(2, 7)
+    assert keys(shelf) == [(2, 0, 7)]
+
+
+def test_memory_is_used_again():
+    shelf = Shelf()
+    first = copy(1, 0, 1)
+    shelf.put(first)
+    shelf.put(copy(1, 0, 2))
+    shelf.settle(1, 2)
+    assert shelf.room(9) is first.content
+    assert shelf.room(9) is not first.content
+
+
+def test_a_worker_s_copy_goes_to_the_next_node_and_to_its_own_only_if_there_is_no_other():
+    a, b, c = (HolderAt(name, "h", 1) for name in "abc")
+    assert holders_for("a", [c, b, a]) == (b, c, a)
+    assert holders_for("b", [c, b, a]) == (c, a, b)
+    assert holders_for("c", [c, b, a]) == (a, b, c)
+    assert holders_for("x", [c]) == (c,)
+    assert holders_for("a", [a]) == (a,)
+    assert holders_for("a", []) == ()

@@ -1,0 +1,185 @@
+"""A holder: a process that keeps copies of trainers' shards and outlives the trainers.
+
+It answers over our own TCP frames (elastic/protocol/wire.py): no pickle, and no torch, so that it
+starts at once. What it keeps and drops is shelf.py's; who asks is keeper.py and regather.py.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from elastic.protocol import wire
+from workers.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.5
+
+
+class HolderServer:
+    """Listens; a thread per connection."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self.shelf = Shelf()
+        self._token, self._lock = token, threading.Lock()
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._open: set[socket.socket] = set()
+        self._used_at = time.monotonic()
+        threading.Thread(target=self._accept, name="holder", daemon=True).start()
+
+    def wait_until_left(self, lease_s: float) -> None:
+        """Return once nobody has been connected for `lease_s`."""
+        while True:
+            with self._lock:
+                left_s = self._used_at + lease_s - time.monotonic()
+                if self._open:
+                    left_s = lease_s
+            if left_s <= 0:
+                return
+            time.sleep(min(_POLL_S, left_s))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in tuple(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open.add(connection)
+        try:
+            connection.settimeout(10)
+            hello, _ = wire.receive(connection)
+            if hello.get("token") != self._token:
+                return
+            connection.settimeout(None)  # a trainer between steps is silent; its loss closes
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                self._answer(connection, *wire.receive_header(connection))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # closed by the other side, or not one of ours
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                self._used_at = time.monotonic()
+            connection.close()
+
+    def _answer(self, connection: socket.socket, asked: wire.Header, payload_bytes: int) -> None:
+        match asked["type"]:
+            case "push":
+                self._take(connection, asked, payload_bytes)
+            case "have":
+                wire.send(connection, self._have())
+            case "describe":
+                copy = self._found(asked["key"])
+                said = None if copy is None else described(copy)
+                wire.send(connection, {"type": "described", "copy": said})
+            case "read":
+                self._read(connection, asked)
+            case kind:
+                raise ValueError(f"{kind} is not asked of a holder")
+
+    def _take(self, connection: socket.socket, asked: wire.Header, payload_bytes: int) -> None:
+        with self._lock:
+            room = self.shelf.room(payload_bytes)
+        wire.receive_into(connection, memoryview(room))
+        sums, _ = wire.receive(connection)
+        settled = asked["settled"]
+        try:
+            copy = Copy(
+                Key(*asked["key"]),
+                asked["origin"],
+                asked["world_size"],
+                asked["state"],
+                tuple(Slice.from_json(s) for s in asked["slices"]),
+                room,
+                tuple(sums["sums"]),
+            )
+            with self._lock:
+                if settled is not None:
+                    self.shelf.settle(*settled)
+                self.shelf.put(copy)
+        except (DamagedCopy, Stale) as error:
+            log.warning('copy=%s refused reason="%s"', asked["key"], error)
+            wire.send(connection, {"type": "refused", "reason": str(error)})
+        else:
+            wire.send(connection, {"type": "held"})
+
+    def _have(self) -> wire.Header:
+        with self._lock:
+            copies, damaged = self.shelf.good()
+        for what in damaged:
+            log.error('copy damaged reason="%s"', what)
+        found = [[*c.key, c.origin, c.world_size] for c in copies]
+        return {"type": "have", "copies": found, "damaged": damaged}
+
+    def _found(self, key: Sequence[int]) -> Copy | None:
+        with self._lock, suppress(LookupError):
+            return self.shelf.copy(Key(*key))
+        return None
+
+    def _read(self, connection: socket.socket, asked: wire.Header) -> None:
+        copy = self._found(asked["key"])
+        try:
+            if copy is None:
+                raise LookupError("it is not held any more")
+            copy.check()
+            rows = [copy.rows(*piece) for piece in asked["pieces"]]
+        except (LookupError, DamagedCopy) as error:
+            wire.send(connection, {"type": "refused", "reason": str(error)})
+            return
+        wire.send(connection, {"type": "rows", "sums": [crc32(r) for r in rows]}, rows)
+
+
+def described(copy: Copy) -> dict[str, Any]:
+    """What a reader needs to know before it asks for rows."""
+    return {"state": copy.state, "slices": [s.to_json() for s in copy.slices]}
+
+
+def connect(address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
+    """A connection to a holder. Raises OSError, TimeoutError for a holder that says nothing."""
+    connection = socket.create_connection(address, timeout=timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.send(connection, {"type": "hello", "token": token})
+    return connection
+
+
+def ask(connection: socket.socket, header: wire.Header) -> wire.Header:
+    """A request without a payload, and its answer. Raises OSError."""
+    wire.send(connection, header)
+    return wire.receive(connection)[0]
+
+
+def read_rows(
+    connection: socket.socket,
+    key: Key,
+    pieces: Sequence[tuple[str, int, int]],
+    into: Sequence[memoryview],
+) -> None:
+    """Rows of a copy into memory of their sizes. Raises OSError, LookupError and DamagedCopy."""
+    asked = {"type": "read", "key": list(key), "pieces": [list(p) for p in pieces]}
+    wire.send(connection, asked)
+    answer, size_bytes = wire.receive_header(connection)
+    if answer["type"] != "rows":
+        raise LookupError(answer["reason"])
+    if size_bytes != sum(len(view) for view in into):
+        raise LookupError(f"{size_bytes} bytes came")
+    for view in into:
+        wire.receive_into(connection, view)
+    for (name, *_), view, expected in zip(pieces, into, answer["sums"], strict=True):
+        if crc32(view) != expected:
+            raise DamagedCopy(f"rank {key.rank}, step {key.step}: {name}, on its way")

@@ -1,0 +1,267 @@
+"""A rank's side of peer memory: its shard, as of the last steps, on the host and in a holder.
+
+After a step the shard is copied while the next step computes (the *shadow*), then pushed to a
+holder on another failure domain, both in a thread. What is read back, and when, is regather.py's.
+"""
+
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from elastic.protocol import wire
+from elastic.protocol.mesh import Mesh
+from elastic.protocol.pairing import HolderAt
+from elastic.protocol.seams import WorkerSpec
+from workers.holder import connect
+from workers.parallel.shards import Kind, kinds_of, local
+from workers.peer import as_bytes
+from workers.replica import Replica
+from workers.shelf import Key, Slice, crc32
+from workers.snapshot import Arena, Snapshot
+
+log = logging.getLogger(__name__)
+CONNECT_S = 2.0
+TRANSFER_S = 5.0
+"""How long a holder may be silent in the middle of a push before another one is tried."""
+_POLL_S = 0.02
+
+
+class Standing(Protocol):
+    """Whose shard it is: `Member`."""
+
+    generation: int
+    rank: int
+    world_size: int
+
+
+class Shadow:
+    """This rank's shard after `step` steps, on the host once it is copied."""
+
+    def __init__(self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: Arena) -> None:
+        """To be made between steps; origin: the generation that computed the step."""
+        self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
+        self.is_held = False
+        self.num_jobs = 0
+        """That read it; under the keeper's lock."""
+        self.kinds: list[Kind] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._is_copied = threading.Event()
+        self._snapshot = replica.snapshot(self._rows, arena)
+        self.state: dict[str, Any] = self._snapshot.header
+
+    def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.kinds = kinds_of(tensors)
+        return {name: local(t) for name, t in tensors.items()}
+
+    def copy(self) -> None:
+        """In the keeper's thread."""
+        snapshot: Snapshot = self._snapshot
+        self.arena.reserve(snapshot.shapes.values())
+        for name in snapshot.shapes:
+            self.tensors[name] = snapshot.take(name)
+        self._is_copied.set()
+
+    def finish(self, timeout_s: float) -> bool:
+        """Whether it is copied, at latest after `timeout_s`."""
+        self._snapshot.settle()
+        return self._is_copied.wait(timeout_s)
+
+    def described(self) -> tuple[dict[str, Any], list[Kind]]:
+        """JSON part and tensors of the state."""
+        return self.state, self.kinds
+
+    def slices(self) -> list[Slice]:
+        found: list[Slice] = []
+        for kind in self.kinds:
+            rows = kind.rows(self.mesh, self.key.rank)
+            dtype = str(kind.dtype).removeprefix("torch.")
+            size_bytes = self.tensors[kind.name].nbytes
+            piece = (kind.is_sharded, rows.start, len(rows), size_bytes)
+            found.append(Slice(kind.name, dtype, kind.shape, *piece))
+        return found
+
+
+class Keeper:
+    """The main thread keeps and waits; a thread copies and pushes."""
+
+    def __init__(self, spec: WorkerSpec, send: Callable[..., None]) -> None:
+        """send: reports to the controller."""
+        self._spec, self._send = spec, send
+        self.shadows: list[Shadow] = []
+        """Oldest first: the last one may not be held yet, by it or by others."""
+        self.holders: tuple[HolderAt, ...] = ()
+        """The best first."""
+        self._failed: set[HolderAt] = set()
+        self._arenas: list[Arena] = []
+        self._generation = 0
+        self._changed = threading.Condition()
+        self._num_open = 0  # jobs that the thread has not finished
+        self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        self._connected_to: HolderAt | None = None
+        threading.Thread(target=self._work, name="keeper", daemon=True).start()
+
+    @property
+    def delays_commits(self) -> bool:
+        """A step is on record only once all its shards are held."""
+        return self._spec.snapshot_every == 1
+
+    def is_due(self, step: int) -> bool:
+        return step % self._spec.snapshot_every == 0
+
+    # --- main thread -------------------------------------------------------------------
+    def begin(self, replica: Replica, origin: int, by: Standing) -> None:
+        """A generation has formed: all its shards are to be held, and older ones kept until then.
+
+        origin: the generation that computed the step it begins with.
+        """
+        self._generation = by.generation
+        if self._num_open and self._connection is not None:
+            with suppress(OSError):  # nobody needs what is still on its way
+                self._connection.shutdown(socket.SHUT_RDWR)
+        same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, replica.step)]
+        self._keep(same[-1:], replica, origin, by, None)
+
+    def after_step(self, replica: Replica, by: Standing) -> None:
+        """A step was voted for; `wait` has been called before, so all hold the last copy."""
+        if not self.is_due(replica.step):
+            return
+        last = self.shadows[-1:]
+        settled = last[0].key if last else None
+        is_of_this = settled is not None and settled.generation == by.generation
+        since = (by.generation, settled.step) if is_of_this and settled is not None else None
+        self._keep(last, replica, by.generation, by, since)
+
+    def _keep(
+        self,
+        shadows: list[Shadow],
+        replica: Replica,
+        origin: int,
+        by: Standing,
+        settled: tuple[int, int] | None,
+    ) -> None:
+        self._let_go(shadows)
+        arena = self._arenas.pop() if self._arenas else Arena()
+        mesh = Mesh(self._spec.parallel, by.world_size)
+        assert replica.sharded is not None
+        key = Key(by.generation, replica.sharded.mesh.position(by.rank), replica.step)
+        shadow = Shadow(key, origin, mesh, replica, arena)
+        self.shadows.append(shadow)
+        self._ask(shadow, settled)
+
+    def _ask(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
+        with self._changed:
+            self._num_open += 1
+            shadow.num_jobs += 1
+        self._jobs.put((shadow, settled))
+
+    def _let_go(self, kept: list[Shadow]) -> None:
+        with self._changed:  # what is still being sent keeps its memory
+            idle = [s for s in self.shadows if s not in kept and not s.num_jobs]
+            self.shadows = list(kept)
+        for shadow in idle:
+            shadow.arena.give(shadow.tensors)
+            self._arenas.append(shadow.arena)
+
+    def finished(self) -> list[Shadow]:
+        """Those that are whole on the host, the newest first."""
+        return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
+
+    def before_vote(self, step: int, is_over: Callable[[], bool]) -> None:
+        """Of the step that makes it `step`: the last copy is held, or there is no holder."""
+        if self.is_due(step):
+            self.wait(is_over)
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Until the last copy is held, there is no holder, or is_over()."""
+        with self._changed:
+            while self._num_open and not is_over():
+                self._changed.wait(_POLL_S)
+
+    def forget(self) -> None:
+        """The run goes back to a checkpoint: what was kept is of no use."""
+        self._generation = -1
+        self._let_go([])
+
+    # --- link's thread -------------------------------------------------------------------
+    def hear(self, holders: Sequence[Sequence[Any]]) -> None:
+        """Where this rank's copies may go, the best first."""
+        self.holders = tuple(HolderAt(*h) for h in holders)
+        self._failed &= set(self.holders)
+        with self._changed:
+            newest = self.shadows[-1:]
+            if newest and not newest[0].is_held:
+                self._ask(newest[0], None)
+
+    # --- keeper's thread -----------------------------------------------------------------
+    def _work(self) -> None:
+        while True:
+            shadow, settled = self._jobs.get()
+            if not shadow.tensors:
+                shadow.copy()
+            if not shadow.is_held:
+                shadow.is_held = self._push(shadow, settled)
+            is_current = shadow.key.generation == self._generation
+            if is_current and self.delays_commits:
+                generation, rank, step = shadow.key
+                self._send("held", generation=generation, rank=rank, step=step)
+            with self._changed:
+                self._num_open -= 1
+                shadow.num_jobs -= 1
+                self._changed.notify_all()
+
+    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> bool:
+        """To the best holder that takes it. False if none does: the rank is not protected."""
+        header = {
+            "type": "push",
+            "key": list(shadow.key),
+            "origin": shadow.origin,
+            "world_size": shadow.mesh.world_size,
+            "state": shadow.state,
+            "slices": [s.to_json() for s in shadow.slices()],
+            "settled": settled,
+        }
+        for holder in self.holders:
+            if shadow.key.generation != self._generation:
+                return False
+            if holder in self._failed:
+                continue
+            try:
+                self._send_copy(holder, header, shadow)
+                return True
+            except (OSError, ValueError) as error:
+                self._close()
+                if shadow.key.generation == self._generation:
+                    self._failed.add(holder)
+                    log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
+        return False
+
+    def _send_copy(self, holder: HolderAt, header: wire.Header, shadow: Shadow) -> None:
+        if self._connection is None or self._connected_to != holder:
+            self._close()
+            self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
+            self._connected_to = holder
+            self._connection.settimeout(TRANSFER_S)
+        connection = self._connection
+        tensors = shadow.tensors.values()
+        wire.send_header(connection, header, sum(t.nbytes for t in tensors))
+        sums: list[int] = []
+        for tensor in tensors:
+            view = as_bytes(tensor) if tensor.numel() else memoryview(b"")
+            sums.append(crc32(view))
+            connection.sendall(view)
+        wire.send(connection, {"type": "sums", "sums": sums})
+        answer, _ = wire.receive(connection)
+        if answer["type"] != "held":
+            raise ValueError(answer["reason"])
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._connected_to = None

@@ -1,0 +1,51 @@
+"""A sharded member at the beginning of a generation: it gets its rows, and they are copied to a
+holder from then on.
+
+Which rows those are is sharded.py's and regather.py's, what a member does else is member.py's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from elastic.protocol.errors import DamagedCheckpoint, PeerLost
+from workers.parallel.shards import RowsLost
+
+if TYPE_CHECKING:
+    from workers.member import Member
+
+
+def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
+    """Obey a Form command that a group has formed for. False if that failed.
+
+    The state may be of an earlier step than the command's: the newest that is whole.
+    """
+    replica, group = member.replica, member.group
+    sharded = replica.sharded
+    if sharded is None:
+        return True
+    assert group is not None
+    member.hear_holders(header)
+    before = replica.step
+    try:
+        sharded.enter(
+            group,
+            header["step"],
+            member.saver.catalogue,
+            member.collective_failed,
+            member.vitals.gathering,
+            generation=member.generation,
+            known_step=member.records.known_step,
+        )
+    except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
+        sharded.forget()
+        member.link.send("sync_failed", reason=str(error))
+        return False
+    except PeerLost as error:
+        member.collective_failed(error)
+        return False
+    if replica.step < before:
+        member.records.go_back(replica.step)
+    member.prepared = None
+    member.vitals.step = replica.step
+    if sharded.keeper is not None:
+        sharded.keeper.begin(replica, sharded.holding.origin, member)
+    return True

@@ -1,0 +1,230 @@
+"""The newest state that a generation's members can put together: from their live rows, from the
+shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
+
+All rows must be of one step that one generation computed. What is kept is workers/keeper.py's,
+how rows travel among members is reshard.py's.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.mesh import Mesh
+from elastic.protocol.pairing import HolderAt
+from workers.exchange import gather_json
+from workers.groups import AnyGroup
+from workers.holder import ask, connect, read_rows
+from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, moves_of
+from workers.parallel.shards import Kind, RowsLost
+from workers.peer import as_bytes
+from workers.shelf import DamagedCopy, Key
+
+log = logging.getLogger(__name__)
+HOLDER_S = 2.0
+"""How long a holder may be silent before its copies count as lost."""
+
+
+class Label(NamedTuple):
+    """A state: rows of the same label make one, whatever mesh they were cut for."""
+
+    step: int
+    origin: int
+    """The generation that computed the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Rows that this rank has in memory."""
+
+    label: Label
+    place: Place
+    tensors: Mapping[str, Tensor]
+    describe: Callable[[], tuple[dict[str, Any], list[Kind]]]
+
+    def to_json(self) -> list[int]:
+        return [*self.label, self.place.rank, self.place.mesh.world_size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    label: Label
+    place: Place
+    owner: int
+    """A member's rank, or COPY."""
+    index: int = 0
+    """Among its owner's offers."""
+    copy: tuple[HolderAt, Key] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """This rank's rows of a state."""
+
+    label: Label
+    header: dict[str, Any]
+    rows: dict[str, Tensor]
+    kinds: list[Kind]
+
+
+class Regather:
+    """One search for a state among members and holders. All of it is collective."""
+
+    def __init__(
+        self,
+        group: AnyGroup,
+        new: Mesh,
+        offers: Sequence[Offer],
+        holders: Sequence[HolderAt],
+        token: str,
+        device: torch.device,
+    ) -> None:
+        """holders: all that this rank knows; rank 0 asks them."""
+        self._group, self._new, self._offers = group, new, offers
+        self._holders, self._token, self._device = holders, token, device
+        self._sources: list[_Source] = []
+        self._why = "no member holds anything"
+
+    def run(self, step: int, known_step: int) -> Gathered:
+        """The newest state of at most `step` committed steps. Raises PeerLost and RowsLost.
+
+        known_step: what this rank could report up to; rank 0's counts.
+        """
+        mine = {"offers": [o.to_json() for o in self._offers], "known": known_step}
+        said = gather_json(self._group, mine, self._device)
+        limit = min(step, said[0]["known"])
+        for owner, of_rank in enumerate(said):
+            for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
+                place = Place(Mesh(self._new.parallel, world_size), rank)
+                self._sources.append(_Source(Label(at, origin), place, owner, index))
+        newest = self._labels(limit)[:1]
+        found = next(filter(None, map(self._try, newest)), None)
+        if found is None:
+            self._ask_holders()
+            found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
+        if found is None:
+            raise RowsLost(f"up to step {limit}: {self._why}")
+        return found
+
+    def _labels(self, limit: int) -> list[Label]:
+        """The newest first."""
+        return sorted({s.label for s in self._sources if s.label.step <= limit}, reverse=True)
+
+    def _ask_holders(self) -> None:
+        found: list[Any] = []
+        if self._group.rank == 0 and self._holders:
+            with ThreadPoolExecutor(len(self._holders)) as pool:
+                answers = list(pool.map(self._copies_at, self._holders))
+            found = [c for of_holder in answers for c in of_holder]
+        for at, generation, rank, step, origin, world_size in gather_json(
+            self._group, found, self._device
+        )[0]:
+            place = Place(Mesh(self._new.parallel, world_size), rank)
+            copy = HolderAt(*at), Key(generation, rank, step)
+            self._sources.append(_Source(Label(step, origin), place, COPY, copy=copy))
+
+    def _copies_at(self, holder: HolderAt) -> list[list[Any]]:
+        try:
+            with connect(holder[1:], self._token, HOLDER_S) as connection:
+                answer = ask(connection, {"type": "have"})
+        except OSError as error:
+            log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
+            return []
+        for what in answer["damaged"]:
+            log.error('a damaged copy is not used reason="%s"', what)
+        return [[list(holder), *c] for c in answer["copies"]]
+
+    def _try_hard(self, label: Label) -> Gathered | None:
+        """Again without the copies that could not be read, as long as there are others."""
+        while True:
+            before = len(self._sources)
+            found = self._try(label)
+            if found is not None or len(self._sources) == before:
+                return found
+
+    def _try(self, label: Label) -> Gathered | None:
+        """None if some rows are nobody's, or could not be read; then without who had them."""
+        sources = [s for s in self._sources if s.label == label]
+        described = self._describe(sources[0])
+        if described is None:
+            self._sources.remove(sources[0])
+            return None
+        header, kinds = described
+        held, owners = [s.place for s in sources], [s.owner for s in sources]
+        try:
+            plans = [moves_of(kind, held, self._new, owners) for kind in kinds]
+        except LookupError as error:
+            self._why = f"{error} at step {label.step}, no holder either"
+            return None
+        rows, failed = self._exchange(kinds, plans, sources)
+        everywhere = gather_json(self._group, failed, self._device)
+        bad = {i for of_rank in everywhere for i in of_rank}
+        if bad:
+            self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
+            return None
+        return Gathered(label, header, rows, kinds)
+
+    def _describe(self, source: _Source) -> tuple[dict[str, Any], list[Kind]] | None:
+        """JSON part and tensors of a state, from one who holds some of it."""
+        speaker = max(source.owner, 0)
+        said: Any = None
+        if self._group.rank == speaker:
+            if source.copy is None:
+                header, kinds = self._offers[source.index].describe()
+                said = [header, [k.to_json() for k in kinds]]
+            else:
+                said = self._described_copy(*source.copy)
+        said = gather_json(self._group, said, self._device)[speaker]
+        return said and (said[0], [Kind.from_json(k) for k in said[1]])
+
+    def _described_copy(self, holder: HolderAt, key: Key) -> list[Any] | None:
+        with suppress(OSError), connect(holder[1:], self._token, HOLDER_S) as connection:
+            copy = ask(connection, {"type": "describe", "key": list(key)})["copy"]
+            return copy and [copy["state"], [s[:4] for s in copy["slices"]]]
+        return None
+
+    def _exchange(
+        self, kinds: list[Kind], plans: list[list[Move]], sources: list[_Source]
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """This rank's rows, and which copies it could not read."""
+        failed: list[int] = []
+        connections: dict[HolderAt, socket.socket] = {}
+
+        def read(index: int, pieces: list[tuple[Kind, range, Tensor]]) -> None:
+            copy = sources[index].copy
+            assert copy is not None
+            holder, key = copy
+            try:
+                if holder not in connections:
+                    connections[holder] = connect(holder[1:], self._token, HOLDER_S)
+                _read_pieces(connections[holder], key, pieces)
+            except (OSError, LookupError, DamagedCopy) as error:
+                log.error('a copy is not used reason="%s"', error)
+                failed.append(index)
+
+        me = self._group.rank
+        mine = {i: self._offers[s.index].tensors for i, s in enumerate(sources) if s.owner == me}
+        where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
+        try:
+            rows = exchange(kinds, plans, where, self._new, self._group, self._device)
+        finally:
+            for connection in connections.values():
+                connection.close()
+        return rows, failed
+
+
+def _read_pieces(
+    connection: socket.socket, key: Key, pieces: list[tuple[Kind, range, Tensor]]
+) -> None:
+    asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
+    hosted = [torch.empty_like(t, device="cpu") for _, _, t in pieces]
+    into = [as_bytes(t) if t.numel() else memoryview(b"") for t in hosted]
+    read_rows(connection, key, asked, into)
+    for (_, _, target), rows in zip(pieces, hosted, strict=True):
+        target.copy_(rows)

@@ -1,0 +1,153 @@
+"""What a holder holds: copies of ranks' shards, verified, and which of them may go.
+
+Plain bytes: no torch, no sockets (workers/holder.py), no idea of what a state consists of.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from isal import isal_zlib
+
+crc32 = cast(Callable[[memoryview], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
+
+NUM_GENERATIONS = 2
+"""Snapshots of a rank that are kept: one that is whole everywhere, one that may become so."""
+
+
+class DamagedCopy(Exception):
+    """A copy whose bytes are not those that were sent."""
+
+
+class Stale(Exception):
+    """A copy from a generation that has a successor."""
+
+
+class Key(NamedTuple):
+    """Whose copy of which step. `generation`: in which it was made. `rank`: by the mesh's order."""
+
+    generation: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The rows of one tensor that a rank held; a replicated tensor counts as one row."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    is_sharded: bool
+    first_row: int
+    num_rows: int
+    size_bytes: int
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> "Slice":
+        name, dtype, shape, *rest = value
+        return cls(name, dtype, tuple(shape), *rest)
+
+    def to_json(self) -> list[Any]:
+        rows = [self.first_row, self.num_rows, self.size_bytes]
+        return [self.name, self.dtype, list(self.shape), self.is_sharded, *rows]
+
+
+@dataclass(slots=True)
+class Copy:
+    """A rank's shard of one step."""
+
+    key: Key
+    origin: int
+    """The generation that computed the step: copies of one origin and step make one state."""
+    world_size: int
+    state: Any
+    """The JSON part of the state."""
+    slices: tuple[Slice, ...]
+    content: bytearray
+    """The slices' rows, one after the other."""
+    sums: tuple[int, ...] = ()
+    """The CRC-32 of each slice."""
+    places: dict[str, tuple[int, Slice]] = field(default_factory=dict[str, tuple[int, Slice]])
+    """Name -> where its rows begin in `content`."""
+
+    def __post_init__(self) -> None:
+        at = 0
+        for piece in self.slices:
+            self.places[piece.name] = (at, piece)
+            at += piece.size_bytes
+        if at != len(self.content):
+            raise DamagedCopy(f"{len(self.content)} bytes for slices of {at}")
+
+    def check(self) -> None:
+        """Raises DamagedCopy."""
+        whole = memoryview(self.content)
+        for (at, piece), expected in zip(self.places.values(), self.sums, strict=True):
+            if crc32(whole[at : at + piece.size_bytes]) != expected:
+                raise DamagedCopy(f"rank {self.key.rank}, step {self.key.step}: {piece.name}")
+
+    def rows(self, name: str, first_row: int, num_rows: int) -> memoryview:
+        """Rows of a tensor, counted in the whole one. LookupError if they are not here."""
+        at, piece = self.places[name]
+        skipped = first_row - piece.first_row
+        if skipped < 0 or skipped + num_rows > piece.num_rows:
+            raise LookupError(f"rows {first_row} + {num_rows} of {name}")
+        row_bytes = piece.size_bytes // piece.num_rows if piece.num_rows else 0
+        begin = at + skipped * row_bytes
+        return memoryview(self.content)[begin : begin + num_rows * row_bytes]
+
+
+class Shelf:
+    """The copies of one holder. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Key, Copy] = {}
+        self._free: list[bytearray] = []
+        self.generation = 0
+        """The newest that has brought a copy."""
+
+    def room(self, size_bytes: int) -> bytearray:
+        """Memory for a copy to come: used before if there is some, which is already mapped."""
+        for i, free in enumerate(self._free):
+            if len(free) == size_bytes:
+                return self._free.pop(i)
+        self._free.clear()
+        return bytearray(size_bytes)
+
+    def put(self, copy: Copy) -> None:
+        """Take a copy in. Raises Stale, and DamagedCopy if it is not what was sent."""
+        if copy.key.generation < self.generation:
+            self._free.append(copy.content)
+            raise Stale(f"generation {copy.key.generation}, {self.generation} has begun")
+        copy.check()
+        self.generation = copy.key.generation
+        self._copies[copy.key] = copy
+        of_rank = sorted(k for k in self._copies if k[:2] == copy.key[:2])
+        for key in of_rank[:-NUM_GENERATIONS]:
+            self._drop(key)
+
+    def settle(self, generation: int, step: int) -> None:
+        """Every rank's copy of `step` is held, made in `generation`: nothing older is needed."""
+        for key in tuple(self._copies):
+            if key.generation < generation or (key.generation == generation and key.step < step):
+                self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        self._free.append(self._copies.pop(key).content)
+        del self._free[:-NUM_GENERATIONS]
+
+    def good(self) -> tuple[list[Copy], list[str]]:
+        """The copies that are still what was sent; the others are dropped, and what they were."""
+        damaged: list[str] = []
+        for key, copy in tuple(self._copies.items()):
+            try:
+                copy.check()
+            except DamagedCopy as error:
+                damaged.append(str(error))
+                del self._copies[key]
+        return list(self._copies.values()), damaged
+
+    def copy(self, key: Key) -> Copy:
+        """LookupError if it is not here."""
+        return self._copies[key]
