@@ -70,7 +70,7 @@ class Controller:
 
 
 @contextmanager
-def feed_of(source: ParquetSource, run_id: str) -> Iterator[RayFeed]:
+def feed_of(source: ParquetSource, run_id: str) -> Iterator[FeedOrder]:
     """A feed without a run, in the Ray that this process is connected to."""
     controller = ray.remote(Controller).options(
         name=f"{run_id}-controller", namespace=NAMESPACE, num_cpus=0
@@ -86,7 +86,7 @@ def feed_of(source: ParquetSource, run_id: str) -> Iterator[RayFeed]:
         place="/nowhere",
     )
     try:
-        yield RayFeed(order)
+        yield order
     finally:
         end_feed(run_id)
         ray.kill(alive)
@@ -105,8 +105,9 @@ def consume(loader: FedLoader, first: int, steps: int, pause_s: float) -> float:
 def peak_of(source: ParquetSource, steps: int, run_id: str) -> StoreUse:
     """Of a consumer that takes `steps` steps ten times slower than the first few."""
     use = StoreUse()
-    with feed_of(source, run_id) as feed:
-        loader = FedLoader(feed, seed=0, global_batch=MICRO_BATCH * V, micro_batch=MICRO_BATCH)
+    sizes = {"global_batch": MICRO_BATCH * V, "micro_batch": MICRO_BATCH}
+    with feed_of(source, run_id) as order:
+        loader = FedLoader(RayFeed(order), seed=0, **sizes)
         with closing(loader), use:
             loader.assign(0, range(V))
             quick_s = consume(loader, 0, WARM_STEPS, 0.0)

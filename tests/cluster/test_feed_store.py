@@ -1,14 +1,18 @@
 """What the feed takes of Ray's object store, and how its windows get to consumers of any pace."""
 
 import time
+from contextlib import closing
 
-import cloudpickle
+import numpy as np
 import pytest
 import ray
 
 from elastic.data import parquet
 from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
 from elastic.on_ray.actors import NAMESPACE
+from elastic.on_ray.feed import FeedOrder
+from elastic.on_ray.feed_client import RayFeed
 from tests.bench.feed_memory import feed_of, floats, peak_of, repeats, tripled
 from tests.cluster.live import environment
 from workers.fed_loader import FedLoader
@@ -46,16 +50,37 @@ def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, k
 class Consumer:
     """One of several, each with a pace of its own."""
 
-    def rows(self, order: bytes, rank: int, pause_s: float) -> list[int]:
-        loader = FedLoader(
-            cloudpickle.loads(order)(), seed=0, global_batch=MICRO_BATCH * V, micro_batch=MICRO_BATCH
-        )
+    def rows(self, order: FeedOrder, rank: int, pause_s: float) -> list[list[int]]:
+        """The row ids of each step's micro-batches of this rank."""
+        sizes = {"global_batch": MICRO_BATCH * V, "micro_batch": MICRO_BATCH}
+        loader = FedLoader(RayFeed(order), seed=0, **sizes)
         ids = range(2 * rank, 2 * rank + 2)
-        loader.assign(0, ids)
         used = []
-        for step in range(STEPS):
-            time.sleep(pause_s)  # the consumer's work
-            for i in ids:
-                used += loader.next(step, i, lambda: False).rows.tolist()
-        loader.close()
+        with closing(loader):
+            loader.assign(0, ids)
+            for step in range(STEPS):
+                time.sleep(pause_s)  # the consumer's work
+                used.append([r for i in ids for r in loader.next(step, i, never).rows.tolist()])
         return used
+
+
+def never() -> bool:
+    return False
+
+
+def test_consumers_far_apart_get_every_window(one_node, tmp_path):
+    """Windows are forgotten and read again under those who are behind. A consumer waited for ever:
+    Ray had lost count of who holds a reference."""
+    folder = floats(tmp_path / "set", 8, 2000, 250)
+    source = parquet(folder, window_bytes=70_000, prefetch_bytes=500_000)
+    with feed_of(source, "paces") as order:
+        actors = [ray.remote(Consumer).options(num_cpus=0).remote() for _ in range(V // 2)]
+        paces = [0.0, 0.01, 0.03]
+        asked = [a.rows.remote(order, r, paces[r]) for r, a in enumerate(actors)]
+        found = ray.get(asked, timeout=60)
+        for actor in actors:
+            ray.kill(actor)
+    used = np.concatenate([part for parts in zip(*found, strict=True) for part in parts])
+    plan = make_plan(source, 0)
+    rows = np.concatenate([read_window(plan, 0, w)[0].ids for w in range(len(plan.windows(0)))])
+    assert used.tolist() == rows[: STEPS * MICRO_BATCH * V].tolist()
