@@ -10,10 +10,9 @@ import ray
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
-from elastic.on_ray.actors import NAMESPACE
 from elastic.on_ray.feed import FeedOrder
 from elastic.on_ray.feed_client import RayFeed
-from tests.bench.feed_memory import feed_of, floats, peak_of, repeats, tripled
+from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment
 from workers.fed_loader import FedLoader
 
@@ -22,29 +21,24 @@ MiB = 2**20
 MICRO_BATCH, V, STEPS = 16, 6, 120
 
 
-@pytest.fixture(scope="module")
-def one_node(ray_temp):
+@pytest.fixture
+def one_node(ray_temp, monkeypatch):
     """This process is a driver; the store is a little larger than the budgets."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(ray_temp).items():
-            patch.setenv(name, value)
-        options = {"object_store_memory": 100 * MiB, "log_to_driver": False, "num_cpus": 2}
-        ray.init(address="local", include_dashboard=False, namespace=NAMESPACE, **options)
+    for name, value in environment(ray_temp).items():
+        monkeypatch.setenv(name, value)
+    with own_ray(100 * MiB):
         yield
-        ray.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["dictionaries", "tripled"])
+@pytest.mark.parametrize("kind", ["dictionaries", pytest.param("tripled", marks=pytest.mark.slow)])
 def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, kind):
     """tests/bench/feed_memory.py has more kinds, and a real budget."""
     sizes = {"window_bytes": MiB, "prefetch_bytes": 16 * MiB}
     if kind == "tripled":
         source = parquet(floats(tmp_path / "set", 4, 20_000, 1001), transform=tripled, **sizes)
     else:
-        source = parquet(repeats(tmp_path / "set", 4, 60_000, 5003), **sizes)
-    use = peak_of(source, 40, kind)
-    assert 4 * MiB < use.peak_bytes <= source.prefetch_bytes
-    assert use.spilled_bytes == 0
+        source = parquet(repeats(tmp_path / "set", 4, 40_000, 5003), **sizes)
+    assert 4 * MiB < slow_consumer(source, 40) <= source.prefetch_bytes
 
 
 class Consumer:
