@@ -45,17 +45,23 @@ class Ahead:
 
     def turn(self, oldest: WindowKey, needed: WindowKey) -> Turn:
         """oldest: what lies before it has been committed. needed: somebody waits for it, so it is
-        read whatever the budget says. The caller does all of it before the next turn.
+        read whatever the budget says; others make room, the last of the stream first. The caller
+        does all of it before the next turn.
         """
         oldest = min(oldest, needed)
-        forget = tuple(sorted(k for k in self.held if k < oldest))
+        forget = sorted(k for k in self.held if k < oldest)
         for key in forget:
             del self.held[key]
         start = [] if needed in self.held or needed in self.running else [needed]
         self.running.update(start)
         if self.growth is None:
-            return Turn(tuple(start), forget)
+            return Turn(tuple(start), tuple(forget))
         used = sum(self._sizes().values())
+        for key in sorted((k for k in self.held if k > needed), reverse=True):
+            if used <= self.plan.source.prefetch_bytes:
+                break
+            used -= self.held.pop(key)
+            forget.append(key)
         for key in self.stream.follow(oldest):
             if len(self.running) >= self.plan.source.max_reads:
                 break
@@ -66,7 +72,7 @@ class Ahead:
                 break
             start.append(key)
             self.running.add(key)
-        return Turn(tuple(start), forget)
+        return Turn(tuple(start), tuple(forget))
 
     def _sizes(self) -> Mapping[WindowKey, float]:
         return {**self.held, **{k: self._expected_bytes(k) for k in self.running}}

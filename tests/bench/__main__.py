@@ -17,6 +17,8 @@ BENCHMARKS = (
     "recovery",
     "feed",
     "feed_wait",
+    "feed_regroup",
+    "feed_memory",
 )
 
 

@@ -1,9 +1,10 @@
 """The feed against Ray Data's `streaming_split(2)` on one Parquet set, and what a resume costs.
 
-    python -m tests.bench.feed [--gigabytes 1] [--pairs 9]
+    python -m tests.bench.feed [--gigabytes 1] [--pairs 5] [--resumes 9]
 
 Both deliver every row once, as tensors, to two consumer actors; both apply the same transform. A
-consumer of ours is what a worker has: a `FedLoader` on the run's feed.
+consumer of ours is what a worker has: a `FedLoader` on the run's feed. The set is made once per
+machine.
 """
 
 import argparse
@@ -15,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
 
 from elastic.data import ParquetSource, parquet
 from elastic.data.footers import make_plan
-from tests.bench.harness import alternating, console, machine, record, report, storage_directory
+from tests.bench.harness import alternating, machine, record, report, storage_directory
+from workers.workloads.fed import shared_folder, write_once
 
 WIDTH = 256  # floats per row: 1 KiB
 ROWS_PER_FILE, ROWS_PER_GROUP = 65_000, 16_250
@@ -29,20 +30,18 @@ GLOBAL_BATCH = CONSUMERS * 4 * MICRO_BATCH
 DEADLINE_S = 900.0
 
 
-def make_set(folder: Path, gigabytes: float) -> int:
-    """Files of random rows; gives the number of rows."""
+def data_set(gigabytes: float) -> Path:
+    """Files of random rows, made once per machine."""
     files = max(1, round(gigabytes * 2**30 / (ROWS_PER_FILE * WIDTH * 4)))
-    draw = np.random.default_rng(0)
-    for number in range(files):
-        values = draw.random(ROWS_PER_FILE * WIDTH, np.float32)
-        table = pa.table(
-            {
-                "x": pa.FixedSizeListArray.from_arrays(values, WIDTH),
-                "row": np.arange(ROWS_PER_FILE) + number * ROWS_PER_FILE,
-            }
-        )
-        pq.write_table(table, folder / f"{number:04d}.parquet", row_group_size=ROWS_PER_GROUP)
-    return files * ROWS_PER_FILE
+    folder = shared_folder(f"bench-{files}")
+    write_once(folder, ((f"{i:04d}.parquet", table_of(i)) for i in range(files)), ROWS_PER_GROUP)
+    return folder
+
+
+def table_of(number: int) -> Any:
+    values = np.random.default_rng(number).random(ROWS_PER_FILE * WIDTH, np.float32)
+    x = pa.FixedSizeListArray.from_arrays(values, WIDTH)
+    return pa.table({"x": x, "row": np.arange(ROWS_PER_FILE) + number * ROWS_PER_FILE})
 
 
 def centred(table: Any) -> Any:
@@ -147,12 +146,12 @@ def theirs(folder: Path) -> float:
     return sum(rows for rows, _ in results) / took_s
 
 
-def main(gigabytes: float, pairs: int) -> None:
+def main(gigabytes: float, pairs: int, resumes: int) -> None:
     about = machine(CONSUMERS)
+    folder = data_set(gigabytes)
+    plan = make_plan(source_of(folder), 0)
+    steps = plan.num_rows // GLOBAL_BATCH
     with storage_directory() as place:
-        folder = place / "set"
-        folder.mkdir()
-        rows = make_set(folder, gigabytes)
         ray.init(
             num_cpus=CONSUMERS + 2,
             include_dashboard=False,
@@ -164,15 +163,13 @@ def main(gigabytes: float, pairs: int) -> None:
         import ray.data as ray_data
 
         ray_data.DataContext.get_current().enable_progress_bars = False
-        steps = rows // GLOBAL_BATCH
-        windows = len(make_plan(source_of(folder), 0).windows(0))
         try:
             ours(folder, 0, 10)  # processes, imports, page cache
+            start, middle = alternating(
+                resumes, lambda: ours(folder, 0, 5)[1], lambda: ours(folder, steps // 2, 5)[1]
+            )
             fed, split = alternating(
                 pairs, lambda: ours(folder, 0, steps)[0], lambda: theirs(folder)
-            )
-            start, middle = alternating(
-                pairs, lambda: ours(folder, 0, 5)[1], lambda: ours(folder, steps // 2, 5)[1]
             )
         finally:
             ray.shutdown()
@@ -187,14 +184,16 @@ def main(gigabytes: float, pairs: int) -> None:
         "resume ratio": f"{resume:.2f}",
     }
     report("Feed", ("measure", "median"), list(results.items()))
-    setting = f"{gigabytes} GB, {rows:,} rows in {windows} windows, medians of {pairs}"
+    windows = len(plan.windows(0))
+    setting = f"{gigabytes} GB, {plan.num_rows:,} rows in {windows} windows, medians of {pairs}"
+    setting += f", of {resumes} resumes"
     record("feed", about=about, setting=setting, results=results)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=5, help="of whole epochs")
+    parser.add_argument("--resumes", type=int, default=9, help="pairs of first batches")
     options = parser.parse_args()
-    console.print(f"{options.gigabytes} GB, {options.pairs} pairs")
-    main(options.gigabytes, options.pairs)
+    main(options.gigabytes, options.pairs, options.resumes)

@@ -1,15 +1,13 @@
-"""What the feed costs a training run: the share of a step spent waiting for data, and the part of a
-recovery that it adds.
+"""The share of a training step that is spent waiting for data, of the shipped char-LM on Parquet.
 
-    python -m tests.bench.feed_wait [--steps 200] [--pairs 9]
+    python -m tests.bench.feed_wait [--steps 200] [--runs 3]
 
 The wait is taken around each `next()` of step.microbatches(), so it holds a little of our own work,
-too. A recovery with Parquet (`FedDigits`) is compared with one without (`Digits`).
+too. What the feed adds to a recovery is feed_regroup.py's.
 """
 
 import argparse
 import os
-import signal
 import statistics
 import time
 from pathlib import Path
@@ -18,9 +16,6 @@ from typing import Any
 import elastic
 from tests.bench.harness import (
     ONE_THREAD,
-    alternating,
-    console,
-    elastic_run,
     lines_of,
     machine,
     record,
@@ -30,7 +25,6 @@ from tests.bench.harness import (
 from workers.workloads.fed import FedCharLM
 
 WORKERS, GLOBAL_BATCH, MICRO_BATCH = 2, 64, 8
-KILL_WORKERS = 4
 WARM_STEPS = 20
 
 
@@ -67,53 +61,20 @@ def wait_share(storage: Path, steps: int) -> float:
     return 100 * statistics.median(line["user"]["waited_s"] / line["step_s"] for line in lines)
 
 
-def recovery_s(storage: Path, target: str) -> float:
-    """Seconds from the last sign of life of one of four workers to the next committed step."""
-    options = {"workers": KILL_WORKERS, "standby": 1, "steps": 2000, "set_": {}}
-    if target.endswith("FedDigits"):
-        options["set_"] = {"folder": repr(str(storage / "digits"))}
-    name = f"kill-{time.monotonic_ns()}"
-    batch = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
-    with elastic_run(storage, name, target=target, **options, **batch) as run:
-        status = run.wait_until(
-            lambda s: s["world_size"] == KILL_WORKERS and s["step"] > WARM_STEPS, 180
-        )
-        os.kill(status["workers"][1]["pid"], signal.SIGKILL)
-        after = run.wait_until(
-            lambda s: s["generation"] > status["generation"] and s["phase"] == "running", 60
-        )
-        run.wait_until(lambda s: s["step"] > after["step"] + 5, 60)
-        os.kill(run.process.pid, signal.SIGTERM)
-        run.process.wait(60)
-        return run.result()["recoveries"][0]["total_s"]
-
-
-def main(steps: int, pairs: int) -> None:
+def main(steps: int, runs: int) -> None:
     os.environ |= ONE_THREAD
-    about = machine(KILL_WORKERS)
+    about = machine(WORKERS)
     with storage_directory() as storage:
-        shares = [wait_share(storage, steps) for _ in range(min(pairs, 3))]
-        fed, plain = alternating(
-            pairs,
-            lambda: recovery_s(storage, "workers.workloads.fed:FedDigits"),
-            lambda: recovery_s(storage, "workers.workloads.digits:Digits"),
-        )
-    extra = statistics.median(fed) - statistics.median(plain)
-    results = {
-        "waiting for data": f"{statistics.median(shares):.2f} % of a step",
-        "recovery fed": f"{1e3 * statistics.median(fed):.0f} ms",
-        "recovery map-style": f"{1e3 * statistics.median(plain):.0f} ms",
-        "added by the feed": f"{1e3 * extra:.0f} ms",
-    }
+        shares = [wait_share(storage, steps) for _ in range(runs)]
+    results = {"waiting for data": f"{statistics.median(shares):.2f} % of a step"}
     report("Feed in a run", ("measure", "median"), list(results.items()))
-    setting = f"char-LM on {WORKERS} workers, digits on {KILL_WORKERS}, medians of {pairs}"
+    setting = f"char-LM on {WORKERS} workers, {steps} steps, median of {runs} runs' medians"
     record("feed_wait", about=about, setting=setting, results=results)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
-    console.print(f"{options.steps} steps, {options.pairs} pairs")
-    main(options.steps, options.pairs)
+    main(options.steps, options.runs)

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -17,9 +18,11 @@ import torch
 from torch import nn
 
 from elastic.data import parquet
-from elastic.data.footers import make_plan
+from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window
+from tests.cluster.jobs.fed import third_dropped
 from tests.cluster.live import JOBS, LiveRun, assert_complete
+from tests.object_store import uri
 from workers.digest import weights_sha256
 
 pytestmark = pytest.mark.cluster
@@ -54,14 +57,33 @@ def fed(tmp_path, ray_temp, rows_set):
 
 @pytest.fixture(scope="session")
 def planned(rows_set):
-    """The rows of the stream in order, from the plan alone."""
+    """What the uninterrupted run leaves, from the plan alone: its hash, and its sample records."""
+    known = {}
 
-    def order(epochs, seed=0):
-        plan = make_plan(parquet(rows_set, window_bytes=4000, prefetch_bytes=16000), seed)
-        windows = [(e, w) for e in range(epochs) for w in range(len(plan.windows(e)))]
-        return np.concatenate([read_window(plan, e, w)[0].ids for e, w in windows])
+    def of(transform=False):
+        if transform not in known:
+            transforms = third_dropped if transform else None
+            sizes = {"window_bytes": 4000, "prefetch_bytes": 16000}
+            known[transform] = left_by(
+                make_plan(parquet(rows_set, transform=transforms, **sizes), 0)
+            )
+        return known[transform]
 
-    return order
+    return of
+
+
+def left_by(plan) -> tuple[str, list[str]]:
+    rows, ids = np.empty(0, np.int64), np.empty(0, np.int64)
+    for epoch in itertools.count():
+        for window in range(len(plan.windows(epoch))):
+            found, _ = read_window(plan, epoch, window)
+            rows = np.concatenate([rows, found.table["row"].to_numpy()])
+            ids = np.concatenate([ids, found.ids])
+        if len(ids) >= STEPS * BATCH:
+            break
+    steps = ids[: STEPS * BATCH].astype("<i8").reshape(STEPS, BATCH)
+    records = [hashlib.sha256(step.tobytes()).hexdigest() for step in steps]
+    return counted_sha256(rows[: STEPS * BATCH]), records
 
 
 def counted_sha256(rows) -> str:
@@ -76,45 +98,31 @@ def samples(run: LiveRun) -> list[str]:
     return [s["sha256"] for s in run.lines("samples.jsonl")]
 
 
-@pytest.fixture
-def expected(fed):
-    """The uninterrupted run with one worker."""
-
-    def of(target="Counts", settings=(), **options):
-        with fed(f"reference-{target}", target, settings, workers=1, **options) as run:
-            end = run.finish()
-            assert end["status"] == 0, end["err"]
-        return end["result"]["weights_sha256"], samples(run)
-
-    return of
-
-
 def feed_pid(run: LiveRun) -> int:
     """The feed's process of this run: Ray names processes after their actor."""
-    sessions = os.getsid(run.process.pid)
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             title = (entry / "cmdline").read_bytes().decode(errors="replace")
-            is_feed = title.startswith("ray::FeedActor")
-            if is_feed and os.getsid(int(entry.name)) in (sessions, int(entry.name)):
+            if title.startswith("ray::FeedActor") and run.process.pid in ancestors(entry.name):
                 return int(entry.name)
     raise AssertionError("no feed runs")
+
+
+def ancestors(pid: str) -> list[int]:
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return [int(parent), *ancestors(parent)] if int(parent) > 1 else []
 
 
 def test_three_epochs_use_each_row_three_times_in_the_planned_order(fed, planned):
     with fed("plain", workers=2) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    order = planned(4)[: STEPS * BATCH].astype("<i8")
-    steps = order.reshape(STEPS, BATCH)
-    assert samples(run) == [hashlib.sha256(step.tobytes()).hexdigest() for step in steps]
-    assert end["result"]["weights_sha256"] == counted_sha256(order)
+    assert (end["result"]["weights_sha256"], samples(run)) == planned()
     plan = json.loads((run.directory / "data.json").read_text())
     assert sum(sum(rows) for _, rows in plan["plan"]["files"].values()) == ROWS
 
 
-def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, expected):
-    sha256, order = expected()
+def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, planned):
     with fed("kills", workers="2..3", settings=["sleep=0.02"]) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
         run.kill(rank=1)
@@ -123,25 +131,43 @@ def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, expected):
         run.kill(rank=0)
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+    assert (end["result"]["weights_sha256"], samples(run)) == planned()
     assert_complete(run, STEPS)
 
 
-def test_filtered_and_repeated_rows_resume_exactly(fed, expected):
+def test_filtered_and_repeated_rows_resume_exactly(fed, planned):
     settings = ["transform=True"]
-    sha256, order = expected(settings=settings)
     with fed("resumed", workers=2, steps=21, settings=settings) as run:
         assert run.finish()["status"] == 0
     with fed("resumed", workers=3, settings=settings) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    assert (end["result"]["weights_sha256"], samples(run)) == (sha256, order)
+    assert (end["result"]["weights_sha256"], samples(run)) == planned(transform=True)
 
 
-def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, expected):
-    sha256, order = expected("FromRay")
-    epoch = np.arange(ROWS)
-    assert sha256 == counted_sha256(np.concatenate([epoch, epoch, epoch, epoch])[: STEPS * BATCH])
+def test_a_run_fed_from_a_bucket_resumes_and_outlives_its_feed(
+    fed, planned, rows_set, s3, s3_server
+):
+    path = uri(s3_server.new_bucket(), "set", s3.port)
+    filesystem, inside = open_filesystem(path)
+    for file in rows_set.iterdir():
+        with filesystem.open_output_stream(f"{inside}/{file.name}") as copy:
+            copy.write(file.read_bytes())
+    with fed("bucket", path=path, workers=2, steps=21) as run:
+        end = run.finish()
+        assert end["status"] == 0, end["err"]
+    with fed("bucket", path=path, workers=2, settings=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["step"] > 24)
+        os.kill(feed_pid(run), signal.SIGKILL)
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == planned()
+
+
+def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed):
+    rows = np.tile(np.arange(ROWS), 4)[: STEPS * BATCH].astype("<i8").reshape(STEPS, BATCH)
+    order = [hashlib.sha256(step.tobytes()).hexdigest() for step in rows]
+    sha256 = counted_sha256(rows.reshape(-1))
     with fed("ray", "FromRay", workers=2, steps=21) as first:
         assert first.finish()["status"] == 0
     with fed("ray", "FromRay", workers=3) as second:
@@ -199,50 +225,45 @@ def test_a_run_does_not_go_on_with_other_data(fed, tmp_path, rows_set):
     assert "p5.parquet is missing" in end["err"]
 
 
+def random_part(run: LiveRun, draw: random.Random, stop: int) -> dict:
+    """Lost workers and lost feeds at random steps until `stop`, the end or a drain (SIGTERM)."""
+    while True:
+        step = draw.randrange(stop)
+        status = run.wait_or_end(lambda s, at=step: s["step"] >= at and s["workers"])
+        if status is None or status["step"] >= stop:
+            break
+        with contextlib.suppress(AssertionError, ProcessLookupError, StopIteration):
+            if draw.random() < 0.25:
+                os.kill(feed_pid(run), signal.SIGKILL)
+            elif status["world_size"] > 1:
+                run.kill(rank=draw.randrange(status["world_size"]))
+        run.wait_or_end(lambda s, at=status["step"]: s["step"] > at)
+    if stop < STEPS:
+        run.process.send_signal(signal.SIGTERM)
+    return run.finish()
+
+
+def assert_no_trace(fed, planned, seed, num_stops):
+    """Up to four workers, another maximum after each stop."""
+    draw = random.Random(seed)
+    transform = bool(seed % 2)
+    stops = sorted(draw.sample(range(4, STEPS - 4), num_stops))
+    settings = [f"transform={transform}", "sleep=0.02"]
+    for stop in [*stops, STEPS]:
+        high = draw.randint(2, 4)
+        with fed(f"random-{seed}", workers=f"1..{high}", settings=settings) as run:
+            end = random_part(run, draw, stop)
+    assert end["status"] == 0, end["err"]
+    assert (end["result"]["weights_sha256"], samples(run)) == planned(transform)
+
+
+@pytest.mark.parametrize("seed", [100, 101, 102])
+def test_no_random_history_leaves_a_trace(fed, planned, seed):
+    assert_no_trace(fed, planned, seed, num_stops=seed % 2)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(40))
-def test_no_random_history_on_real_actors_leaves_a_trace(fed, reference_of, seed):
-    """Kills, joins, lost feeds, drains (SIGTERM) and restarts at random steps."""
-    draw = random.Random(seed)
-    kind = ["transform=False", "transform=True"][seed % 2]
-    expected = reference_of(kind)
-    name, stops = f"random-{seed}", sorted(draw.sample(range(4, STEPS - 4), 2))
-    for stop in [*stops, STEPS]:
-        high = draw.randint(2, 4)
-        settings = [kind, "sleep=0.02"]
-        with fed(name, workers=f"1..{high}", steps=STEPS, settings=settings) as run:
-            while True:
-                step = draw.randrange(stop)
-                status = run.wait_or_end(lambda s, at=step: s["step"] >= at and s["workers"])
-                if status is None or status["step"] >= stop:
-                    break
-                with contextlib.suppress(AssertionError, ProcessLookupError, StopIteration):
-                    if draw.random() < 0.25:
-                        os.kill(feed_pid(run), signal.SIGKILL)
-                    elif status["world_size"] > 1:
-                        run.kill(rank=draw.randrange(status["world_size"]))
-                status = run.wait_or_end(lambda s, at=status["step"]: s["step"] > at)
-            if stop < STEPS:
-                run.process.send_signal(signal.SIGTERM)
-            end = run.finish()
-    assert end["status"] == 0, end["err"]
-    assert (end["result"]["weights_sha256"], samples(run)) == expected
-
-
-@pytest.fixture(scope="module")
-def reference_of(tmp_path_factory, ray_temp, rows_set):
-    known = {}
-
-    def of(kind):
-        if kind not in known:
-            storage = tmp_path_factory.mktemp("reference")
-            what = [f"path={str(rows_set)!r}", f"rows={ROWS}", kind]
-            options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6}
-            place = f"{JOBS / 'fed.py'}:Counts"
-            with LiveRun(place, storage, "run", ray_temp, set=what, workers=1, **options) as run:
-                end = run.finish()
-            known[kind] = (end["result"]["weights_sha256"], samples(run))
-        return known[kind]
-
-    return of
+def test_no_random_history_with_restarts_leaves_a_trace(fed, planned, seed):
+    assert_no_trace(fed, planned, seed, num_stops=2)

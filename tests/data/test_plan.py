@@ -215,7 +215,7 @@ def test_reading_ahead_keeps_to_the_budget_and_to_what_is_needed(budget, reads, 
     at = 0
     while at < 30:
         turn = ahead.turn(keys[at], keys[at])
-        assert all(k < keys[at] for k in turn.forget)
+        assert all(k < keys[at] for k in turn.forget), "what is planned well never has to go"
         assert keys[at] in ahead.held or keys[at] in ahead.running
         assert len(ahead.running) <= reads + 1
         expected = sum(ahead.held.values()) + sum(
@@ -227,6 +227,30 @@ def test_reading_ahead_keeps_to_the_budget_and_to_what_is_needed(budget, reads, 
                 ahead.read(key, sum(u.size_bytes for u in plan.windows(key.epoch)[key.window]))
         if keys[at] in ahead.held:
             at += draw.random() < 0.7
+
+
+def test_windows_larger_than_their_footers_promise_make_room(folder):
+    source = parquet(folder, window_bytes=2000, prefetch_bytes=10_000, max_reads=2)
+    ahead = Ahead(plan := make_plan(source, 7), stream := Stream(plan))
+    first, second, third, fourth = itertools.islice(stream.follow(WindowKey(0, 0)), 4)
+    assert ahead.turn(first, first) == Turn((first,), ())
+    ahead.read(first, sum(u.size_bytes for u in plan.windows(0)[0]))
+    assert ahead.turn(first, first) == Turn((second, third), ())
+    ahead.read(second, 5000)
+    ahead.read(third, 5000)
+    assert ahead.turn(first, first) == Turn((), (third,)), "the last of the stream goes"
+    assert ahead.turn(second, second) == Turn((), (first,)), "and is not expected to fit any more"
+    assert ahead.turn(third, third) == Turn((third,), (second,))
+    ahead.read(third, 50_000)
+    assert ahead.turn(fourth, fourth) == Turn((fourth,), (third,))
+
+
+def test_values_that_are_much_larger_than_their_pages_are_planned_by_their_size(tmp_path):
+    table = pa.table({"number": np.zeros(9000, np.int64), "text": ["so many words"] * 9000})
+    pq.write_table(table, tmp_path / "a.parquet")
+    plan = make_plan(parquet(tmp_path), 0)
+    assert table.nbytes <= plan.units[0].size_bytes < 1.1 * table.nbytes
+    assert pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size < 2000
 
 
 def test_a_window_that_somebody_needs_again_is_read_again(folder):

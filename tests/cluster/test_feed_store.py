@@ -1,0 +1,80 @@
+"""What the feed takes of Ray's object store, and how its windows get to consumers of any pace."""
+
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+import ray
+
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
+from elastic.on_ray.feed import FeedOrder
+from elastic.on_ray.feed_client import RayFeed
+from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
+from tests.cluster.live import environment
+from workers.fed_loader import FedLoader
+
+pytestmark = pytest.mark.cluster
+MiB = 2**20
+MICRO_BATCH, V, STEPS = 16, 6, 120
+
+
+@pytest.fixture
+def one_node(ray_temp, monkeypatch):
+    """This process is a driver; the store is a little larger than the budgets."""
+    for name, value in environment(ray_temp).items():
+        monkeypatch.setenv(name, value)
+    with own_ray(100 * MiB):
+        yield
+
+
+@pytest.mark.parametrize("kind", ["dictionaries", pytest.param("tripled", marks=pytest.mark.slow)])
+def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, kind):
+    """tests/bench/feed_memory.py has more kinds, and a real budget."""
+    sizes = {"window_bytes": MiB, "prefetch_bytes": 16 * MiB}
+    if kind == "tripled":
+        source = parquet(floats(tmp_path / "set", 4, 20_000, 1001), transform=tripled, **sizes)
+    else:
+        source = parquet(repeats(tmp_path / "set", 4, 40_000, 5003), **sizes)
+    assert 4 * MiB < slow_consumer(source, 40) <= source.prefetch_bytes
+
+
+class Consumer:
+    """One of several, each with a pace of its own."""
+
+    def rows(self, order: FeedOrder, rank: int, pause_s: float) -> list[list[int]]:
+        """The row ids of each step's micro-batches of this rank."""
+        sizes = {"global_batch": MICRO_BATCH * V, "micro_batch": MICRO_BATCH}
+        loader = FedLoader(RayFeed(order), seed=0, **sizes)
+        ids = range(2 * rank, 2 * rank + 2)
+        used = []
+        with closing(loader):
+            loader.assign(0, ids)
+            for step in range(STEPS):
+                time.sleep(pause_s)  # the consumer's work
+                used.append([r for i in ids for r in loader.next(step, i, never).rows.tolist()])
+        return used
+
+
+def never() -> bool:
+    return False
+
+
+def test_consumers_far_apart_get_every_window(one_node, tmp_path):
+    """Windows are forgotten and read again under those who are behind. A consumer waited for ever:
+    Ray had lost count of who holds a reference."""
+    folder = floats(tmp_path / "set", 8, 2000, 250)
+    source = parquet(folder, window_bytes=70_000, prefetch_bytes=500_000)
+    with feed_of(source, "paces") as order:
+        actors = [ray.remote(Consumer).options(num_cpus=0).remote() for _ in range(V // 2)]
+        paces = [0.0, 0.01, 0.03]
+        asked = [a.rows.remote(order, r, paces[r]) for r, a in enumerate(actors)]
+        found = ray.get(asked, timeout=60)
+        for actor in actors:
+            ray.kill(actor)
+    used = np.concatenate([part for parts in zip(*found, strict=True) for part in parts])
+    plan = make_plan(source, 0)
+    rows = np.concatenate([read_window(plan, 0, w)[0].ids for w in range(len(plan.windows(0)))])
+    assert used.tolist() == rows[: STEPS * MICRO_BATCH * V].tolist()
