@@ -146,7 +146,7 @@ def loss_text(view: View) -> str:
 def worker_table(status: dict[str, Any]) -> Table:
     """Every worker of status.json, standbys last."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "rank", "state", "step", "pid", "node", "device"):
+    for column in ("worker", "rank", "state", "step", "pid", "node", "device", "s/micro-batch"):
         table.add_column(column)
     for worker in [*status["workers"], *status["standby"]]:
         rank = worker.get("rank")
@@ -154,6 +154,7 @@ def worker_table(status: dict[str, Any]) -> Table:
             name_of(worker.get("id")),
             "-" if rank is None else str(rank),
             *(text_of(worker.get(key)) for key in ("state", "step", "pid", "node_ip", "device")),
+            seconds_of(worker.get("own_s")),
         )
     return table
 
@@ -164,6 +165,10 @@ def name_of(worker: object) -> str:
 
 def text_of(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+def seconds_of(own_s: float | None) -> str:
+    return "-" if own_s is None else f"{own_s:.3f}"
 
 
 def drawing(view: View, decisions: tuple[str, ...]) -> Group:

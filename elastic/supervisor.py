@@ -34,6 +34,7 @@ from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
 from elastic.store.run_directory import RunDirectory
+from elastic.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from elastic.on_ray.actors import ControllerActor
@@ -73,6 +74,8 @@ class Supervisor:
         self._events = 0
         self._is_over = False
         self.trouble = StorageTrouble()
+        factor = self.config.faults.replace_stragglers
+        self.stragglers = Stragglers(factor, functools.partial(self._note, "straggler"))
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -349,6 +352,8 @@ class Supervisor:
             await asyncio.sleep(STEP_STATUS_EVERY_S / 5)
 
     def _status(self, decision: Decision) -> dict[str, Any]:
+        watches = (slot.watch for slot in self.cluster.workers.values())
+        self.stragglers.look((w.heartbeat for w in watches if w), decision.ledger.step)
         return status_of(
             decision,
             self.cluster.workers,
@@ -363,7 +368,9 @@ class Supervisor:
             self._last_reason = decision.reason
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        return "; ".join(filter(None, (self._last_reason, self.trouble.now)))
+        return "; ".join(
+            filter(None, (self._last_reason, self.stragglers.reason, self.trouble.now))
+        )
 
     _last_reason = ""
 
@@ -376,6 +383,7 @@ class Supervisor:
         directory, decision = self.directory, self.decision
         if directory is None or decision is None:
             return
+        self._note("own_s", self.stragglers.own_s)
         self._write(lambda: directory.write_status(self._status(decision)))  # after publishing
         self._write(directory.write_result, result)
         self._write(lambda: self.curves.close() if self.curves is not None else None)
