@@ -107,7 +107,8 @@ class RayCluster:
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
-                self._finish(membership, outcome)
+                header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
+                self._tell_ranks(membership, header)
             case c.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -126,6 +127,7 @@ class RayCluster:
         self._tell_ranks(command.membership, {"type": kind})
         if not isinstance(command, c.Pause):
             self._open_store(generation + 1)
+            self._inquiry.expect_answers(command.membership)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
         generation, step = command.generation, command.step
@@ -134,10 +136,6 @@ class RayCluster:
             self.host.on_publish(generation, step, parts)
         else:
             self.host.on_discard(generation, step)
-
-    def _finish(self, membership: Membership, outcome: str) -> None:
-        header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
-        self._tell_ranks(membership, header)
 
     def _tell_ranks(self, membership: Membership, header: dict[str, Any]) -> None:
         size = {"generation": membership.generation, "world_size": membership.world_size}
@@ -370,6 +368,7 @@ class RayCluster:
 
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         self._keep_vote(header["step"], header["vote"], payload)
+        self._inquiry.hear_answer(worker)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self._on_report(worker, record, header, payload)
 
