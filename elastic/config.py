@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+from elastic.protocol.waits import waits_of
+
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
 PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:\d+|pp:\d+")
@@ -18,8 +20,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-
-MIN_DETECT_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +220,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
-        if self.detect_s is not None and self.detect_s < MIN_DETECT_S:
-            raise ValueError(
-                f"detect_s={self.detect_s:g} is shorter than a busy machine may be silent: give at "
-                f"least {MIN_DETECT_S:g}, or None for no detection of hangs"
-            )
+        waits_of(self.detect_s)  # everything that derives from it can hold
         if self.name is not None and not RUN_NAME.fullmatch(self.name):
             raise ValueError(
                 f"name={self.name!r} is no folder name: use letters, digits, '.', '_' and '-', "

@@ -29,13 +29,12 @@ from elastic.on_ray.slots import Slot, end_process, is_running
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.waits import waits_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 FROM_PULSE = ("heartbeat", "stacks")
-TICK_S = 0.25
-LATE_S = 0.5
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
 ENDING_GRACE_S = 3.0
@@ -64,7 +63,8 @@ class RayCluster:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
         self.events: asyncio.Queue[s.Event] = asyncio.Queue()
         self._stores: dict[int, Any] = {}
-        self._tick_at = time.monotonic() + TICK_S
+        self._waits = waits_of(self.detect_s)
+        self._tick_at = time.monotonic() + self._waits.tick_s
         self._started = time.time() - time.monotonic()
         self._background: set[asyncio.Task[None]] = set()
         self.has_formed = False
@@ -248,8 +248,8 @@ class RayCluster:
                 return await asyncio.wait_for(self.events.get(), left_s)
             except TimeoutError:
                 pass  # time for a tick
-        is_late = time.monotonic() - self._tick_at > LATE_S
-        self._tick_at = time.monotonic() + TICK_S
+        is_late = time.monotonic() - self._tick_at > self._waits.late_s
+        self._tick_at = time.monotonic() + self._waits.tick_s
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
             self._inquiry.look()
         return s.Tick(self.now())

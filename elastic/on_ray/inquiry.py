@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from elastic.control.straying import strays
 from elastic.control.suspicion import Watch, last_move, place_of, suspects
 from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.waits import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
     from elastic.on_ray.slots import Slot
 
-MAX_WAIT_S = 0.5
 FRESH = 4
 """Whose pulse was heard within so many limits of this inquiry is waited for."""
 
 
 class Inquiry:
-    """One at a time, from suspicion to the loss; it takes a sixth of `detect_s` at most."""
+    """One at a time, from suspicion to the loss; it takes `Waits.inquiry_s` at most."""
 
     def __init__(self, cluster: "RayCluster") -> None:
         self._cluster = cluster
@@ -43,7 +43,7 @@ class Inquiry:
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}
-            limit_s = min(MAX_WAIT_S, cluster.detect_s / 6)
+            limit_s = waits_of(cluster.detect_s).inquiry_s
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
 

@@ -86,7 +86,7 @@ def test_workers_that_hang_are_found_explained_and_replaced(
         print(f"\nhangs: {seconds} s, detected in {[r['detect_s'] for r in recoveries]}")
     assert [r["cause"] for r in recoveries] == ["hung", "process_died", "hung"]
     assert all(DETECT_S < r["detect_s"] < 2 * DETECT_S for r in recoveries[::2])
-    assert DETECT_S < recoveries[1]["total_s"], "one recovery of both"
+    assert recoveries[1]["total_s"] > DETECT_S, "one recovery of both"
     stacks = stacks_in(run)
     for place in ("in sleep_for_ever", "in hold_the_gil", "was stopped by a signal (state T)"):
         assert place in stacks
