@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from elastic.protocol.mesh import is_sharded
+from elastic.protocol.waits import waits_of
 
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
@@ -19,8 +20,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-
-MIN_DETECT_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,7 @@ class FaultPolicy:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
         if self.verify_every is not None:
             check_whole("faults.verify_every", self.verify_every, at_least=1)
+        not_yet("faults.replace_stragglers", self.replace_stragglers, default=None)
         factor = self.replace_stragglers
         if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
             raise ValueError(
@@ -220,11 +220,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
-        if self.detect_s is not None and self.detect_s < MIN_DETECT_S:
-            raise ValueError(
-                f"detect_s={self.detect_s:g} is shorter than a busy machine may be silent: give at "
-                f"least {MIN_DETECT_S:g}, or None for no detection of hangs"
-            )
+        waits_of(self.detect_s)  # everything that derives from it can hold
         if self.name is not None and not RUN_NAME.fullmatch(self.name):
             raise ValueError(
                 f"name={self.name!r} is no folder name: use letters, digits, '.', '_' and '-', "

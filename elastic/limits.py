@@ -10,39 +10,30 @@ from elastic.config import RunConfig
 from elastic.control.state import Limits
 from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
-
-UNLIMITED_S = 24 * 3600.0
+from elastic.protocol.waits import waits_of
 
 
 def limits_of(config: RunConfig) -> Limits:
-    detect_s = config.detect_s
+    waits = waits_of(config.detect_s)
     return Limits(
         min_workers=config.min_workers,
         max_workers=config.max_workers,
         standby=config.standby,
         steps=config.steps,
         max_failures=config.max_failures,
-        join_timeout_s=10 * detect_s if detect_s else 600.0,
-        end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
-        confirm_timeout_s=detect_s or 30.0,
+        join_timeout_s=waits.join_s,
+        end_timeout_s=waits.end_s,
+        confirm_timeout_s=waits.confirm_s,
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
     )
-
-
-def heartbeat_s(config: RunConfig) -> float:
-    return min(0.5, (config.detect_s or 3.0) / 6)
-
-
-def lease_s(config: RunConfig) -> float:
-    """How long a process of the run lives without a word from the others."""
-    return 10 * (config.detect_s or 60.0)
 
 
 def worker_spec(
     config: RunConfig, order: dict[str, Any], worker: int, controller: tuple[str, int], place: str
 ) -> WorkerSpec:
     """order: what the driver has submitted (elastic/run.py). place: the run directory."""
+    waits = waits_of(config.detect_s)
     return WorkerSpec(
         worker=worker,
         run_id=order["run_id"],
@@ -69,8 +60,8 @@ def worker_spec(
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,
         detect_s=config.detect_s,
-        heartbeat_s=heartbeat_s(config),
-        join_timeout_s=limits_of(config).join_timeout_s,
-        operation_timeout_s=100 * (config.detect_s or UNLIMITED_S / 100),
-        lease_s=lease_s(config),
+        heartbeat_s=waits.heartbeat_s,
+        join_timeout_s=waits.join_s,
+        operation_timeout_s=waits.operation_s,
+        lease_s=waits.lease_s,
     )

@@ -144,16 +144,22 @@ def loss_text(view: View) -> str:
 
 
 def worker_table(status: dict[str, Any]) -> Table:
-    """Every worker of status.json, standbys last."""
+    """Every worker of status.json, standbys last; what each takes for its own part of a step
+    once that is measured."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "rank", "state", "step", "pid", "node", "device"):
+    workers = [*status["workers"], *status["standby"]]
+    has_own = any(worker.get("own_s") is not None for worker in workers)
+    columns = ("worker", "rank", "state", "step", "pid", "node", "device")
+    for column in (*columns, "s/micro-batch") if has_own else columns:
         table.add_column(column)
-    for worker in [*status["workers"], *status["standby"]]:
-        rank = worker.get("rank")
+    for worker in workers:
+        rank, own_s = worker.get("rank"), worker.get("own_s")
+        shown = ["-" if own_s is None else f"{own_s:.3f}"] if has_own else []
         table.add_row(
             name_of(worker.get("id")),
             "-" if rank is None else str(rank),
             *(text_of(worker.get(key)) for key in ("state", "step", "pid", "node_ip", "device")),
+            *shown,
         )
     return table
 

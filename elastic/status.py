@@ -37,6 +37,7 @@ def status_of(
             "device": r.device or None,
             "state": r.shown_state,
             "step": max(r.step, ledger.step) if w in ranks else r.step,
+            "own_s": r.own_s,
         }
         for w, r in sorted(slots.items())
     ]

@@ -19,7 +19,7 @@ from elastic.control.replay import is_news
 from elastic.control.state import Decision
 from elastic.control.transition import start
 from elastic.curves import Curves
-from elastic.limits import lease_s, limits_of, worker_spec
+from elastic.limits import limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
@@ -30,11 +30,13 @@ from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.waits import waits_of
 from elastic.status import result_of, status_of
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
 from elastic.store.run_directory import RunDirectory
+from elastic.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from elastic.on_ray.actors import ControllerActor
@@ -74,6 +76,8 @@ class Supervisor:
         self._events = 0
         self._is_over = False
         self.trouble = StorageTrouble()
+        factor = self.config.faults.replace_stragglers
+        self.stragglers = Stragglers(factor, functools.partial(self._note, "straggler"))
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -95,7 +99,8 @@ class Supervisor:
             ),
         )
         if self.limits.is_sharded:
-            self.cluster.holders.turn_on(order["run_id"], lease_s(self.config))
+            lease_s = waits_of(self.config.detect_s).lease_s
+            self.cluster.holders.turn_on(order["run_id"], lease_s)
         self.account = open_account(self.cluster.now())
         self.decision: Decision | None = None
 
@@ -369,6 +374,8 @@ class Supervisor:
             await asyncio.sleep(STEP_STATUS_EVERY_S / 5)
 
     def _status(self, decision: Decision) -> dict[str, Any]:
+        watches = (slot.watch for slot in self.cluster.workers.values())
+        self.stragglers.look((w.heartbeat for w in watches if w), decision.ledger.step)
         return status_of(
             decision,
             self.cluster.workers,
@@ -383,7 +390,9 @@ class Supervisor:
             self._last_reason = decision.reason
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        return "; ".join(filter(None, (self._last_reason, self.trouble.now)))
+        return "; ".join(
+            filter(None, (self._last_reason, self.stragglers.reason, self.trouble.now))
+        )
 
     _last_reason = ""
 
@@ -396,6 +405,7 @@ class Supervisor:
         directory, decision = self.directory, self.decision
         if directory is None or decision is None:
             return
+        self._note("own_s", self.stragglers.own_s)
         self._write(lambda: directory.write_status(self._status(decision)))  # after publishing
         self._write(directory.write_result, result)
         self._write(lambda: self.curves.close() if self.curves is not None else None)

@@ -304,6 +304,7 @@ class Member:
         self.world_size = header["world_size"]
         self.link.recorded_step = header["recorded_step"]  # lower than before after a roll back
         self.vitals.generation = self.generation
+        self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
         if self.group is not None:
             groups.leave(self.group)

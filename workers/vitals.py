@@ -8,8 +8,8 @@ import statistics
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from mmap import mmap
 
 PHASES = (
@@ -27,6 +27,7 @@ PHASES = (
     "form",
     "gather",
     "done",
+    "compile",
 )
 """`lobby`: between generations; `done`: likewise, but the user's loop has returned; `feed`: data
 that others read is late; `user`: the user's code outside steps; `compute`: forward and backward;
@@ -36,7 +37,7 @@ that others read is late; `user`: the user's code outside steps; `compute`: forw
 WAITING = ("reduce", "vote", "form", "gather")
 OWN = ("data", "compute")
 """A rank's own part of a step, in which it is as fast as its machine."""
-UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form")
+UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form", "compile")
 """Phases without a usual time."""
 COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
 LAYOUT = struct.Struct("<QqqIddqIqqd")
@@ -50,13 +51,15 @@ _OWN_WINDOW = 8
 class Vitals:
     """Written by the main thread only; a sequence lock keeps readers from torn values."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: the pulse reads the same one."""
+        self._clock = clock
         self.fd = os.memfd_create("vitals", 0)
         os.ftruncate(self.fd, SIZE_BYTES)
         self._memory = mmap(self.fd, SIZE_BYTES)
         self._sequence = 0
         self._seen: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in PHASES]
-        self._phase, self._since = 0, time.monotonic()
+        self._phase, self._since = 0, clock()
         self._p95 = -1.0
         self._collective = (0, 0, 0)
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
@@ -70,7 +73,7 @@ class Vitals:
 
     def enter(self, phase: str) -> None:
         """The main thread goes on to `phase`."""
-        now = time.monotonic()
+        now = self._clock()
         self._seen[self._phase].append(now - self._since)
         if self.phase in OWN:
             self._own_now_s += now - self._since
@@ -92,16 +95,20 @@ class Vitals:
         self._collective = (number, COLLECTIVES.index(collective), size)
         self._pack()
 
+    def gathering(self) -> AbstractContextManager[None]:
+        """Within: waiting for peers."""
+        return self.aside("gather")
+
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Within: waiting for peers in the middle of a phase, whose time stands still."""
-        phase, before, began = self._phase, self._since, time.monotonic()
-        self._phase, self._since = PHASES.index("gather"), began
+    def aside(self, name: str) -> Iterator[None]:
+        """Within: another phase in the middle of this one, whose time stands still."""
+        phase, before, began = self._phase, self._since, self._clock()
+        self._phase, self._since = PHASES.index(name), began
         self._write()
         try:
             yield
         finally:
-            now = time.monotonic()
+            now = self._clock()
             self._seen[self._phase].append(now - began)
             self._phase, self._since = phase, before + now - began
             self._write()

@@ -3,9 +3,9 @@
 Pure functions of values; hearing heartbeats and killing suspects happens in elastic/on_ray.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 PATIENCE = 5
 """A phase may take so many times its own 95th percentile."""
@@ -94,7 +94,7 @@ def suspicion(
     if silent_s > detect_s:
         why = f"no heartbeat for {silent_s:.1f} s"
     elif awaited_s is not None and awaited_s > detect_s:
-        why = f"a peer has waited for it for {awaited_s:.1f} s"
+        why = f"others have waited for it for {awaited_s:.1f} s"
     else:
         return None
     phase_s = heartbeat.phase_s + silent_s
@@ -111,41 +111,16 @@ def place_of(heartbeat: Heartbeat) -> str:
     return f"in {heartbeat.phase} of step {heartbeat.step + 1}"
 
 
-def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str]]:
-    """Those who wait in another collective than most of their generation wait in as the same one:
-    the program has gone another way there, and all would wait for ever."""
-    stuck: dict[tuple[int, int], list[Heartbeat]] = {}
-    for w in watches:
-        heartbeat = w.heartbeat
-        if heartbeat.waits_for_peers and heartbeat.phase_s > detect_s and heartbeat.collective[0]:
-            place = (heartbeat.generation, heartbeat.collective[0])
-            stuck.setdefault(place, []).append(heartbeat)
-    for beats in stuck.values():
-        counts = Counter(h.collective for h in sorted(beats, key=lambda h: h.worker))
-        (common, num_common), *others = counts.most_common()
-        for h in beats if others else ():
-            if h.collective != common:
-                yield (
-                    h.worker,
-                    f"it waits in {words_of(h.collective)} for {h.phase_s:.1f} s, "
-                    f"{place_of(h)}, where {num_common} of {len(beats)} wait in "
-                    f"{words_of(common)}: it has skipped a collective, or made one alone",
-                )
-
-
-def words_of(collective: tuple[int, str, int]) -> str:
-    _, name, size = collective
-    return f"{name} of {size}" if size else name
-
-
 def suspects(
-    watches: Iterable[Watch], now: float, detect_s: float | None
+    watches: Iterable[Watch],
+    now: float,
+    detect_s: float | None,
+    asked: Mapping[int, float] = MappingProxyType({}),
 ) -> Iterator[tuple[int, str]]:
-    """Every worker that must be taken for hung, and why. Linear but for sorting by step."""
-    if detect_s is None:
-        return
-    watches = tuple(watches)
-    yield from strays(watches, detect_s)
+    """Every worker that must be taken for hung, and why. Linear but for sorting by step.
+
+    asked: since when workers have been asked to give their generation up, without an answer.
+    """
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
@@ -160,7 +135,10 @@ def suspects(
             pending = []
         heartbeat = w.heartbeat
         table = waits_ahead if heartbeat.waits_for_peers else waits
-        why = suspicion(w, table.get(heartbeat.generation), now, detect_s)
+        awaited_s = table.get(heartbeat.generation)
+        if heartbeat.worker in asked:
+            awaited_s = max(awaited_s or 0.0, now - asked[heartbeat.worker])
+        why = suspicion(w, awaited_s, now, detect_s)
         if why is not None:
             yield heartbeat.worker, why
         if heartbeat.waits_for_peers:

@@ -31,13 +31,12 @@ from elastic.on_ray.slots import Slot, end_process, is_running, see_off
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.waits import waits_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 FROM_PULSE = ("heartbeat", "stacks")
-TICK_S = 0.25
-LATE_S = 0.5
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
 FAILURE_GRACE_S = 1.0
@@ -63,7 +62,8 @@ class RayCluster:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
         self.events: asyncio.Queue[s.Event] = asyncio.Queue()
         self._stores: dict[int, Any] = {}
-        self._tick_at = time.monotonic() + TICK_S
+        self._waits = waits_of(self.detect_s)
+        self._tick_at = time.monotonic() + self._waits.tick_s
         self._started = time.time() - time.monotonic()
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
@@ -110,7 +110,8 @@ class RayCluster:
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
-                self._finish(membership, outcome)
+                header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
+                self._tell_ranks(membership, header)
             case c.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -130,6 +131,7 @@ class RayCluster:
         if not isinstance(command, c.Pause):
             self.commits.give_up(generation)
             self._open_store(generation + 1)
+            self._inquiry.expect_answers(command.membership)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
         save = command.generation, command.step
@@ -138,10 +140,6 @@ class RayCluster:
             self.host.on_publish(*save, parts)
         else:
             self.host.on_discard(*save)
-
-    def _finish(self, membership: Membership, outcome: str) -> None:
-        header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
-        self._tell_ranks(membership, header)
 
     def _tell_ranks(self, membership: Membership, header: dict[str, Any]) -> None:
         size = {"generation": membership.generation, "world_size": membership.world_size}
@@ -249,8 +247,8 @@ class RayCluster:
                 return await asyncio.wait_for(self.events.get(), left_s)
             except TimeoutError:
                 pass  # time for a tick
-        is_late = time.monotonic() - self._tick_at > LATE_S
-        self._tick_at = time.monotonic() + TICK_S
+        is_late = time.monotonic() - self._tick_at > self._waits.late_s
+        self._tick_at = time.monotonic() + self._waits.tick_s
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
             self._inquiry.look()
         return s.Tick(self.now())
@@ -372,6 +370,7 @@ class RayCluster:
 
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         self.commits.keep_vote(header["step"], header["vote"], payload)
+        self._inquiry.hear_answer(worker)
         record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self._on_report(worker, record, header, payload)
 

@@ -8,24 +8,26 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elastic.control.straying import strays
 from elastic.control.suspicion import Watch, last_move, place_of, suspects
-from elastic.protocol.membership import worker_name
+from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.waits import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
     from elastic.on_ray.slots import Slot
 
-MAX_WAIT_S = 0.5
 FRESH = 4
 """Whose pulse was heard within so many limits of this inquiry is waited for."""
 
 
 class Inquiry:
-    """One at a time, from suspicion to the loss; it takes a sixth of `detect_s` at most."""
+    """One at a time, from suspicion to the loss; it takes `Waits.inquiry_s` at most."""
 
     def __init__(self, cluster: "RayCluster") -> None:
         self._cluster = cluster
         self._is_under_way = False
+        self._asked: dict[int, float] = {}
         self._awaited: set[int] = set()
         self._found: dict[int, str] = {}
         self._has_all = asyncio.Event()
@@ -36,11 +38,12 @@ class Inquiry:
         if self._is_under_way or cluster.detect_s is None:
             return
         watches = {w: r.watch for w, r in cluster.workers.items() if r.watch is not None}
-        late = dict(suspects(watches.values(), cluster.now(), cluster.detect_s))
+        late = dict(strays(watches.values(), cluster.detect_s))
+        late |= dict(suspects(watches.values(), cluster.now(), cluster.detect_s, self._asked))
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}
-            limit_s = min(MAX_WAIT_S, cluster.detect_s / 6)
+            limit_s = waits_of(cluster.detect_s).inquiry_s
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
 
@@ -50,6 +53,13 @@ class Inquiry:
         self._awaited.discard(worker)
         if not self._awaited:
             self._has_all.set()
+
+    def expect_answers(self, membership: Membership) -> None:
+        """Its members have just been asked to give their generation up."""
+        self._asked = dict.fromkeys(membership.workers, self._cluster.now())
+
+    def hear_answer(self, worker: int) -> None:
+        self._asked.pop(worker, None)
 
     def hear_diverged(self, worker: int, _record: "Slot", header: Any, _payload: bytes) -> None:
         """By its own word, as all members have found out together."""

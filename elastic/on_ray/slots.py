@@ -46,6 +46,12 @@ class Slot:
         self.peer_address = (header["peer_address"][0], header["peer_address"][1])
 
     @property
+    def own_s(self) -> float | None:
+        """Its own seconds per micro-batch, waiting for peers apart; None before its first step."""
+        has_stepped = self.watch is not None and self.watch.heartbeat.own_steps
+        return self.watch.heartbeat.own_s if self.watch is not None and has_stepped else None
+
+    @property
     def shown_state(self) -> str:
         """`state` as status.json says it."""
         is_evaluating = self.watch is not None and self.watch.heartbeat.phase == "evaluate"

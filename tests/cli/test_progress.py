@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from elastic.curves import Curves
-from elastic.progress import Progress
+from elastic.progress import Progress, worker_table
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {
@@ -91,3 +91,15 @@ def test_curves_are_written_for_loss_speed_and_what_the_user_logged(tmp_path):
     content = events.read_bytes()
     counts = {tag: content.count(tag) for tag in (b"loss", b"step_s", b"user/accuracy", b"broken")}
     assert counts == {b"loss": 1, b"step_s": 2, b"user/accuracy": 2, b"broken": 0}
+
+
+def test_the_own_seconds_of_each_rank_are_shown_once_they_are_measured():
+    def shown(status):
+        console = Console(file=io.StringIO(), width=200)
+        console.print(worker_table(status))
+        return [line.split() for line in console.file.getvalue().splitlines()]
+
+    assert shown(STATUS)[0][-1] == "device"
+    slow = {**STATUS["workers"][1], "own_s": 0.51234}
+    measured = shown({**STATUS, "workers": [STATUS["workers"][0], slow]})
+    assert [line[-1] for line in measured] == ["s/micro-batch", "-", "0.512"]

@@ -1,5 +1,6 @@
 """Workloads that misbehave: hang in every way there is, are slow in harmless ways."""
 
+import ctypes
 import re
 import time
 from pathlib import Path
@@ -94,3 +95,34 @@ class GoesAstray(Misbehaves):
             self.is_to_flip = False
             model[0].weight.data.view(torch.int32)[1, 2] ^= 1 << 20
         return super().loss(model, batch)
+
+
+class Harmless(Watched):
+    """Slow in every way that is no hang: the first passes, a tokenizer that holds the GIL in each
+    step of rank 1, an evaluation of rank 0's own, a compilation in the middle of a step."""
+
+    num_losses = 0
+
+    def __init__(self, detect_s, **settings):
+        super().__init__(**settings)
+        self.detect_s = detect_s
+
+    def evaluate(self, session):
+        super().evaluate(session)
+        if session.rank == 0 and self.num_steps == 6:
+            time.sleep(4 * self.detect_s)
+
+    def loss(self, model, batch):
+        self.num_losses += 1
+        if self.num_losses <= 2:
+            time.sleep(5 * self.detect_s)
+        rank = 0 if self.session is None else self.session.rank
+        if rank == 1 and self.num_losses % 4 == 0:
+            ctypes.PyDLL(None).usleep(int(2e6 * self.detect_s))
+        if rank == 0 and self.num_steps == 9 and self.num_losses % 4 == 0:
+            torch.compile(lambda x: 2 * x, backend=self.compile_slowly)(torch.ones(3))
+        return super().loss(model, batch)
+
+    def compile_slowly(self, graph, _):
+        time.sleep(4 * self.detect_s)
+        return graph.forward

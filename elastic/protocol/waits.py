@@ -1,0 +1,74 @@
+"""Every wait of a run, in seconds: all derive from the one knob `detect_s`.
+
+Who waits is elsewhere: elastic/control decides by them, elastic/on_ray and workers keep them.
+"""
+
+from dataclasses import dataclass
+
+MIN_DETECT_S = 0.5
+MAX_DETECT_S = 3600.0
+UNLIMITED_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    heartbeat_s: float
+    """Between two words of a worker's pulse."""
+    tick_s: float
+    """Between two looks of the controller."""
+    late_s: float
+    """A look that is late by more than this was kept up by a freeze of the controller's own:
+    heartbeats wait to be read, and nobody is suspect."""
+    inquiry_s: float
+    """At most, for the stacks of everybody before a suspect is killed."""
+    confirm_s: float
+    """How long a failed collective waits for the loss that explains it."""
+    join_s: float
+    """For a generation to form."""
+    lease_s: float
+    """Without a word from any controller a worker ends itself."""
+    end_s: float
+    """For the final state to be written."""
+    operation_s: float
+    """The backend's own limit per collective: a last resort only."""
+
+    def __post_init__(self) -> None:
+        seen_s = self.heartbeat_s + self.tick_s + self.inquiry_s
+        order = (seen_s, self.confirm_s, self.join_s, self.lease_s, self.operation_s)
+        if not seen_s < self.confirm_s <= self.join_s <= self.lease_s <= self.operation_s:
+            raise ValueError(
+                "heartbeat_s + tick_s + inquiry_s < confirm_s <= join_s <= lease_s <= operation_s "
+                f"must hold, got {order}: a hang would be explained after it was given up"
+            )
+
+
+def waits_of(detect_s: float | None) -> Waits:
+    """detect_s: None for no detection of hangs. ValueError if it is out of bounds."""
+    if detect_s is None:
+        return Waits(
+            heartbeat_s=0.5,
+            tick_s=0.25,
+            late_s=0.5,
+            inquiry_s=0.5,
+            confirm_s=30.0,
+            join_s=600.0,
+            lease_s=600.0,
+            end_s=UNLIMITED_S,
+            operation_s=UNLIMITED_S,
+        )
+    if not MIN_DETECT_S <= detect_s <= MAX_DETECT_S:
+        raise ValueError(
+            f"detect_s={detect_s:g} must be from {MIN_DETECT_S:g}, as a busy machine may be silent "
+            f"for less, to {MAX_DETECT_S:g}: or give None for no detection of hangs"
+        )
+    return Waits(
+        heartbeat_s=min(0.5, detect_s / 6),
+        tick_s=min(0.25, detect_s / 12),
+        late_s=min(0.5, detect_s / 6),
+        inquiry_s=min(0.5, detect_s / 6),
+        confirm_s=detect_s,
+        join_s=10 * detect_s,
+        lease_s=10 * detect_s,
+        end_s=100 * detect_s,
+        operation_s=100 * detect_s,
+    )

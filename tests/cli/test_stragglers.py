@@ -1,0 +1,25 @@
+"""A straggler is told once, by name and with numbers, and again after it had recovered."""
+
+from elastic.control.suspicion import Heartbeat
+from elastic.stragglers import Stragglers
+
+
+def beats(step: int, own_s: float) -> list[Heartbeat]:
+    return [
+        Heartbeat(w, 3, step, "compute", 0.1, 0.1, False, "R", own_steps=step, own_s=s)
+        for w, s in ((4, 0.1), (5, own_s))
+    ]
+
+
+def test_a_straggler_is_told_once_each_time():
+    notes: list[dict] = []
+    seen = Stragglers(None, notes.append)
+    for step in range(1, 81):
+        seen.look(beats(step, 0.1 if 40 < step < 50 else 0.5), step)
+    why = (
+        "w5 takes 5.0 times as long as its peers for its own part of a step (0.500 s against "
+        "0.100 s per micro-batch)"
+    )
+    assert notes == [{"step": step, "worker": "w5", "reason": why} for step in (21, 70)]
+    assert seen.reason == why
+    assert seen.own_s == {"w4": 0.1, "w5": 0.5}

@@ -1,0 +1,37 @@
+"""Everything that waits derives from `detect_s`, and what cannot hold is refused at start."""
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, Waits, waits_of
+
+
+def test_the_waits_of_the_default():
+    assert waits_of(3.0) == Waits(
+        heartbeat_s=0.5,
+        tick_s=0.25,
+        late_s=0.5,
+        inquiry_s=0.5,
+        confirm_s=3.0,
+        join_s=30.0,
+        lease_s=30.0,
+        end_s=300.0,
+        operation_s=300.0,
+    )
+
+
+@pytest.mark.parametrize("detect_s", [None, MIN_DETECT_S, 1.0, 17.0, MAX_DETECT_S])
+def test_a_hang_is_seen_and_explained_before_anything_else_gives_up(detect_s):
+    waits = waits_of(detect_s)
+    assert waits.heartbeat_s + waits.tick_s + waits.inquiry_s <= waits.confirm_s / 2
+    assert waits.late_s < waits.confirm_s
+
+
+def test_combinations_that_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="must hold"):
+        replace(waits_of(3.0), confirm_s=0.4)
+    with pytest.raises(ValueError, match=r"detect_s=0\.1 must be from 0\.5, as a busy machine"):
+        waits_of(0.1)
+    with pytest.raises(ValueError, match=r"to 3600: or give None"):
+        waits_of(1e9)

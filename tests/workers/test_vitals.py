@@ -1,0 +1,71 @@
+"""What a worker shows of itself, as its pulse reads it."""
+
+from mmap import PROT_READ, mmap
+
+import torch
+
+from workers.compiling import Compilations
+from workers.pulse import read_vitals
+from workers.vitals import PHASES, Vitals
+
+
+def shown(vitals: Vitals) -> dict:
+    found = read_vitals(mmap(vitals.fd, 4096, prot=PROT_READ))
+    found.pop("phase_s")
+    return found
+
+
+def test_a_pulse_reads_what_the_worker_shows():
+    vitals = Vitals()
+    vitals.generation, vitals.step = 3, 17
+    vitals.enter("reduce")
+    vitals.waits_in(5, "all_to_all", 1 << 40)
+    assert shown(vitals) == {
+        "generation": 3,
+        "step": 17,
+        "phase": "reduce",
+        "waits_for_peers": True,
+        "p95_s": None,
+        "collective": [5, "all_to_all", 1 << 40],
+        "own_steps": 0,
+        "own_s": 0.0,
+    }
+    vitals.enter("done")
+    assert (shown(vitals)["phase"], shown(vitals)["p95_s"]) == ("done", 0.0)
+
+
+def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
+    now = 50.0
+    vitals = Vitals(lambda: now)
+    for attempt in range(3):
+        vitals.begin_step()
+        for phase, seconds in (("data", 1.0), ("compute", 2.0), ("feed", 9.0), ("compute", 2.0)):
+            vitals.enter(phase)
+            now += seconds
+        with vitals.gathering():
+            now += 100.0
+        now += 1.0
+        vitals.enter("reduce")
+        if attempt:  # the first one was given up
+            vitals.end_step(num_passes=2)
+    vitals.enter("vote")
+    assert (shown(vitals)["own_steps"], shown(vitals)["own_s"]) == (2, 3.0)
+
+
+def test_a_compilation_in_the_middle_of_a_step_is_a_phase_of_its_own():
+    vitals, seen = Vitals(), []
+    compilations = Compilations(vitals)
+    compilations.hear()
+
+    def backend(graph, _):
+        seen.append(shown(vitals)["phase"])
+        return graph.forward
+
+    double = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
+    compilations.hear()
+    vitals.enter("compute")
+    for size in (3, 3, 4):
+        assert double(torch.ones(size)).sum() == 2 * size
+        seen.append(vitals.phase)
+    assert seen == ["compile", "compute", "compute", "compile", "compute"]
+    assert set(seen) <= set(PHASES)
