@@ -18,6 +18,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
+from workers.compilation import Compilation
 from workers.copying import Copying
 from workers.groups import AnyGroup
 from workers.link import ControllerLink
@@ -70,14 +71,13 @@ class Member:
         self.prepared: Prepared | None = None
         self.should_pause = False
         """Agreed by vote: the next boundary is a pause."""
-        self.is_evaluating = False
-        self.is_done = False
+        self.is_evaluating = self.is_done = False
         self.last_evaluation: tuple[int, int, Any] | None = None
         """(step, how many before it at this step, result) of the last completed evaluation."""
         self.peer_evaluation: tuple[int, int, Any] | None = None
         self.standing = Standing()
-        self._pause_asked = 0  # generation; written by the link's thread
-        self._aborted = 0  # generation; written by the link's thread
+        self._pause_asked = self._aborted = 0  # generations; written by the link's thread
+        self._compilation = Compilation()
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
         self._copying = Copying(
@@ -166,6 +166,7 @@ class Member:
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
+        self._compilation.tell(self.generation, replica.step)
         self.records.add(layout, vector, vote, self, prepared.step_s)
         if not vote.is_saving:
             self.saver.after_step(replica, self)
@@ -302,6 +303,7 @@ class Member:
         began = time.monotonic()
         if not self._enter_shard(header):
             return False
+        self._compilation.begin(self.replica.model, self.vitals)
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
         return True

@@ -62,6 +62,10 @@ class Vitals:
         self._phase, self._since = PHASES.index(phase), now
         self._write()
 
+    def forget(self, phase: str) -> None:
+        """What is usual in `phase` is not known any more."""
+        self._seen[PHASES.index(phase)].clear()
+
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Within: waiting for peers in the middle of a phase, whose time stands still."""

@@ -172,7 +172,7 @@ class _GroupFold:
             return  # FSDP2 has put it there
         if root is None:
             return
-        parts = root[0].split(self._sizes()) if len(root) == 1 else root
+        parts = root[0].reshape(-1).split(self._sizes()) if len(root) == 1 else root
         for param, part in zip(self._params, parts, strict=True):
             rows = part.reshape(-1)[: param.sharded_size.numel()].view(param.sharded_size)
             rows = rows.to(param.sharded_param.device)
