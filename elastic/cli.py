@@ -109,6 +109,7 @@ def run(
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward.")
     ] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Shards in host memory.")] = False,
     seed: Annotated[int, typer.Option(help="Weights, sample order, randomness.")] = 0,
     storage: Annotated[
         str | None,
@@ -165,6 +166,7 @@ def run(
         precision=precision,
         clip_norm=clip_norm,
         activation_checkpointing=activation_checkpointing,
+        offload=offload,
         seed=seed,
         storage=storage,
         name=name,

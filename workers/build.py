@@ -59,7 +59,13 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         from workers.parallel.sharded_model import ShardedModel
 
         keeps_parameters = spec.parallel == "fsdp-grad-op"
-        sharded_model = ShardedModel(model, device, dtype, keeps_parameters=keeps_parameters)
+        sharded_model = ShardedModel(
+            model,
+            device,
+            dtype,
+            keeps_parameters=keeps_parameters,
+            is_offloaded=spec.offload,
+        )
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")

@@ -18,6 +18,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
+from workers.compilation import Compilation
 from workers.copying import Copying
 from workers.groups import AnyGroup
 from workers.keeper import Keeper
@@ -76,8 +77,8 @@ class Member:
         """(step, how many before it at this step, result) of the last completed evaluation."""
         self.peer_evaluation: tuple[int, int, Any] | None = None
         self.standing = Standing()
-        self._pause_asked = 0  # generation; written by the link's thread
-        self._aborted = 0  # generation; written by the link's thread
+        self._pause_asked = self._aborted = 0  # generations; written by the link's thread
+        self._compilation = Compilation()
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
         self._copying = Copying(
@@ -187,6 +188,7 @@ class Member:
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
+        self._compilation.tell(self.generation, replica.step)
         self.records.add(layout, vector, vote, self, prepared.step_s)
         if self.keeper is not None:
             self.keeper.after_step(replica, self)
@@ -327,6 +329,7 @@ class Member:
         began = time.monotonic()
         if not enter_shard(self, header):
             return False
+        self._compilation.begin(self.replica.model, self.vitals)
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
         return True

@@ -37,7 +37,7 @@ def _recomputed(block: nn.Module, is_changing: IsChanging) -> Callable[..., Any]
         }
         return nullcontext(), _buffers_as(before)
 
-    @torch._dynamo.disable(recursive=False)  # the block itself may be compiled
+    @torch.compiler.disable(recursive=False)
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

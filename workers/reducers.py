@@ -28,11 +28,16 @@ class Reduced:
     buffers: tuple[torch.Tensor, ...]
 
     def is_finite(self) -> bool:
-        norms = [local(g) for g in self.gradients if g is not None]
-        if not norms:
-            return True
-        each = torch._foreach_norm(norms)  # pyright: ignore[reportPrivateImportUsage]
-        return bool(torch.isfinite(torch.stack([n.float() for n in each])).all())
+        by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
+        for gradient in self.gradients:
+            if gradient is not None:
+                by_device.setdefault(gradient.device, []).append(local(gradient))
+        return all(_are_finite(gradients) for gradients in by_device.values())
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    each = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    return bool(torch.isfinite(torch.stack([n.float() for n in each])).all())
 
 
 class Reducer(Protocol):

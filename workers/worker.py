@@ -253,7 +253,7 @@ class Worker:
         if replica.sharded is not None and not replica.sharded.is_whole:
             return
         loaded = self._loader.fetch(step, 0)
-        batch = to_device(loaded.batch, replica.parameters[0].device)
+        batch = to_device(loaded.batch, self._device)
         replica.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
         try:

@@ -28,6 +28,8 @@ from elastic.control.state import (
 from elastic.protocol.membership import NumberSet, worker_name
 
 MAX_BACKOFF_S = 60
+MAX_IN_VAIN = 8
+"""Generations without a committed step whose members could not get the state."""
 
 
 # --- losses -------------------------------------------------------------------
@@ -156,7 +158,15 @@ def abort_late(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Dec
 def abort_arrival(
     ledger: Ledger, phase: Forming | Running | Pausing, worker: int, reason: str
 ) -> Decision:
-    """A newcomer cannot get the last step: nobody failed, the others form without it."""
+    """A newcomer cannot get the last step, or of a sharded state rows are missing: nobody failed,
+    the others form without it, or all begin at the newest checkpoint. Not for ever."""
+    ledger = replace(ledger, in_vain=ledger.in_vain + 1)
+    if ledger.in_vain > MAX_IN_VAIN:
+        why = (
+            f"{ledger.in_vain} generations in a row could not get the state of step {ledger.step}, "
+            f"the last: {worker_name(worker)}: {reason}"
+        )
+        return finish(ledger, phase, "failed", why)
     suspending = Suspending(phase.membership, NOBODY, None, was_forming=True)
     why = f"{worker_name(worker)} cannot join, it needs another source: {reason}"
     return Decision(ledger, suspending, (Abort(phase.membership),), why)

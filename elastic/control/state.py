@@ -53,6 +53,8 @@ class Ledger:
     """Committed steps."""
     failures: int = 0
     """Members lost since the last committed step."""
+    in_vain: int = 0
+    """Generations since the last committed step whose members could not get its state."""
     stillborn: int = 0
     """Workers in a row that died before they joined a generation."""
     respawn_at: float = 0.0

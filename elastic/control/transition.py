@@ -151,7 +151,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case ((Running() | Pausing()), Committed(step=step)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
-            ledger = replace(ledger, step=step, failures=0)
+            ledger = replace(ledger, step=step, failures=0, in_vain=0)
             return publish_if_whole(Decision(ledger, phase))
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
@@ -275,7 +275,7 @@ def left_step(
     if num_left < membership.world_size:
         return Decision(ledger, phase)
     if step > ledger.step:
-        ledger = replace(ledger, step=step, failures=0)
+        ledger = replace(ledger, step=step, failures=0, in_vain=0)
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from elastic.control.replay import replay
 from elastic.control.state import Finished
+from tests.control.fake_worker import Faults, Worker
 from tests.control.sharded_cluster import ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 
@@ -30,3 +31,20 @@ def test_sharded_runs_with_faults_end_with_all_steps_from_their_checkpoints() ->
     assert seen["succeeded"] > NUM_SEEDS * 0.7, seen
     assert seen["rolled back in process"] > 100, seen
     assert seen["lost steps"] > 100, seen
+
+
+class Hopeless(ShardedCluster):
+    """Rows are missing whatever is loaded."""
+
+    def common_state(self, members: list[Worker], step: int) -> int | None:
+        return None
+
+
+def test_a_state_whose_rows_are_always_missing_ends_the_run_and_says_so() -> None:
+    for seed in range(20):
+        limits, _ = scenario(seed)
+        run = simulate(seed, replace(limits, is_sharded=True), Faults(), Hopeless)
+        assert isinstance(run.phase, Finished)
+        assert run.phase.outcome == "failed"
+        assert "could not get the state of step 0, the last: w" in run.phase.reason
+        assert run.phase.reason.endswith(": nobody holds row 3")

@@ -15,6 +15,7 @@ from elastic.control.commands import (
     Spawn,
     Sync,
 )
+from elastic.control.recovery import MAX_IN_VAIN
 from elastic.control.state import (
     CollectiveFailed,
     Committed,
@@ -307,6 +308,21 @@ def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_lo
     )
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
     assert (ledger.ready, ledger.failures) == (some(2), 0)
+
+
+def test_generations_that_never_get_their_state_end_the_run_with_the_reason():
+    failed = SyncFailed(2, "nobody holds row 3 of model/w", 5.0)
+    ledger, phase, _ = play(replace(LEDGER, in_vain=MAX_IN_VAIN - 1), Forming(ABC, 30.0), failed)
+    assert (ledger.in_vain, type(phase)) == (MAX_IN_VAIN, Suspending)
+    _, phase, commands = play(ledger, Forming(ABC, 30.0), failed)
+    assert commands == [Retire((0, 1, 2))]
+    assert phase == Finished(
+        "failed",
+        f"{MAX_IN_VAIN + 1} generations in a row could not get the state of step 40, the last: "
+        "w2: nobody holds row 3 of model/w",
+    )
+    ledger, _, _ = play(ledger, Running(ABC), Committed(7, 41, 0.1, 6.0))
+    assert ledger.in_vain == 0
 
 
 def test_a_newcomer_that_holds_the_step_counts_as_a_survivor():

@@ -129,7 +129,7 @@ class _GroupFold:
         self._params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         self._stack: CarryStack | ReplicaStack = CarryStack(num_microbatches)
         if replicas.world_size > 1 and self._params:
-            like, size = self._like(), sum(self._sizes())
+            like, size = self._like().new_empty(0, device=group.device), sum(self._sizes())
             self._stack = ReplicaStack(like, size, replicas, ids, num_microbatches)
         self._has_many_uses = False
         self._pending: Tensor | None = None
@@ -172,9 +172,10 @@ class _GroupFold:
             return  # FSDP2 has put it there
         if root is None:
             return
-        parts = root[0].split(self._sizes()) if len(root) == 1 else root
+        parts = root[0].reshape(-1).split(self._sizes()) if len(root) == 1 else root
         for param, part in zip(self._params, parts, strict=True):
             rows = part.reshape(-1)[: param.sharded_size.numel()].view(param.sharded_size)
+            rows = rows.to(param.sharded_param.device)
             param.sharded_param.grad = param.to_sharded_dtensor(rows)
 
     def _sizes(self) -> list[int]:
@@ -185,7 +186,7 @@ class _GroupFold:
 
     def _summed(self) -> Tensor:
         """The stock way: what this replica added up, over all replicas."""
-        flat = self._like().new_zeros(sum(self._sizes()))
+        flat = self._like().new_zeros(sum(self._sizes()), device=self.group.device)
         for param, part in zip(self._params, flat.split(self._sizes()), strict=True):
             gradient = param.sharded_param.grad
             if gradient is not None:

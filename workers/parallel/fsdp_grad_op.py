@@ -95,7 +95,7 @@ class FsdpGradOpReducer:
             sizes = [self._layout.shapes[i].numel() for i in mine]
             for leaf, rows in zip(mine, flat.split(sizes), strict=True):
                 param = self._params[leaf % len(self._params)]
-                value = rows.view(self._layout.shapes[leaf]).to(param.sharded_param.dtype)
+                value = rows.view(self._layout.shapes[leaf]).to(param.sharded_param)
                 index = self._indices[leaf % len(self._params)]
                 gradients[index] = param.to_sharded_dtensor(value)
         return Reduced(tuple(gradients), buffers)

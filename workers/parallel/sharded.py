@@ -319,9 +319,9 @@ class Sharded:
         is_mine = [  # every row counts once, and every scalar
             mesh.replica(group.rank) == 0 if is_shard(g) else is_first for g in gradients
         ]
-        mine = row_squares(
-            [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
-        ).to(self.model.device)
+        counted = [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
+        host = self.model.host
+        mine = row_squares([g.to(host) for g in counted]).to(self.model.device)
         rows = [g.shape[0] if g.dim() else 1 for g in gradients]
         sizes = [[len(mesh.own_rows(n, r)) for n in rows] for r in range(group.world_size)]
         gathered = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
@@ -334,18 +334,21 @@ class Sharded:
         """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
         assert self._group is not None
         group, mesh = self._group, self.mesh
-        names = state.weight_names(self.model.model)
+        names, device = state.weight_names(self.model.model), self.model.device
         _, tensors = self._replica.header_and_tensors()
-        whole = ((name, _gathered(tensors[names[name]], mesh, group)) for name in sorted(names))
+        whole = (
+            (name, _gathered(tensors[names[name]], mesh, group, device)) for name in sorted(names)
+        )
         sha256 = hash_of(whole)
         return str(gather_json(group, sha256, self.model.device)[0])
 
 
-def _gathered(tensor: Tensor, mesh: Mesh, group: AnyGroup) -> Tensor:
+def _gathered(tensor: Tensor, mesh: Mesh, group: AnyGroup, device: torch.device) -> Tensor:
     """The whole tensor on rank 0; elsewhere something empty of its shape and dtype's name."""
     mine = local(tensor)
     if mine is tensor or group.world_size == 1:
         return mine
+    mine = mine.to(device)  # what is offloaded can be sent from there only
     nothing = mine.new_empty(0)
     flat = mine.contiguous().reshape(-1) if mesh.replica(group.rank) == 0 else nothing
     sent = [flat if rank == 0 else nothing for rank in range(group.world_size)]

@@ -13,7 +13,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from elastic.protocol.errors import WrongInput
@@ -33,9 +38,10 @@ class ShardedModel:
         dtype: torch.dtype | None = None,
         *,
         keeps_parameters: bool,
+        is_offloaded: bool = False,
     ) -> None:
         """dtype: of what is gathered; None: that of the parameters. keeps_parameters: they stay
-        whole from forward to backward (ZeRO-2).
+        whole from forward to backward (ZeRO-2). is_offloaded: shards live in host memory.
 
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
@@ -44,6 +50,10 @@ class ShardedModel:
         mesh = shard_mesh(device, 0, 1)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
+        self.host = torch.device("cpu") if is_offloaded else device
+        """Where shards are, and their gradients between steps."""
+        if is_offloaded:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         half = _policy(dtype)
         for block, is_half in _wrapped(model, is_half=dtype is not None):
             fully_shard(
@@ -106,17 +116,17 @@ class ShardedModel:
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh
             for param in group.fsdp_params:
-                _reshard(param, mesh, self.device, is_empty=shard is None)
+                _reshard(param, mesh, self.host, is_empty=shard is None)
         self.shard, self.num_shards = shard, num_shards
 
 
-def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device, *, is_empty: bool) -> None:
+def _reshard(param: Any, mesh: FSDPMeshInfo, host: torch.device, *, is_empty: bool) -> None:
     kept = param.sharded_param
     whole = nn.Parameter(
         torch.empty(param._orig_size, dtype=kept.dtype, device="meta"),
         requires_grad=kept.requires_grad,
     )
-    param._init_sharded_param(whole, device, None, mesh)
+    param._init_sharded_param(whole, host, None, mesh)
     if is_empty:
         param.sharded_size = torch.Size((0, *param.sharded_size[1:]))
         param.padded_sharded_param_size = param.sharded_size
@@ -124,7 +134,8 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, device: torch.device, *, is_empty: 
     if param.post_forward_mesh_info is not None:
         param.post_forward_mesh_info = mesh
         param._init_sharded_post_forward_param_metadata(whole)
-    padded = torch.zeros(param.padded_sharded_param_size, dtype=kept.dtype, device=device)
+    padded = torch.zeros(param.padded_sharded_param_size, dtype=kept.dtype, device=host)
+    padded = padded.pin_memory() if param.pin_memory else padded
     rows = padded.narrow(0, 0, param.sharded_size[0])
     if kept.is_meta:  # a DTensor keeps the device that it was made with
         made = nn.Parameter(param.to_sharded_dtensor(rows), requires_grad=kept.requires_grad)

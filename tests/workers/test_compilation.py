@@ -1,0 +1,97 @@
+"""Models that the user compiles in place: the same names and bits, also on another mesh."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import Dense, build, enter, newcomer, sha256, train
+from workers.compilation import Compilation
+from workers.groups import Alone
+from workers.vitals import Vitals
+
+SETTINGS = ({}, {"precision": "bf16"}, {"activation_checkpointing": True})
+
+
+class Compiler:
+    """A backend that counts."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.num_graphs += 1
+        return graph.forward
+
+
+def trained(parallel: str, backend: str | None, **options) -> tuple[str, list[str]]:
+    """(hash, names) after two steps."""
+    torch._dynamo.reset()
+    replica = build(parallel, **options)
+    enter(replica, Alone(), 0)
+    if backend is not None:
+        replica.model.compile(backend=backend)
+    train(replica, Alone(), parallel, 2)
+    return sha256(replica), [n for n, _ in replica.model.named_parameters()]
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_a_compiled_model_keeps_its_names_and_has_one_hash_for_all_strategies(options):
+    """The backend "eager" runs what torch would: its bits are those of the plain model, too."""
+    strategies = ("ddp", "fsdp", "fsdp-grad-op")
+    assert {*[trained(p, "eager", **options)[0] for p in strategies]} == {
+        trained("ddp", None, **options)[0]
+    }
+    found = [trained(p, "aot_eager", **options) for p in strategies]
+    assert found == [(found[0][0], trained("ddp", None)[1])] * 3
+
+
+def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_times_only():
+    """Or torch would give up compiling after so many meshes."""
+
+    def body(ranks):
+        replica, compiler = build("fsdp"), Compiler()
+        if ranks.index:
+            replica = newcomer("fsdp")
+        replica.model.compile(backend=compiler)
+        counts = []
+        for generation, members in enumerate(([0], [0, 1], [0, 1])):
+            if ranks.index in members:
+                enter(replica, ranks.form(generation, members), generation)
+                group = replica.sharded._group
+                train(replica, group, "fsdp", 1)
+                counts.append(compiler.num_graphs)
+        return sha256(replica), counts[-1] - counts[-2]
+
+    plain = build("ddp")
+    train(plain, Alone(), "ddp", 3)
+    assert run_ranks(2, body) == [(sha256(plain), 0)] * 2
+
+
+def test_a_single_parameter_per_block_is_one_slice():
+    replica, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
+    for each, parallel in ((replica, "fsdp"), (plain, "ddp")):
+        enter(each, Alone(), 0)
+        train(each, Alone(), parallel, 1, work=Dense())
+    assert sha256(replica) == sha256(plain)
+
+
+def test_compiling_is_logged_and_has_no_usual_time(caplog):
+    torch._dynamo.reset()
+    caplog.set_level(logging.INFO)
+    replica, vitals, compilation = build("ddp"), Vitals(), Compilation()
+    for _ in range(20):
+        vitals.enter("compute")
+    compilation.tell(1, 1)  # what other tests compiled in this process
+    caplog.clear()
+    compilation.begin(replica.model, vitals)
+    assert len(vitals._seen[vitals._phase]) == 19
+    replica.model.compile(backend="eager")
+    compilation.begin(replica.model, vitals)
+    assert not vitals._seen[vitals._phase]
+    train(replica, Alone(), "ddp", 1)
+    compilation.tell(2, 5)
+    compilation.tell(2, 6)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("generation=2 step=5 compiled graphs=")

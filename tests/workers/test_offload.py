@@ -1,0 +1,30 @@
+"""Shards in host memory. On a machine without GPUs that changes nothing, bit for bit."""
+
+import torch
+
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import build, enter, sha256, train
+from workers.groups import Alone
+from workers.parallel.shards import local
+
+KINDS = (("fsdp", 1), ("fsdp", 2), ("fsdp-grad-op", 2), ("hsdp:1", 2))
+
+
+def test_offloaded_shards_have_the_bits_of_one_rank_and_live_on_the_host():
+    def body(ranks):
+        found = {}
+        for generation, (parallel, world_size) in enumerate(KINDS):
+            if ranks.index < world_size:
+                group = ranks.form(generation, list(range(world_size)))
+                replica = build(parallel, offload=True)
+                enter(replica, group, 0)
+                train(replica, group, parallel, 2)
+                places = {local(p.detach()).device.type for p in replica.model.parameters()}
+                found[parallel, world_size] = (sha256(replica), places)
+        return found
+
+    replica = build("ddp")
+    train(replica, Alone(), "ddp", 2)
+    expected = (sha256(replica), {torch.device("cpu").type})
+    for rank, found in enumerate(run_ranks(2, body)):
+        assert found == {kind: expected for kind in KINDS if kind[1] > rank}

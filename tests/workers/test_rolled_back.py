@@ -1,0 +1,101 @@
+"""A sharded run that loses rows outside of a step: the user's loop begins again further back."""
+
+from dataclasses import replace
+
+import torch
+
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.workers.test_member import CPU, FakeLink, Tiny, spec
+from workers.build import build_replica
+from workers.loader import Loader
+from workers.member import Member, RunEnded
+from workers.peer import PeerServer
+from workers.saver import Saver
+from workers.session import Session
+from workers.vitals import Vitals
+from workers.worker import Worker
+
+STEPS = 4
+
+
+class Losing:
+    """A loop that evaluates after step 2; the first time, the peers are lost in the middle."""
+
+    def __init__(self, member: Member, *, loses: bool) -> None:
+        self._member, self._has_lost = member, not loses
+        self.begun_at: list[int] = []
+        self.evaluated: list[float] = []
+
+    def __call__(self, session: Session) -> None:
+        self.begun_at.append(session.step)
+        while session.step < STEPS:
+            with session.next_step() as step:
+                for batch in step.microbatches():
+                    step.backward(session.workload.loss(session.model, batch))
+                step.commit()
+            if session.step == 2:
+                samples = session.workload.dataset()
+                self.evaluated.append(session.evaluate(samples, self._evaluate))
+
+    def _evaluate(self, model, batch) -> float:
+        if not self._has_lost:
+            self._has_lost = True
+            assert self._member.group is not None
+            self._member.group.abandon()
+        return float(model(batch[0]).mean())
+
+
+def form(generation: int, step: int) -> dict:
+    return {
+        "type": "form", "generation": generation, "rank": 0, "world_size": 1, "step": step,
+        "store": None, "then_pause": False, "recorded_step": 0, "evaluation": None, "vote": None,
+        "holders": [],
+    }  # fmt: skip
+
+
+def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
+    settings = replace(spec(), parallel="fsdp", steps=STEPS)
+    replica = build_replica(Tiny(), settings, CPU)
+    assert replica.sharded is not None
+    sharded, link, vitals = replica.sharded, FakeLink(), Vitals()
+    catalogue = Catalogue(open_folder(place).at("checkpoints"))
+    member = Member(
+        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None),
+        Saver(link, settings), vitals, CPU,
+        on_load=lambda place, step: sharded.load(catalogue), on_sync=lambda: None,
+        on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
+    )  # fmt: skip
+    loader = Loader(Tiny(), 3, 12, 3)
+    worker = object.__new__(Worker)  # its loop alone, without the process around it
+    worker._spec, worker._replica, worker._member = settings, replica, member
+    worker._link, worker._vitals = link, vitals
+    load = {"type": "load", "place": place, "recorded_step": 0}
+    finish = {"type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None}
+    again = ({"type": "abort", "generation": 1}, load, form(2, 0)) if loses else ()
+    for header in (load, form(1, 0), *again, finish):
+        link.commands.put((header, b""))
+    loop = Losing(member, loses=loses)
+    try:
+        worker._loop(Session(settings, Tiny(), member, loader), loop)
+    except RunEnded:
+        return loop, member
+    finally:
+        loader.close()
+    raise AssertionError("the loop went on after the end")
+
+
+def test_rows_lost_in_an_evaluation_send_the_loop_back_to_the_checkpoint(tmp_path):
+    torch.set_num_threads(1)
+    calm = ended(str(tmp_path), loses=False)
+    loop, member = ended(str(tmp_path), loses=True)
+    link = member.link
+    assert (loop.begun_at, member.step) == ([0, 0], STEPS)
+    (value,) = loop.evaluated  # the first one never ended
+    assert [fields["values"] for fields, _ in link.of("evaluated")] == [{"value": value}]
+    assert [fields["step"] for fields, _ in link.of("loaded")] == [0, 0]
+    (done,) = link.of("done")
+    assert done[0]["step"] == STEPS
+    hashes = [link.of("ended")[0][0]["weights_sha256"] for link in (calm[1].link, link)]
+    assert hashes[0] == hashes[1]
+    assert calm[0].evaluated == loop.evaluated

@@ -1,0 +1,90 @@
+"""What a sharded rank holds and sends, counted: shares of the whole, nothing twice."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from tests.workers.counting import CountingGroup
+from tests.workers.ranks import run_ranks
+from tests.workers.sharded_rig import NUM_MICROBATCHES, Microbatched, Work, build, enter, train
+from workers.groups import AnyGroup
+from workers.parallel.shards import local
+from workers.replica import Replica
+
+WIDTH, BLOCKS = 254, 2
+PARAMETERS = 4.0 * BLOCKS * WIDTH * WIDTH
+SETTINGS = [
+    (parallel, reduction, world_size)
+    for parallel in ("ddp", "fsdp", "fsdp-grad-op")
+    for reduction in ("bitwise", "fast")
+    for world_size in (2, 4)
+] + [("hsdp:2", "bitwise", 4), ("hsdp:2", "fast", 4)]
+
+
+class Wide(Work):
+    """Blocks only, whose rows do not divide by four."""
+
+    def build_model(self):
+        return Microbatched(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+
+    def batch(self, step, microbatch_id):
+        return torch.ones(2, WIDTH)
+
+
+def held_bytes(replica: Replica) -> int:
+    """Parameters, gradients as big as they are, optimizer state: the memory behind them."""
+    model = [t for n, t in replica.tensors().items() if n.startswith("model/")]
+    state = [t for n, t in replica.tensors().items() if not n.startswith("model/")]
+    return sum(local(t).untyped_storage().nbytes() for t in (*model, *model, *state))
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Setting -> (bytes sent by part, bytes held), by rank; for one step."""
+
+    def body(ranks):
+        found = {}
+        for generation, setting in enumerate(SETTINGS):
+            parallel, reduction, world_size = setting
+            if ranks.index < world_size:
+                group = CountingGroup(ranks.form(generation, list(range(world_size))))
+                replica = build(parallel, reduction, Wide())
+                enter(replica, cast(AnyGroup, group), 0)
+                group.sent.clear()
+                train(replica, cast(Any, group), parallel, 1, reduction, Wide())
+                found[setting] = (dict(group.sent), held_bytes(replica))
+        return found
+
+    by_rank = run_ranks(4, body)
+    return {s: [found[s] for found in by_rank[: s[2]]] for s in SETTINGS}
+
+
+def test_a_sharded_pass_sends_three_shares_and_the_others_two_per_step(measured):
+    for (parallel, reduction, world_size), found in measured.items():
+        if parallel == "hsdp:2":
+            continue
+        rounds = NUM_MICROBATCHES // world_size
+        times = 3 * rounds if parallel == "fsdp" else 2
+        wanted = times * PARAMETERS * (world_size - 1) / world_size
+        for sent, _ in found:
+            assert sum(sent.values()) == pytest.approx(wanted, rel=0.05), (parallel, reduction)
+
+
+def test_replicas_exchange_each_row_of_the_gradient_twice_per_step_and_no_parameters(measured):
+    for reduction in ("bitwise", "fast"):
+        for rank, (sent, _) in enumerate(measured["hsdp:2", reduction, 4]):
+            assert sent[f"replica{rank // 2}"] == pytest.approx(2 * 3 * PARAMETERS / 2)
+            assert sent[f"shard{rank % 2}"] == pytest.approx(2 * PARAMETERS / 2 / 2, rel=0.05)
+            assert sent[""] < 0.05 * PARAMETERS
+
+
+def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(measured):
+    whole = 4 * PARAMETERS  # AdamW
+    for (parallel, _, world_size), found in measured.items():
+        shards = {"ddp": 1, "hsdp:2": 2}.get(parallel, world_size)
+        held = [size for _, size in found]
+        assert sum(held) / len(held) == pytest.approx(whole / shards, rel=0.03)
+        row = 4 * 4 * BLOCKS * WIDTH
+        assert max(held) <= whole / shards + row
