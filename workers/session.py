@@ -324,7 +324,7 @@ class Step:
         try:
             self._vitals.enter("reduce")
             reduced = self._reducer.finish()
-            self._member.before_vote()
+            self._member.wait_for_copies()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

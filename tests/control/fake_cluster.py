@@ -106,10 +106,10 @@ class FakeCluster:
 
     def conclude_save(self, command: Publish | Discard) -> None:
         save = command.generation, command.step
-        assert save not in self.dropped or self.num_adopted, "it was discarded"
         if isinstance(command, Discard):
             self.dropped.add(save)
             return
+        assert save not in self.dropped or self.num_adopted, "it was discarded"
         group = self.groups[command.generation]
         assert group.saved[command.step] == set(range(len(group.members))), command
         self.published.append(command.step)

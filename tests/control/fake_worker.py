@@ -23,6 +23,7 @@ class Faults:
     slow_detection: float = 0.0  # chance
     failing_saves: int = 0
     controller_kills: int = 0
+    holder_losses: int = 0
 
 
 @dataclass(eq=False)
