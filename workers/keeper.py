@@ -112,9 +112,6 @@ class Keeper:
         """A step is on record only once all its shards are held."""
         return self._spec.snapshot_every == 1
 
-    def is_due(self, step: int) -> bool:
-        return step % self._spec.snapshot_every == 0
-
     # --- main thread -------------------------------------------------------------------
     def begin(self, replica: Replica, origin: int, by: Standing) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
@@ -130,7 +127,7 @@ class Keeper:
 
     def after_step(self, replica: Replica, by: Standing) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
-        if not self.is_due(replica.step):
+        if replica.step % self._spec.snapshot_every:
             return
         last = self.shadows[-1:]
         settled = last[0].key if last else None
@@ -172,11 +169,6 @@ class Keeper:
     def finished(self) -> list[Shadow]:
         """Those that are whole on the host, the newest first."""
         return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
-
-    def before_vote(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Of the step that makes it `step`: the last copy is held, or there is no holder."""
-        if self.is_due(step):
-            self.wait(is_over)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Until the last copy is held, there is no holder, or is_over()."""

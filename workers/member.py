@@ -153,13 +153,8 @@ class Member:
             "collective_failed", generation=self.generation, rank=self.rank, message=message
         )
 
-    def before_vote(self) -> None:
-        """Copies of the last step are held, where that is due."""
-        if self.keeper is not None:
-            self.keeper.before_vote(self.step + 1, lambda: self.is_cancelled)
-
     def wait_for_copies(self) -> None:
-        """Before it says that it has stopped at a step: that step is safe."""
+        """Before a vote, or before it says that it has stopped: what was kept last is safe."""
         if self.keeper is not None:
             self.keeper.wait(lambda: self.is_cancelled)
 

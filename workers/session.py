@@ -336,7 +336,7 @@ class Step:
             reduced = self._reducer.finish()
             if (sharded := self._member.replica.sharded) is not None:
                 sharded.share_integers()
-            self._member.before_vote()
+            self._member.wait_for_copies()
             self._vitals.enter("vote")
             self._vote(reduced)
         except PeerLost as error:

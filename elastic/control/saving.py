@@ -6,10 +6,10 @@ Who writes is workers/saver.py, who publishes is elastic/store/catalogue.py.
 from dataclasses import replace
 
 from elastic.control.commands import Command, Discard, Publish
-from elastic.control.state import Active, Decision, Ledger, PartFailed, PartSaved, Save
+from elastic.control.state import Active, Decision, Ledger, Limits, PartFailed, PartSaved, Save
 
 
-def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
+def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -> Decision:
     """A rank's part is durable; with the last one the checkpoint is."""
     if is_overtaken(ledger, event):
         discard = Discard(event.generation, event.step)
@@ -17,15 +17,16 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved) -> Decision:
     ledger, dropped = save_of(ledger, event)
     save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
     ledger = replace(ledger, save=save)
-    return publish_if_whole(Decision(ledger, phase, dropped, reason_of(dropped)))
+    return publish_if_whole(Decision(ledger, phase, dropped, reason_of(dropped)), limits)
 
 
-def publish_if_whole(decision: Decision) -> Decision:
+def publish_if_whole(decision: Decision, limits: Limits) -> Decision:
     """All parts are durable, and the step is committed: with peer memory that may come later."""
     ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
     assert isinstance(phase, Active)
     world_size = phase.membership.world_size
-    if save.has_failed or len(save.saved) < world_size or save.step > ledger.step:
+    is_early = limits.is_sharded and save.step > ledger.step
+    if save.has_failed or is_early or len(save.saved) < world_size:
         return decision
     publish = Publish(save.generation, save.step)
     reason = f"all {world_size} parts of the checkpoint of step {save.step} are durable"

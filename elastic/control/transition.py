@@ -133,6 +133,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return Decision(ledger, replace(phase, complaint=phase.complaint or message))
         case Suspending(), Suspended():
             return hear_answer(ledger, phase, event, limits)
+        case Suspending(), Committed(step=step) if limits.is_sharded:
+            return Decision(replace(ledger, step=max(step, ledger.step)), phase)
         case Suspending(), Committed(step=step):
             return Decision(*learn_step(ledger, phase, step))
         # --- a generation at work
@@ -152,7 +154,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
             ledger = replace(ledger, step=step, failures=0, in_vain=0)
-            return publish_if_whole(Decision(ledger, phase))
+            return publish_if_whole(Decision(ledger, phase), limits)
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
             pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)
@@ -166,7 +168,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Ending(), Ended():
             return hear_end(ledger, phase, event)
         case _, PartSaved() if isinstance(phase, Active):
-            return hear_part(ledger, phase, event)
+            return hear_part(ledger, phase, event, limits)
         case _, PartFailed(step=step, message=message) if isinstance(phase, Active):
             if limits.must_save:
                 why = f"the checkpoint of step {step} failed: {message}"

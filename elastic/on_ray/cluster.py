@@ -363,7 +363,8 @@ class RayCluster:
         self.commits.hear_held(header["generation"], header["rank"], header["step"])
 
     def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        if header["step"] < self.recorded_step:  # what came after was lost with its holders
+        is_first = self.commits.hear_joined(header["generation"])
+        if is_first and header["step"] < self.recorded_step:  # later ones were lost with holders
             self.recorded_step = header["step"]
             self.host.on_rolled_back(header["step"])
         self._on_report(worker, record, header, payload)

@@ -21,6 +21,7 @@ class Commits:
         self._held: dict[int, int] = {}  # rank -> step
         self.vote: tuple[int, dict[str, Any], bytes] | None = None
         """The newest completed one: step, layout, content."""
+        self._formed = 0  # the newest generation that has formed
         self._given_up = 0
         """Generations up to this one report nothing any more."""
 
@@ -53,6 +54,13 @@ class Commits:
         if self._is_current(generation):
             self._held[rank] = max(step, self._held.get(rank, 0))
             self._pass_on()
+
+    def hear_joined(self, generation: int) -> bool:
+        """Whether this is the first word of a generation that it has formed."""
+        is_first = self._is_current(generation) and generation != self._formed
+        if is_first:
+            self._formed = generation
+        return is_first
 
     def give_up(self, generation: int) -> None:
         """Its members may go back: what they have not committed for sure, their successors say."""

@@ -26,6 +26,7 @@ class Faults:
     drains: int = 0
     drain_chance: float = 0.01
     notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
+    holder_losses: int = 0
 
 
 @dataclass(eq=False)

@@ -1,36 +1,143 @@
-"""FakeCluster whose members hold shards: rows are lost with their holder.
+"""FakeCluster whose members hold shards, with peer memory: rows are lost only with their holders.
 
-Newcomers follow nobody; when a generation forms, its members find out alike whether together they
-hold the state, and go back to the newest checkpoint if not.
+Newcomers follow nobody; when a generation forms, its members find out alike which newest state
+they can put together from live rows, shadows and copies, and go back to the newest checkpoint if
+there is none. The shell's own `Commits` says when a step goes on record.
 """
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from elastic.control.commands import Abort, Command, Form, Load, Publish, Sync
-from elastic.control.state import Joined, Loaded, Suspended, Synced, SyncFailed
+from elastic.control.commands import Abort, Command, Form, Load, Publish, Recall, Sync
+from elastic.control.state import (
+    Committed,
+    Done,
+    Event,
+    Joined,
+    Loaded,
+    Paused,
+    Suspended,
+    Synced,
+    SyncFailed,
+)
+from elastic.on_ray.commits import Commits
 from tests.control.fake_cluster import FakeCluster
-from tests.control.fake_worker import Faults, Worker
+from tests.control.fake_worker import Faults, Group, Worker
 
-REFERENCE = (0, 0, 0)
-"""Holds everything, as a checkpoint or the initial weights on disk."""
+
+class Rows(NamedTuple):
+    """A rank's part of a state."""
+
+    step: int
+    origin: int
+    state: int
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Held:
+    generation: int
+    rank: int
+    step: int
+    at: float
+
+
+@dataclass
+class Memory:
+    """What a worker has; `reference`: the step of a state that it stands for without holding it."""
+
+    live: Rows | None = None
+    reference: int | None = None
+    shadows: tuple[Rows, ...] = ()
+    is_pushed: bool = True
+    known: frozenset[int] = frozenset()
+    """Steps that it could report."""
 
 
 class ShardedCluster(FakeCluster):
+    every = 1
+    """Steps between snapshots."""
+
     def __init__(self, seed: int, steps: int, faults: Faults) -> None:
         super().__init__(seed, steps, faults)
-        self.holdings: dict[int, tuple[int, int, int]] = {}  # worker -> generation, rank, size
+        self.memories: dict[int, Memory] = {}
+        self.copies: dict[tuple[int, int], tuple[Rows, ...]] = {}  # generation, rank
+        self.has_lost_copies = False
         self.saved_states: dict[tuple[int, int], int] = {}
         self.checkpoint = (0, 1)  # step, state
         self.rollbacks = 0
+        self.returns = 0
+        self.commits = Commits(self.record)
+        self.recorded = self.loaded = 0
+        self.recorded_at: dict[int, int] = {}  # generation -> step, as Form said
+        self.to_emit: deque[Event] = deque()
 
+    def memory(self, w: Worker) -> Memory:
+        return self.memories.setdefault(w.number, Memory())
+
+    # --- the shell ----------------------------------------------------------------
     def execute(self, command: Command) -> None:
-        if isinstance(command, Publish):
-            state = self.saved_states[command.generation, command.step]
-            self.checkpoint = (command.step, state)
+        match command:
+            case Publish():
+                state = self.saved_states[command.generation, command.step]
+                self.checkpoint = (command.step, state)
+            case Abort(membership) | Recall(membership):
+                self.commits.give_up(membership.generation)
+            case Form(membership):
+                self.recorded = min(self.recorded, command.step)
+                self.recorded_at[membership.generation] = self.recorded
+            case _:
+                pass
         super().execute(command)
 
+    def record(self, generation: int, line: dict[str, Any]) -> None:
+        step = line["metrics"]["step"]
+        if step == self.recorded + 1:
+            self.recorded = step
+            self.to_emit.append(Committed(generation, step, 0.1, self.now))
+
+    def deliver(self) -> Event | None:
+        if self.to_emit:
+            return replace(self.to_emit.popleft(), at=self.now)
+        if self.faults.holder_losses and self.rng.random() < 0.002:
+            self.lose_holder()
+        event = super().deliver()
+        match event:
+            case Held(generation, rank, step):
+                self.commits.hear_held(generation, rank, step)
+                return None
+            case Committed(generation, step):
+                if generation in self.groups:
+                    size = len(self.groups[generation].members) if self.every == 1 else 0
+                    lines = [{"metrics": {"step": step}}]
+                    header = {"generation": generation, "world_size": size, "steps": lines}
+                    self.commits.hear({**header, "vote": None}, b"")
+                return None
+            case Joined(generation=generation, step=step):
+                if self.commits.hear_joined(generation) and step < self.recorded:
+                    assert self.has_lost_copies or 1 < self.every >= self.recorded - step
+                    self.recorded = step
+                    self.returns += 1
+            case Loaded(step=step):
+                self.recorded = self.loaded = step
+            case _:
+                pass
+        return event
+
+    def lose_holder(self) -> None:
+        """Of some ranks."""
+        self.faults.holder_losses -= 1
+        self.has_lost_copies = True
+        for key in tuple(self.copies):
+            if self.rng.random() < 0.5:
+                del self.copies[key]
+
+    # --- workers ------------------------------------------------------------------
     def check_form(self, command, members: list[Worker]) -> None:
         assert len(set(command.membership.workers)) == len(members)
+        assert not command.roll_forward
         for w in members:
             if w.is_alive and w.form is not None:
                 assert w.mode in ("idle", "suspended", "paused", "done", "lobby"), (w, command)
@@ -39,31 +146,84 @@ class ShardedCluster(FakeCluster):
         match command:
             case Sync():
                 w.step, w.prepared = -1, None
-                self.holdings.pop(w.number, None)
+                self.memories.pop(w.number, None)
                 self.send(w, Synced(w.number, self.now))
             case Load():
                 w.step, w.state = self.checkpoint
                 w.prepared = None
-                self.holdings[w.number] = REFERENCE
+                self.memories[w.number] = Memory(reference=w.step)
                 self.send(w, Loaded(w.number, w.step, self.now))
             case Abort(membership):
                 is_evaluating, has_gradient = w.mode == "evaluate", w.prepared is not None
                 self.groups[membership.generation].is_broken = True
                 w.mode = "suspended"
-                step = w.step if w.number in self.holdings else -1
+                has_state = self.memory(w) != Memory()
                 event = Suspended(
-                    membership.generation, w.rank, step, has_gradient, is_evaluating, self.now
+                    membership.generation,
+                    w.rank,
+                    w.step if has_state else -1,
+                    has_gradient,
+                    is_evaluating,
+                    self.now,
                 )
                 self.send(w, event)
-            case Form():  # nobody rolls forward: the lost one's rows of the step are gone as well
-                super().obey(w, replace(command, roll_forward=()))
             case _:
                 super().obey(w, command)
+
+    def send(self, worker: Worker, event: Event) -> None:
+        if isinstance(event, Paused | Done):  # it stops at a step that is safe
+            self.hold(worker)
+        super().send(worker, event)
 
     def save(self, w: Worker, generation: int) -> None:
         self.saved_states[generation, w.step] = w.state
         super().save(w, generation)
 
+    # --- peer memory ----------------------------------------------------------------
+    def hold(self, w: Worker) -> None:
+        """The last shadow has come to a holder."""
+        memory = self.memory(w)
+        if memory.is_pushed or w.form is None:
+            return
+        memory.is_pushed = True
+        generation, rows = w.form.membership.generation, memory.shadows[-1]
+        kept = self.copies.get((generation, rows.rank), ())
+        self.copies[generation, rows.rank] = (*kept, rows)[-2:]
+        held: Any = Held(generation, rows.rank, rows.step, self.now)
+        if self.every == 1:
+            super().send(w, held)
+
+    def settle(self, generation: int, step: int) -> None:
+        """All hold `step`."""
+        self.copies = {
+            key: tuple(r for r in rows if r.step >= step)
+            for key, rows in self.copies.items()
+            if key[0] >= generation
+        }
+
+    def in_compute(self, w: Worker) -> None:
+        if self.rng.random() < 0.5:
+            self.hold(w)
+        super().in_compute(w)
+
+    def in_reduce(self, w: Worker) -> None:
+        self.hold(w)
+        super().in_reduce(w)
+
+    def step_to(self, w: Worker, state: int) -> None:
+        super().step_to(w, state)
+        assert w.form is not None
+        generation, memory = w.form.membership.generation, self.memory(w)
+        assert memory.live is not None
+        memory.live = Rows(w.step, generation, w.state, w.rank, memory.live.size)
+        memory.known |= {w.step}
+        if w.step % self.every == 0:
+            if self.rng.random() < 0.7:
+                self.settle(generation, memory.shadows[-1].step)
+            memory.shadows = (*memory.shadows[-1:], memory.live)
+            memory.is_pushed = False
+
+    # --- forming ----------------------------------------------------------------------
     def in_lobby(self, w: Worker) -> None:
         w.mode = "rendezvous"
         self.group(w).arrived.add(w.rank)
@@ -71,34 +231,61 @@ class ShardedCluster(FakeCluster):
     def in_rendezvous(self, w: Worker) -> None:
         group = self.group(w)
         assert w.form is not None
-        if len(group.arrived) < len(group.members):
-            if group.has_gap() and self.rng.random() < 0.2:
-                self.fail(w)
-            return
-        if not hasattr(group, "state"):
-            group.state = self.common_state(group.members, w.form.step)
-        generation = w.form.membership.generation
-        if group.state is None:
-            self.holdings.pop(w.number, None)
+        if not hasattr(group, "choice"):
+            if len(group.arrived) < len(group.members) or group.has_gap():
+                if group.has_gap() and self.rng.random() < 0.2:
+                    self.fail(w)
+                return
+            group.choice = self.choose(group, w.form)
+        self.enter(w, group.choice)
+
+    def enter(self, w: Worker, found: Rows | None) -> None:
+        assert w.form is not None
+        generation, memory = w.form.membership.generation, self.memory(w)
+        if found is None:
+            self.memories.pop(w.number)
             self.rollbacks += w.rank == 0
             w.mode = "failed"
             self.send(w, SyncFailed(w.number, "nobody holds row 3", self.now))
             return
-        w.step, w.state = w.form.step, group.state
-        self.holdings[w.number] = (generation, w.rank, len(group.members))
-        self.send(w, Joined(generation, w.rank, 0.001, self.now))
+        w.step, w.state = found.step, found.state
+        memory.live = found._replace(rank=w.rank, size=len(w.form.membership.workers))
+        memory.reference, memory.is_pushed = None, False
+        same = [r for r in memory.shadows if r[:2] == found[:2]]
+        memory.shadows = (*same[-1:], memory.live)
+        memory.known = frozenset(s for s in memory.known if s <= w.step)
+        self.send(w, Joined(generation, w.rank, 0.001, self.now, w.step))
+        if w.rank == 0:
+            for step in sorted(memory.known):
+                if step > self.recorded_at[generation]:
+                    self.send(w, Committed(generation, step, 0.1, self.now))
         w.mode = "boundary"
 
-    def common_state(self, members: list[Worker], step: int) -> int | None:
-        """The state of `step` if the members hold all of it together."""
-        at_step = [w for w in members if w.number in self.holdings and w.step == step]
-        found: dict[int, set[int]] = {}
-        for w in at_step:
-            generation, rank, size = self.holdings[w.number]
-            if size == 0:
-                return w.state
-            ranks = found.setdefault(generation, set())
-            ranks.add(rank)
-            if len(ranks) == size:
-                return w.state
+    def choose(self, group: Group, form: Form) -> Rows | None:
+        """The newest state that they can put together, of at most the step of the Form."""
+        memories = [self.memory(w) for w in group.members]
+        generation = form.membership.generation
+        for w, memory in zip(group.members, memories, strict=True):
+            if memory.reference == form.step:
+                return Rows(form.step, generation, w.state, 0, 1)
+        limit = self.recorded_at[generation]
+        while limit + 1 in memories[0].known:
+            limit += 1
+        rows = [r for m in memories for r in (m.live, *m.shadows) if r is not None]
+        rows += [r for of_rank in self.copies.values() for r in of_rank]
+        for step, origin in sorted({r[:2] for r in rows}, reverse=True):
+            parts = [r for r in rows if r[:2] == (step, origin)]
+            assert len({r.state for r in parts}) == 1, "two states of one label"
+            covers = {(r.size, r.rank) for r in parts}
+            is_whole = any(
+                all((size, rank) in covers for rank in range(size)) for size, _ in covers
+            )
+            if is_whole and step <= min(form.step, limit):
+                return parts[0]
+        is_at_reference = self.recorded == self.loaded
+        assert self.has_lost_copies or is_at_reference, (form, limit, rows, self.recorded)
         return None
+
+
+class RareSnapshots(ShardedCluster):
+    every = 3

@@ -1,27 +1,39 @@
-"""Seeded runs of a sharded strategy: what a lost member held is gone, and the run goes on."""
+"""Seeded runs of a sharded strategy: peer memory keeps what a lost member held."""
 
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
+from elastic.control.commands import Form
 from elastic.control.replay import replay
 from elastic.control.state import Finished
-from tests.control.fake_worker import Faults, Worker
-from tests.control.sharded_cluster import ShardedCluster
+from tests.control.fake_worker import Faults, Group
+from tests.control.sharded_cluster import RareSnapshots, Rows, ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 
 NUM_SEEDS = 1200
 SLICES = 6
 
 
-def test_sharded_runs_with_faults_end_with_all_steps_from_their_checkpoints() -> None:
+@pytest.mark.parametrize(
+    ("kind", "holder_losses"), [(ShardedCluster, 0), (ShardedCluster, 3), (RareSnapshots, 0)]
+)
+def test_sharded_runs_with_faults_end_with_all_steps(
+    kind: type[ShardedCluster], holder_losses: int
+) -> None:
+    """While any member lives and no holder is lost, a run falls back behind no step on record, or
+    by at most the interval of its snapshots (asserted in sharded_cluster.py)."""
     seen: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         limits, faults = scenario(seed)
-        run = simulate(seed, replace(limits, is_sharded=True), faults, ShardedCluster)
+        faults.holder_losses = holder_losses
+        run = simulate(seed, replace(limits, is_sharded=True), faults, kind)
         check_end(run)
         assert isinstance(run.phase, Finished)
         seen[run.phase.outcome] += 1
         seen["rolled back in process"] += run.cluster.rollbacks > 0
+        seen["returned to copies"] += run.cluster.returns > 0
         seen["lost steps"] += run.account.lost_steps > 0
         if run.phase.outcome != "succeeded":  # killed between the last step and the end
             reason = run.phase.reason
@@ -29,14 +41,13 @@ def test_sharded_runs_with_faults_end_with_all_steps_from_their_checkpoints() ->
         if seed % 10 == 0:
             assert not list(replay(run.journal))
     assert seen["succeeded"] > NUM_SEEDS * 0.7, seen
-    assert seen["rolled back in process"] > 100, seen
-    assert seen["lost steps"] > 100, seen
+    assert seen["returned to copies"] > (100 if kind is RareSnapshots else -1), seen
 
 
 class Hopeless(ShardedCluster):
     """Rows are missing whatever is loaded."""
 
-    def common_state(self, members: list[Worker], step: int) -> int | None:
+    def choose(self, group: Group, form: Form) -> Rows | None:
         return None
 
 

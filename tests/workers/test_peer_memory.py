@@ -73,7 +73,7 @@ class Rank:
 
     def train(self, num_steps, is_last_held=True):
         for i in range(num_steps):
-            self.keeper.before_vote(self.replica.step + 1, NEVER)  # as a session does
+            self.keeper.wait(NEVER)  # as a session does before its vote
             is_last = i == num_steps - 1
             keep = is_last_held or not is_last
             train(self.replica, self.group, self.parallel, 1, after_step=self.keep(keep))
