@@ -249,9 +249,7 @@ def test_a_file_whose_columns_changed_is_named(folder):
     table = pq.read_table(path).rename_columns(["y", "text"])
     pq.write_table(table, path, row_group_size=40)
     assert path.stat().st_size == plan.files[0].size_bytes
-    with pytest.raises(
-        BadData, match=r"00.parquet, .* columns text: string, x: int64 before, te"
-    ):
+    with pytest.raises(BadData, match=r"00.parquet, .* columns text: string, x: int64 before, te"):
         epoch_rows(plan, 0)
 
 
