@@ -24,7 +24,7 @@ MAX_SHOWN = 10
 @app.command()
 def plan(
     path: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders or URIs.")],
-    global_batch: Annotated[int, typer.Option(help="Rows per step, to count steps.")] = 256,
+    global_batch: Annotated[int, typer.Option(min=1, help="Rows per step, to count steps.")] = 256,
     columns: Annotated[str | None, typer.Option(help="Names, with commas between.")] = None,
     window_bytes: Annotated[int, typer.Option(help="As in elastic.data.parquet.")] = 32 * 2**20,
     prefetch_bytes: Annotated[int, typer.Option(help="As in elastic.data.parquet.")] = 256 * 2**20,

@@ -1,7 +1,7 @@
 """From a source to its plan: lists the files and reads their footers, a few bytes of each file."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -147,7 +147,12 @@ def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]
             first = (file.path, types)
         elif types != first[1]:
             raise WrongInput(_drift(first[0], first[1], file.path, types))
-    return ", ".join(f"{name}: {kind}" for name, kind in sorted(first[1].items())) if first else ""
+    return columns_text(first[1]) if first else ""
+
+
+def columns_text(types: Mapping[str, str]) -> str:
+    """Names and types as a plan has them."""
+    return ", ".join(f"{name}: {kind}" for name, kind in sorted(types.items()))
 
 
 def _drift(path: str, expected: dict[str, str], other: str, found: dict[str, str]) -> str:

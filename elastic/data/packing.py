@@ -4,6 +4,7 @@ A row may span documents, windows and epochs; the cutting is the stream's (a row
 consecutive tokens), what happens here is one window's documents to tokens.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,17 +41,41 @@ class TokenPacking:
 
     def _document(self, scalar: Any) -> np.ndarray:
         if self.encode is not None:
-            tokens = np.asarray(self.encode(scalar.as_py()))
+            tokens = self._encoded(scalar.as_py())
         elif isinstance(scalar, arrow.StringScalar | arrow.LargeStringScalar):
             tokens = np.frombuffer(scalar.as_buffer() or b"", np.uint8)
         else:
-            tokens = np.asarray(scalar.values if scalar.is_valid else [], np.int64)
+            tokens = np.asarray(self._ids(scalar) if scalar.is_valid else np.zeros(0, np.int64))
         tokens = cast("np.ndarray", tokens)
         if self.separator is None:
             return tokens
         return np.concatenate(
             [tokens, np.array([self.separator], _fitting(tokens, self.separator))]
         )
+
+    def _encoded(self, document: Any) -> np.ndarray:
+        assert self.encode is not None
+        try:
+            tokens = np.asarray(self.encode(document))
+        except Exception as error:
+            what = f"encode raised {type(error).__name__}: {error}"
+            raise BadData("pack_tokens", what, traceback.format_exc()) from None
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise BadData(
+                "pack_tokens",
+                f"encode gave {tokens.dtype} of shape {tokens.shape}; return a list of token ids",
+            )
+        return tokens if len(tokens) else np.zeros(0, np.uint8)
+
+    def _ids(self, scalar: Any) -> Any:
+        values = getattr(scalar, "values", None)
+        if values is None or not arrow.types.is_integer(values.type) or values.null_count:
+            raise BadData(
+                f"column {self.column!r}",
+                f"has type {scalar.type}, and pack_tokens takes text or lists of token ids; "
+                "give it an encode=...",
+            )
+        return values
 
 
 def _fitting(tokens: np.ndarray, separator: int) -> Any:

@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
-from elastic.data.footers import is_there, open_filesystem
+from elastic.data.footers import columns_text, is_there, open_filesystem
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
 from elastic.data.plan import Plan, Unit
@@ -108,7 +108,8 @@ def _joined(
         table = arrow.concat_tables(tables)
     except arrow.ArrowInvalid as error:
         raise BadData(
-            f"epoch {epoch}, window {window}", f"the transform gives differing columns: {error}"
+            f"epoch {epoch}, window {window}",
+            "the transform gives differing columns: " + " ".join(str(error).split()),
         ) from error
     rows = np.concatenate(ids)
     if plan.source.shuffle:
@@ -156,6 +157,12 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
             f"the file changed since the plan was made: {unit.num_rows} rows before, "
             f"{table.num_rows} now",
         )
+    found = columns_text({field.name: str(field.type) for field in table.schema})
+    if found != plan.schema:
+        raise BadData(
+            str(unit),
+            f"the file changed since the plan was made: columns {plan.schema} before, {found} now",
+        )
     return table
 
 
@@ -164,7 +171,8 @@ def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:
         seed_transform(plan.seed, epoch, unit.index)
         try:
             table = transform(table)
-            table = arrow.table(table) if isinstance(table, dict) else table
+            if isinstance(table, dict):
+                table = _tabled(cast("dict[str, Any]", table))
         except BadData:
             raise
         except Exception as error:
@@ -180,6 +188,18 @@ def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:
                 "dict of column name to array",
             )
     return table
+
+
+def _tabled(columns: dict[str, Any]) -> Any:
+    """A table of arrays; those of torch and those with more dims, too."""
+    arrays = {n: v.numpy() if hasattr(v, "numpy") else v for n, v in columns.items()}
+    return arrow.table(
+        {n: _tensors(v) if getattr(v, "ndim", 1) > 1 else v for n, v in arrays.items()}
+    )
+
+
+def _tensors(values: Any) -> Any:
+    return arrow.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
 
 
 def seed_transform(seed: int, epoch: int, unit: int) -> None:

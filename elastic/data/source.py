@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from elastic.data.packing import TokenPacking
 
@@ -62,13 +62,14 @@ def parquet(
     """Rows of Parquet files, each exactly once per epoch, read anywhere in the Ray cluster.
 
     path: a file, a directory (searched below, names starting with `.` or `_` left out), a list of
-        either, as local paths that every node sees or as URIs of `pyarrow.fs`.
+        either, as local paths that every node sees or as URIs of `pyarrow.fs`. Directory names
+        like `year=2026` make no columns.
     columns: those to read; None for all.
     transform: one function or several, each from a pyarrow.Table to a pyarrow.Table (or a dict of
-        column name to array); called in a Ray task with the rows of one unit (a row group), so
-        it may drop and multiply rows. It must give the same rows whenever it sees the same unit;
-        torch, numpy and `random` are seeded by (seed, epoch, unit) before it. `pack_tokens(...)`
-        may be the last.
+        column name to array, of any dims); called in a Ray task with the rows of one unit (a row
+        group), so it may drop and multiply rows. It must give the same rows whenever it sees the
+        same unit; torch, numpy and `random` are seeded by (seed, epoch, unit) before it.
+        `pack_tokens(...)` may be the last.
     keeps_rows: a promise that `transform` gives one row per row (checked): the position of every
         row is then known without reading, and nothing has to be recorded to resume.
     shuffle: units in an order by (seed, epoch), rows permuted inside a window; False for the
@@ -87,6 +88,9 @@ def parquet(
     """
     named = [path] if isinstance(path, str | os.PathLike) else list(path)
     chain = chain_of(transform)
+    for each in chain:
+        if not isinstance(each, TokenPacking) and not callable(each):
+            raise ValueError(f"a transform is a function or pack_tokens(...), got {each!r}")
     packings = [t for t in chain if isinstance(t, TokenPacking)]
     if not named:
         raise ValueError("parquet([]): name at least one file or directory")
@@ -105,8 +109,8 @@ def parquet(
         )
     if on_bad_file not in ("raise", "skip"):
         raise ValueError(f'on_bad_file must be "raise" or "skip", got {on_bad_file!r}')
-    if isinstance(columns, str):
-        raise ValueError(f"columns must be a list of names, got the text {columns!r}")
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise ValueError(f"columns must be a list of names, got {columns!r}; None means all")
     return ParquetSource(
         paths=tuple(absolute(p) for p in named),
         columns=None if columns is None else tuple(columns),
@@ -128,9 +132,9 @@ def chain_of(
     """The transforms in the order in which they are applied."""
     if transform is None:
         return ()
-    if isinstance(transform, TokenPacking) or callable(transform):
-        return (transform,)
-    return tuple(transform)
+    if isinstance(transform, list | tuple):
+        return tuple(cast("Sequence[Transform | TokenPacking]", transform))
+    return (cast("Transform | TokenPacking", transform),)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

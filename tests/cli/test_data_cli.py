@@ -73,6 +73,8 @@ def test_plan_tells_units_rows_steps_and_memory(folder, capsys):
     assert "5 steps of 12 and 10 rows" in said
     assert main(["data", "plan", str(folder / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["data", "plan", str(folder), "--global-batch", "0"]) == 2
+    assert "--global-batch" in capsys.readouterr().err
 
 
 def test_check_confirms_a_planned_run(folder, tmp_path, capsys):

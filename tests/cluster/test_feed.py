@@ -90,7 +90,7 @@ def counted_sha256(rows) -> str:
     """The weights that count these rows: commit() divides by the sum of the weights, one each."""
     model = nn.Module()
     uses = np.bincount(rows, minlength=ROWS).astype(np.float32)
-    model.uses = nn.Parameter(torch.from_numpy(-uses / (BATCH // 6)))
+    model.uses = nn.Parameter(torch.from_numpy(0.0 - uses / (BATCH // 6)))  # no -0.0
     return weights_sha256(model)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from elastic.data.plan import differences
 from elastic.data.reading import read_window
 from elastic.data.stream import Place, Stream, WindowKey
 from elastic.protocol.errors import BadData, WrongInput
+from workers.fed_batches import columns_of
 
 SIZES = (100, 0, 37, 251, 1)
 
@@ -197,6 +199,74 @@ def test_a_transforms_exception_comes_with_the_unit_and_its_traceback(folder):
     with pytest.raises(BadData, match=r"row group \d: the transform raised KeyError") as caught:
         read_window(plan, 0, 0)
     assert "in raising" in caught.value.traceback_text
+
+
+def by_first_row(table, column):
+    """Differs from row group to row group."""
+    return {"a": [1], "b": [1]} if column[0].as_py() % 80 else {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("transform", "why"),
+    [
+        (
+            lambda t: None,
+            r"row group \d: the transform returned a NoneType; return a pya",
+        ),
+        (lambda t: t.to_batches()[0], r"row group \d: the transform returned a RecordBatch"),
+        (lambda t: {"a": [1], "b": [1, 2]}, r"row group \d: the transform raised ArrowInvalid"),
+        (lambda t: by_first_row(t, t["x"]), "window 0: the transform gives differing columns: Sch"),
+        (pack_tokens(length=4, column="z"), "there is no column 'z' in \\['x', 'text'\\]"),
+        (pack_tokens(length=4, column="x"), "column 'x': has type int64, and pack_tokens takes"),
+        (pack_tokens(length=4, encode=lambda d: 1 / 0), "encode raised ZeroDivisionError"),
+        (pack_tokens(length=4, encode=lambda d: "ab"), "encode gave <U2 of shape \\(\\); return"),
+        (pack_tokens(length=4, encode=lambda d: [0.5]), "encode gave float64 of shape \\(1,\\)"),
+    ],
+)
+def test_what_a_transform_may_not_do_is_one_line(folder, transform, why):
+    plan = make_plan(parquet(folder, transform=transform), 7)
+    with pytest.raises(BadData, match=why) as caught:
+        read_window(plan, 0, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_transform_may_give_arrays_of_torch_and_of_more_dims(folder):
+    def doubled(table):
+        x = table["x"].to_numpy()
+        return {"pair": np.stack([x, 2 * x], axis=1), "half": torch.from_numpy(x / 2)}
+
+    plan = make_plan(parquet(folder, transform=doubled, keeps_rows=True), 7)
+    rows, _ = read_window(plan, 0, 0)
+    batch = columns_of([rows.table.slice(3, 50)], 1)
+    expected = rows.ids[3:53]
+    assert batch["pair"].tolist() == np.stack([expected, 2 * expected], axis=1).tolist()
+    assert batch["half"].tolist() == (expected / 2).tolist()
+
+
+def test_a_file_whose_columns_changed_is_named(folder):
+    plan = make_plan(parquet(folder), 7)
+    path = folder / "part-00.parquet"
+    table = pq.read_table(path).rename_columns(["y", "text"])
+    pq.write_table(table, path, row_group_size=40)
+    assert path.stat().st_size == plan.files[0].size_bytes
+    with pytest.raises(BadData, match=r"00.parquet, .* columns text: string, x: int64 before, te"):
+        epoch_rows(plan, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"columns": "x"}, "columns must be a list of names, got 'x'"),
+        ({"columns": []}, "columns must be a list of names"),
+        ({"transform": 3}, "a transform is a function or pack_tokens"),
+        ({"transform": (pack_tokens(length=2), raising)}, "must be the last transform"),
+        ({"window_bytes": 0}, "0 < window_bytes <= prefetch_bytes must hold, got 0"),
+        ({"on_bad_file": "ignore"}, 'must be "raise" or "skip"'),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        parquet("somewhere", **options)
 
 
 @settings(max_examples=60, deadline=None)
