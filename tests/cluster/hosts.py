@@ -50,6 +50,8 @@ class Hosts:
         """num_cpus: slots of each host; head_cpus: of host 0, if they differ."""
         self.count, self.num_cpus = count, num_cpus
         self.head_cpus = num_cpus if head_cpus is None else head_cpus
+        self.head_env: dict[str, str] = {}
+        """Ray's own settings of the head."""
         self.tag = f"el{os.getpid()}"
         self.switch = f"{self.tag}s"
         self.temp = Path(tempfile.mkdtemp(prefix="eh-", dir="/tmp"))
@@ -148,7 +150,7 @@ class Hosts:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *options]
         started = subprocess.run(
             self.inside(host, *ray),
-            env=environment(temp),
+            env=environment(temp) | (self.head_env if host == 0 else {}),
             capture_output=True,
             text=True,
             timeout=START_S,
