@@ -79,9 +79,9 @@ def test_without_storage_everything_ends_within_the_lease_and_the_run_resumes(
         hosts.crash(host)  # raylets without a head wait for it for a minute
     for host in range(3):
         hosts.start_raylet(host)
-    with hosts.run(TOY, tmp_path, "run", **OPTIONS) as run:
-        end = run.finish()
+    with hosts.run(TOY, tmp_path, "run", **OPTIONS) as again:
+        end = again.finish()
     assert end["status"] == 0, end["err"]
     assert end["result"]["weights_sha256"] == reference("Toy", steps=STEPS)[0]
-    assert_complete(run, STEPS)
+    assert_complete(again, STEPS)
     assert [command_of(pid) for pid in leftovers(pids)] == []
