@@ -7,11 +7,8 @@ It only says so: what becomes of the workers there is elastic/control's.
 
 import asyncio
 import logging
-import os
-import signal
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
 from ray.exceptions import RayError
 
 from elastic.control.state import DrainNotice
@@ -40,9 +37,8 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 async def watch_drains(cluster: "RayCluster") -> None:
-    """Tell of every worker's notice, once; and leave a draining node with the controller."""
+    """Tell of every worker's notice, once."""
     loop = asyncio.get_running_loop()
-    here = ray.get_runtime_context().get_node_id()
     told: set[int] = set()
     while True:
         await asyncio.sleep(POLL_S)
@@ -57,18 +53,3 @@ async def watch_drains(cluster: "RayCluster") -> None:
                 told.add(worker)
                 deadline = nodes[slot.node_id] or now + NO_DEADLINE_S
                 cluster.say(DrainNotice(worker, "its node is drained", deadline, now))
-        if here in nodes and cluster.has_formed and await loop.run_in_executor(None, has_refuge):
-            move_controller()
-
-
-def has_refuge() -> bool:
-    """Whether there is a node without a notice."""
-    alive: list[dict[str, Any]] = [n for n in ray.nodes() if n["Alive"]]
-    return any(n["NodeID"] not in draining_nodes() for n in alive)
-
-
-def move_controller() -> None:
-    """Ray starts this actor again on another node, and the successor takes the run over: planned,
-    while workers train on, instead of unplanned at the deadline."""
-    log.warning('controller reason="its node is drained: it goes on on another one"')
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -50,6 +50,8 @@ class Hosts:
         """num_cpus: slots of each host; head_cpus: of host 0, if they differ."""
         self.count, self.num_cpus = count, num_cpus
         self.head_cpus = num_cpus if head_cpus is None else head_cpus
+        self.head_env: dict[str, str] = {}
+        """Ray's own settings of the head."""
         self.tag = f"el{os.getpid()}"
         self.switch = f"{self.tag}s"
         self.temp = Path(tempfile.mkdtemp(prefix="eh-", dir="/tmp"))
@@ -128,28 +130,32 @@ class Hosts:
     # --- what runs there -----------------------------------------------------------
     def start_ray(self) -> str:
         """A raylet on each host, the head on host 0; returns the cluster's address."""
-        head = f"{self.address(0)}:{GCS_PORT}"
         for host in range(self.count):
-            where = ("--head", f"--port={GCS_PORT}") if host == 0 else (f"--address={head}",)
-            temp = self.temp / str(host)
-            temp.mkdir()
-            options = [
-                f"--node-ip-address={self.address(host)}",
-                f"--num-cpus={self.num_cpus if host else self.head_cpus}",
-                f"--object-store-memory={STORE_BYTES}",
-                "--disable-usage-stats",
-                *((f"--temp-dir={temp}", "--include-dashboard=false") if host == 0 else ()),
-            ]
-            ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *options]
-            started = subprocess.run(
-                self.inside(host, *ray),
-                env=environment(temp),
-                capture_output=True,
-                text=True,
-                timeout=START_S,
-            )
-            assert started.returncode == 0, started.stdout + started.stderr
-        return head
+            self.start_raylet(host)
+        return f"{self.address(0)}:{GCS_PORT}"
+
+    def start_raylet(self, host: int) -> None:
+        """Also once more, on a host that has crashed."""
+        head = f"{self.address(0)}:{GCS_PORT}"
+        where = ("--head", f"--port={GCS_PORT}") if host == 0 else (f"--address={head}",)
+        temp = self.temp / str(host)
+        temp.mkdir(exist_ok=True)
+        options = [
+            f"--node-ip-address={self.address(host)}",
+            f"--num-cpus={self.num_cpus if host else self.head_cpus}",
+            f"--object-store-memory={STORE_BYTES}",
+            "--disable-usage-stats",
+            *((f"--temp-dir={temp}", "--include-dashboard=false") if host == 0 else ()),
+        ]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *options]
+        started = subprocess.run(
+            self.inside(host, *ray),
+            env=environment(temp) | (self.head_env if host == 0 else {}),
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
+        assert started.returncode == 0, started.stdout + started.stderr
 
     def run(self, target: str, storage: Path, name: str, *, host: int = 0, **options) -> LiveRun:
         """`elastic run` on a host, in the cluster."""

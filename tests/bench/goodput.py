@@ -1,0 +1,120 @@
+"""A fault every 29 s for 10 minutes against the same steps without faults: committed steps per
+second, and where the time went.
+
+    python -m tests.bench.goodput [--minutes 10] [--every 29] [--faults kill,term]
+
+4 workers, one standby, synchronous, bitwise; a step is 0.2 to 0.4 s, of which at least 70 % is a
+fixed sleep, so that the machine's cores are not what is measured.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from elastic.chaos.report import read_story
+from elastic.chaos.report import report as report_of
+from elastic.store.files import open_folder
+from tests.bench.harness import console, machine, record, report, storage_directory
+from tests.cluster.live import JOBS, LiveRun
+
+WORKERS, NUM_MICROBATCHES = 4, 8
+SLEEP_S = 0.11
+"""Per micro-batch; two of them in a step of all workers."""
+WARM_STEPS = 20
+NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+OPTIONS = {
+    "workers": f"2..{WORKERS}",
+    "standby": 1,
+    "max_failures": 99,
+    "global_batch": 6 * NUM_MICROBATCHES,
+    "micro_batch": 6,
+    "set": [f"sleep={SLEEP_S}"],
+}
+
+
+def is_full(status: dict) -> bool:
+    warm = [w for w in status["standby"] if w["state"] == "standby"]
+    return status["world_size"] == WORKERS and bool(warm) and status["step"] > 5
+
+
+def calm_run(storage: Path, temp: Path, minutes: float) -> tuple[dict, LiveRun]:
+    """Stopped by Ctrl-C when its time is over: then it is known how many steps that is."""
+    with LiveRun(TOY, storage, "calm", temp, steps=1_000_000, **OPTIONS) as run:
+        run.wait_for(is_full, 300)
+        time.sleep(60 * minutes)  # the time is what is measured
+        run.process.send_signal(signal.SIGINT)
+        return run.finish(100)["result"], run
+
+
+def faulty_run(
+    storage: Path, temp: Path, steps: int, every_s: float, faults: list[str], dice: random.Random
+) -> tuple[dict, LiveRun, list[float]]:
+    struck: list[float] = []
+    with LiveRun(TOY, storage, "faulty", temp, steps=steps, **OPTIONS) as run:
+        run.wait_for(is_full, 300)
+        began = time.monotonic()
+        while run.process.poll() is None:
+            next_at = began + every_s * (len(struck) + 0.5)
+            if time.monotonic() < next_at:
+                time.sleep(0.05)  # until the next fault is due
+                continue
+            pid = dice.choice(run.status()["workers"])["pid"]
+            struck.append(time.time())
+            os.kill(pid, NUMBERS[dice.choice(faults)])
+        return run.finish(100)["result"], run, struck
+
+
+def rate_of(run: LiveRun) -> tuple[float, float]:
+    """Committed steps per second from the first full step on, and the median step's seconds."""
+    lines = run.lines("metrics.jsonl")
+    first = next(i for i, m in enumerate(lines) if m["world_size"] == WORKERS) + WARM_STEPS
+    seconds = lines[-1]["time"] - lines[first]["time"]
+    return (len(lines) - 1 - first) / seconds, statistics.median(m["step_s"] for m in lines[first:])
+
+
+TOY = f"{JOBS / 'toy.py'}:Toy"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--every", type=float, default=29)
+    parser.add_argument("--faults", default="kill")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    faults = arguments.faults.split(",")
+    about = machine(WORKERS)
+    console.print(about)
+    with storage_directory() as storage, storage_directory() as temp:
+        calm, calm_at = calm_run(storage, temp, arguments.minutes)
+        dice = random.Random(arguments.seed)
+        run_of = faulty_run(storage, temp, calm["steps"], arguments.every, faults, dice)
+        result, faulty_at, struck = run_of
+        (calm_rate, step_s), (rate, _) = rate_of(calm_at), rate_of(faulty_at)
+        goodput = report_of(read_story(open_folder(str(faulty_at.directory))))["goodput"]
+    sleep_s = SLEEP_S * NUM_MICROBATCHES / WORKERS
+    is_equal = calm["weights_sha256"] == result["weights_sha256"]
+    results = {
+        "steps per second": f"{rate:.3f} against {calm_rate:.3f} without faults",
+        "ratio": f"{rate / calm_rate:.4f}",
+        "equal hash": "yes" if is_equal else "NO",
+        "lost steps": str(result["lost_steps"]),
+        "goodput": f"{goodput['time']:.4f} of the time, {goodput['capacity']:.4f} of the capacity",
+        "median step": f"{step_s:.3f} s, {sleep_s / step_s:.0%} of it fixed sleep",
+    }
+    report(f"{len(struck)} faults", list(results), [list(results.values())])
+    setting = (
+        f"{arguments.faults} every {arguments.every:g} s, {arguments.minutes:g} min, {WORKERS} "
+        "workers, standby 1, bitwise"
+    )
+    record("goodput", about=about, setting=setting, results=results)
+    return 0 if is_equal and result["lost_steps"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The conformance suite: every fault at every instant under every strategy leaves the bits as they
+are. A representative part runs in `make test`, all of it in `make test-faults`."""
+
+import itertools
+
+import pytest
+
+from tests.cluster.live import JOBS, LiveRun, assert_complete, leftovers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS, CHECKPOINT_EVERY, AT = 60, 5, 12
+OPTIONS = {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY}
+STRATEGIES = {"ddp": 0, "fsdp": 4 * CHECKPOINT_EVERY}
+"""By how many steps the run may fall back: what a lost rank holds of a sharded state is gone, so it
+goes back to the newest checkpoint that was whole by then."""
+INSTANTS = ("forward", "backward", "collective", "vote", "applied", "save", "regroup")
+FAULTS = ("kill", "stop", "hang", "term")
+FAST = {
+    ("ddp", "kill", "collective"),
+    ("ddp", "kill", "vote"),
+    ("ddp", "kill", "regroup"),
+    ("ddp", "stop", "backward"),
+    ("fsdp", "kill", "backward"),
+    ("fsdp", "term", "forward"),
+}
+
+
+def cases():
+    for strategy, fault, instant in itertools.product(STRATEGIES, FAULTS, INSTANTS):
+        if fault == "hang" and instant in ("save", "regroup"):
+            continue  # no user code runs there: nothing that could hang
+        marks = () if (strategy, fault, instant) in FAST else (pytest.mark.slow,)
+        yield pytest.param(strategy, fault, instant, marks=marks)
+
+
+@pytest.mark.parametrize(("strategy", "fault", "instant"), cases())
+def test_a_fault_at_an_instant_changes_no_bit(
+    strategy, fault, instant, tmp_path, ray_temp, reference
+):
+    faults = [(fault, instant, AT)]
+    if instant == "regroup":  # while recovering from another one
+        faults = [("kill", "forward", AT), (fault, instant, 0)]
+    end, run = run_with(faults, strategy, tmp_path, ray_temp)
+    assert_conforms(run, end, reference, len(faults), STRATEGIES[strategy])
+    causes = [r["cause"] for r in end["result"]["recoveries"]]
+    expected = {"kill": "process_died", "stop": "hung", "hang": "hung"}
+    if fault == "term" and strategy == "ddp":
+        assert causes == ["process_died"] * (len(faults) - 1), "a notice is no loss"
+    elif fault != "term" and len(faults) == 1:
+        assert causes == [expected[fault]]
+
+
+def run_with(faults, strategy, tmp_path, ray_temp):
+    struck = tmp_path / "struck"
+    struck.mkdir()
+    settings = [f"folder={str(struck)!r}", f"faults={faults!r}", "sleep=0.01"]
+    options = {"workers": "2..3", "detect_s": 2.0, "parallel": strategy, **OPTIONS}
+    target = f"{JOBS / 'faulty.py'}:Faulty"
+    with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
+        end = run.finish()
+    assert len(list(struck.iterdir())) == len(faults), "else the test does not test what it says"
+    return end, run
+
+
+def assert_conforms(run, end, reference, num_faults, may_fall_back) -> None:
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=STEPS)
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, STEPS)
+    assert end["result"]["lost_steps"] <= num_faults * may_fall_back
+    assert leftovers(run.seen_pids) == []
