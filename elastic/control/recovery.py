@@ -14,6 +14,7 @@ from elastic.control.state import (
     NOBODY,
     CollectiveFailed,
     Decision,
+    Ending,
     Forming,
     Ledger,
     Limits,
@@ -33,10 +34,12 @@ MAX_BACKOFF_S = 60
 # --- losses -------------------------------------------------------------------
 def lose_member(
     ledger: Ledger,
-    phase: Forming | Running | Pausing | Suspending,
+    phase: Forming | Running | Pausing | Suspending | Ending,
     event: WorkerLost,
     limits: Limits,
 ) -> Decision:
+    """Of a generation that is at its end only where the state is sharded: the others get the lost
+    rows, and end again."""
     ledger = replace(ledger, failures=ledger.failures + 1)
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):
