@@ -125,6 +125,9 @@ def run(
         str, typer.Option(help="warn: train on and say so at the end; or fail.")
     ] = "warn",
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
+    snapshot_every: Annotated[
+        int, typer.Option(help="Steps between copies of the shards in peer memory.")
+    ] = 1,
     standby: Annotated[int, typer.Option(help="Warm workers that wait for a loss.")] = 0,
     detect_s: Annotated[
         str, typer.Option(help="Seconds of silence until a worker counts as hung, or none.")
@@ -172,6 +175,7 @@ def run(
         name=name,
         checkpoint_every=checkpoint_every,
         eval_every=eval_every,
+        snapshot_every=snapshot_every,
         on_storage_error=on_storage_error,
         standby=standby,
         detect_s=parse_detect(detect_s),

@@ -199,7 +199,8 @@ class Worker:
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send("ready", **self._address())
-        self._loop(session, loop or fit)
+        self._again = partial(self._loop, session, loop or fit)
+        self._again()
 
     def _loop(self, session: Session, loop: Callable[[Session], None]) -> None:
         """The user's loop, again after a roll back; then "done" until the run ends."""
@@ -316,13 +317,14 @@ class Worker:
     def _rest(self) -> None:
         """Wait to be ended: the controller tells the link to leave, which ends the process.
 
-        Until then a member may be lost, and the others write the final state once more.
+        Until then a member may be lost, and the others write the final state once more; where it
+        is sharded they form a generation for that.
         """
         assert self._member is not None
         while True:
-            header, _ = self._link.commands.get()
-            if header["type"] == "finish":
-                self._member.end(header)
+            with suppress(RunEnded):
+                self._member.wait_for_generation()
+                self._again()
 
     def _describe(self, error: Exception) -> str:
         """What went wrong, in which step and micro-batch, and the user's own traceback."""

@@ -47,12 +47,6 @@ def hear_end(ledger: Ledger, phase: Ending, event: Ended) -> Decision:
 
 def lose_at_end(ledger: Ledger, phase: Ending, worker: int, at: float, limits: Limits) -> Decision:
     """The others hold the same state and write all of it, as another generation."""
-    if limits.is_sharded:
-        reason = (
-            f"{worker_name(worker)} lost with its shard of the final state of step {ledger.step}; "
-            "resume the run: it goes on from its newest checkpoint"
-        )
-        return finish(ledger, lost_with(phase, worker), "failed", reason)
     ledger = replace(ledger, leaving=ledger.leaving.remove(worker))
     survivors = tuple(w for w in phase.membership.workers if w != worker)
     membership = Membership(phase.membership.generation + 1, survivors)
@@ -63,11 +57,6 @@ def lose_at_end(ledger: Ledger, phase: Ending, worker: int, at: float, limits: L
     ledger, dropped = drop_save(replace(ledger, generation=membership.generation))
     reason = f"{worker_name(worker)} lost at the end, the other {len(survivors)} write the state"
     return Decision(ledger, ending, (*dropped, Finish(membership, phase.outcome)), reason)
-
-
-def lost_with(phase: Ending, worker: int) -> Ending:
-    survivors = tuple(w for w in phase.membership.workers if w != worker)
-    return replace(phase, membership=replace(phase.membership, workers=survivors))
 
 
 def end_late(ledger: Ledger, phase: Ending) -> Decision:

@@ -14,6 +14,7 @@ from elastic.control.state import (
     NOBODY,
     CollectiveFailed,
     Decision,
+    Ending,
     Forming,
     Ledger,
     Limits,
@@ -41,10 +42,12 @@ def count_losses(ledger: Ledger, lost: NumberSet) -> Ledger:
 
 def lose_member(
     ledger: Ledger,
-    phase: Forming | Running | Pausing | Suspending,
+    phase: Forming | Running | Pausing | Suspending | Ending,
     event: WorkerLost,
     limits: Limits,
 ) -> Decision:
+    """Of a generation that is at its end only where the state is sharded: the others get the lost
+    rows, and end again."""
     ledger = count_losses(ledger, NumberSet.of((event.worker,)))
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):

@@ -125,12 +125,16 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return lose_outsider(ledger, phase, event, limits)
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
             return lose_member(ledger, phase, event, limits)
+        case Ending(), WorkerLost() if limits.is_sharded:
+            return lose_member(ledger, phase, event, limits)
         case Ending(), WorkerLost(worker=w, at=at):
             return lose_at_end(ledger, phase, w, at, limits)
         case ((Forming() | Running() | Pausing()), CollectiveFailed()):
             return suspect_loss(ledger, phase, event, limits)
         case Suspending(), CollectiveFailed(message=message):
             return Decision(ledger, replace(phase, complaint=phase.complaint or message))
+        case Suspending(), Ended() if limits.is_sharded:
+            return Decision(ledger, phase)  # said before another was lost: all will say it again
         case Suspending(), Suspended():
             return hear_answer(ledger, phase, event, limits)
         case Suspending(), Committed(step=step) if limits.is_sharded:

@@ -1,6 +1,7 @@
 """Milliseconds per step of `parallel="fsdp"` against a plain FSDP2 loop under torchrun, in pairs.
 
-World 2, one thread each; about 19 million parameters, the same micro-batches and clipping.
+World 2, one thread each; about 19 million parameters, the same micro-batches and clipping; copies
+to peer memory after no step, or after every one.
     python -m tests.bench.fsdp --pairs 9
 """
 
@@ -26,6 +27,14 @@ from tests.bench.harness import (
 from tests.bench.torchrun_fsdp import MODEL, WARMUP_STEPS
 
 WORLD = 2
+NEVER = 10**6
+WHEN = {1: "every step", NEVER: "off"}
+KINDS = (
+    ("fsdp", "fast", NEVER),
+    ("fsdp", "fast", 1),
+    ("fsdp", "bitwise", NEVER),
+    ("fsdp-grad-op", "fast", NEVER),
+)
 
 
 def torchrun_ms(steps: int) -> float:
@@ -40,9 +49,12 @@ def torchrun_ms(steps: int) -> float:
     return json.loads(done.stdout.splitlines()[-1])["ms_per_step"]
 
 
-def elastic_ms(storage: Path, name: str, parallel: str, reduction: str, steps: int) -> float:
-    """Median time from commit to commit."""
-    options = {"global_batch": 16, "micro_batch": 4, "clip_norm": 1.0, "reduction": reduction}
+def elastic_ms(
+    storage: Path, name: str, parallel: str, reduction: str, every: int, steps: int
+) -> float:
+    """Median time from commit to commit. every: steps between snapshots."""
+    options: dict[str, object] = {"snapshot_every": every, "clip_norm": 1.0}
+    options |= {"global_batch": 16, "micro_batch": 4, "reduction": reduction}
     with elastic_run(
         storage, name, workers=WORLD, steps=steps, parallel=parallel, set_=MODEL, **options
     ) as run:
@@ -61,14 +73,14 @@ def main() -> int:
     results: dict[str, str] = {}
     numbers = count()
     with storage_directory() as storage:
-        for kind in (("fsdp", "fast"), ("fsdp", "bitwise"), ("fsdp-grad-op", "fast")):
+        for kind in KINDS:
             ours, theirs = alternating(
                 arguments.pairs,
                 lambda k=kind: elastic_ms(storage, f"f{next(numbers)}", *k, arguments.steps),
                 lambda: torchrun_ms(arguments.steps),
             )
             ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            results[" ".join(kind)] = (
+            results[f"{kind[0]} {kind[1]}, snapshots {WHEN[kind[2]]}"] = (
                 f"{statistics.median(ratios):.3f} of torchrun's fsdp "
                 f"({statistics.median(ours):.0f} against {statistics.median(theirs):.0f} ms)"
             )

@@ -18,10 +18,11 @@ STEPS = 1500
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_twenty_random_kills_leave_no_trace(start, reference, seed):
+@pytest.mark.parametrize(("seed", "parallel"), [(0, "ddp"), (1, "ddp"), (2, "fsdp")])
+def test_twenty_random_kills_leave_no_trace(start, reference, seed, parallel):
     dice = random.Random(seed)
     options = {"workers": "2..4", "steps": STEPS, "max_failures": 99, "set": ["sleep=0.01"]}
+    options["parallel"] = parallel
     with start("Toy", **options) as run:
         for _ in range(NUM_KILLS):
             run.wait_for(lambda s: s["world_size"] >= 3 and s["phase"] == "running")

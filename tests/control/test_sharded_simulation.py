@@ -35,12 +35,11 @@ def test_sharded_runs_with_faults_end_with_all_steps(
         seen["rolled back in process"] += run.cluster.rollbacks > 0
         seen["returned to copies"] += run.cluster.returns > 0
         seen["lost steps"] += run.account.lost_steps > 0
-        if run.phase.outcome != "succeeded":  # killed between the last step and the end
-            reason = run.phase.reason
-            assert "resume the run" in reason or reason.startswith("no member"), (seed, run.phase)
+        if run.phase.outcome != "succeeded":  # all were killed between the last step and the end
+            assert run.phase.reason.startswith("no member"), (seed, run.phase)
         if seed % 10 == 0:
             assert not list(replay(run.journal))
-    assert seen["succeeded"] > NUM_SEEDS * 0.7, seen
+    assert seen["succeeded"] > NUM_SEEDS * 0.98, seen
     assert seen["returned to copies"] > (100 if kind is RareSnapshots else -1), seen
 
 

@@ -1,0 +1,136 @@
+"""SIGKILL of one of 4 FSDP ranks at random instants: time to the next committed step, and the bits.
+
+About 19 million parameters, nothing is saved to storage. Recovery = time of the controller's first
+committed step of a later generation - time of the kill - one median step. No step may be lost, and
+all runs must end with the weights of the uninterrupted one.
+    python -m tests.bench.fsdp_recovery --kills 50
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.bench.harness import (
+    Run,
+    console,
+    elastic_run,
+    lines_of,
+    machine,
+    percentile,
+    record,
+    report,
+    storage_directory,
+)
+from tests.bench.torchrun_fsdp import MODEL
+
+WORKERS = 4
+WARM_STEPS = 2
+OPTIONS = {
+    "global_batch": 16,
+    "micro_batch": 2,
+    "clip_norm": 1.0,
+    "reduction": "bitwise",
+    "parallel": "fsdp",
+    "max_failures": 99,
+}
+
+
+def commits(run: Run) -> list[dict[str, Any]]:
+    """The controller's Committed events: at, generation, step."""
+    lines = [line.get("entry", {}) for line in lines_of(run.directory / "journal.jsonl")]
+    events = [entry.get("event") or {} for entry in lines]
+    return [e for e in events if e.get("type") == "Committed"]
+
+
+def baseline(storage: Path, steps: int) -> tuple[str, float]:
+    """The uninterrupted run: its hash and its median step, from commit to commit."""
+    with elastic_run(storage, "calm", workers=WORKERS, steps=steps, set_=MODEL, **OPTIONS) as run:
+        result = run.finish(900)
+        at = [e["at"] for e in commits(run)[WARM_STEPS:]]
+    return result["weights_sha256"], statistics.median(b - a for a, b in pairwise(at))
+
+
+def kill_at_random(run: Run, dice: random.Random, median_step_s: float) -> float:
+    """SIGKILL a random rank within a random step of a full membership; gives the time."""
+    status = run.wait_until(is_full, timeout_s=300)
+    wanted = status["step"] + dice.randint(2, 3)
+    status = run.wait_until(lambda s: is_full(s) and s["step"] >= wanted, timeout_s=300)
+    time.sleep(dice.uniform(0, median_step_s))  # anywhere in a step
+    status = run.status() or status
+    victim = dice.choice([w for w in status["workers"] if w["rank"] is not None])
+    at = time.time()
+    os.kill(victim["pid"], signal.SIGKILL)
+    run.wait_until(lambda s: s["generation"] > status["generation"], timeout_s=60)
+    return at
+
+
+def is_full(status: dict[str, Any]) -> bool:
+    return status["world_size"] == WORKERS and status["phase"] == "running"
+
+
+def kills_of_a_run(
+    storage: Path, number: int, steps: int, count: int, dice: random.Random, median_step_s: float
+) -> tuple[list[float], dict[str, Any]]:
+    options = {"workers": f"2..{WORKERS}", "steps": steps, "set_": MODEL, **OPTIONS}
+    with elastic_run(storage, f"run-{number}", **options) as run:
+        killed = [kill_at_random(run, dice, median_step_s) for _ in range(count)]
+        result = run.finish(900)
+        events, lines = commits(run), run.metrics()
+    seconds: list[float] = []
+    for at in killed:
+        generation = max(e["generation"] for e in events if e["at"] < at)
+        after = next(e for e in events if e["generation"] > generation and e["at"] > at)
+        seconds.append(after["at"] - at - median_step_s)
+    console.print(f"run {number}: {[round(s, 3) for s in seconds]} s, {result['recoveries']}")
+    return seconds, {
+        "lost_steps": result["lost_steps"],
+        "sha": result["weights_sha256"],
+        "is_complete": [line["step"] for line in lines] == list(range(1, steps + 1)),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--per-run", type=int, default=5, help="kills in one run")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    dice = random.Random(arguments.seed)
+    about = machine(WORKERS)
+    console.print(about)
+    with storage_directory() as storage:
+        sha, median_step_s = baseline(storage, arguments.steps)
+        runs = [
+            kills_of_a_run(storage, i, arguments.steps, arguments.per_run, dice, median_step_s)
+            for i in range(-(-arguments.kills // arguments.per_run))
+        ]
+    seconds = [s for of_run, _ in runs for s in of_run]
+    ends = [end for _, end in runs]
+    equal = sum(end["sha"] == sha for end in ends)
+    lost = sum(end["lost_steps"] for end in ends)
+    complete = sum(end["is_complete"] for end in ends)
+    results = {
+        "p50": f"{percentile(seconds, 50):.3f} s",
+        "p90": f"{percentile(seconds, 90):.3f} s",
+        "worst": f"{max(seconds):.3f} s",
+        "lost steps": str(lost),
+        "equal hashes": f"{equal}/{len(runs)} runs",
+        "gapless metrics": f"{complete}/{len(runs)} runs",
+        "median step": f"{median_step_s:.3f} s",
+    }
+    report("SIGKILL of one of 4 FSDP ranks", list(results), [list(results.values())])
+    setting = f"{len(seconds)} kills in {len(runs)} runs, bitwise, snapshots every step"
+    record("fsdp recovery", about=about, setting=setting, results=results)
+    return 0 if equal == complete == len(runs) and not lost else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""A whole node lost under a sharded run: its rows come from the holders of other nodes."""
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from tests.cluster.live import JOBS, LiveRun, assert_complete, environment, leftovers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture
+def cluster(ray_temp, monkeypatch):
+    """A head without slots, for the controller."""
+    for name, value in environment(ray_temp).items():
+        monkeypatch.setenv(name, value)
+    found = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8},
+    )
+    yield found
+    found.shutdown()
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op"])
+def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
+    cluster, tmp_path, ray_temp, reference, parallel
+):
+    nodes = [cluster.add_node(**NODE) for _ in range(3)]
+    options = {"steps": 300, "set": ["sleep=0.01"], "workers": "2..6", "parallel": parallel}
+    target = f"{JOBS / 'toy.py'}:Toy"
+    with LiveRun(target, tmp_path, "run", ray_temp, address=cluster.address, **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 6 and s["step"] > 5)
+        cluster.remove_node(nodes[1], allow_graceful=False)
+        run.wait_for(lambda s: s["world_size"] == 4 and s["phase"] == "running")
+        end = run.finish()
+        pids = run.seen_pids
+    assert end["status"] == 0, end["err"]
+    sha256, samples = reference("Toy", steps=300)
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, 300)
+    assert end["result"]["lost_steps"] == 0
+    assert leftovers(pids) == []
