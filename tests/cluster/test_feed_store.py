@@ -41,6 +41,13 @@ def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, k
     assert 4 * MiB < slow_consumer(source, 40) <= source.prefetch_bytes
 
 
+@pytest.mark.slow
+def test_a_budget_larger_than_the_store_is_cut(one_node, tmp_path):
+    folder = floats(tmp_path / "set", 4, 20_000, 2001)
+    source = parquet(folder, window_bytes=2 * MiB, prefetch_bytes=1024 * MiB)
+    assert 30 * MiB < slow_consumer(source, 60) <= 50 * MiB
+
+
 class Consumer:
     """One of several, each with a pace of its own."""
 
