@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from elastic.data.plan import Plan
 from elastic.data.stream import Stream, WindowKey
 
+RESERVE = 1 / 8
+"""Of the budget, for the store's own losses; or the largest window, if that is more: a worker may
+hold one for a moment after it has been forgotten here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -56,9 +60,9 @@ class Ahead:
         self.running.update(start)
         if self.growth is None:
             return Turn(tuple(start), tuple(forget))
-        used = sum(self._sizes().values())
+        used, limit = sum(self._sizes().values()), self._limit()
         for key in sorted((k for k in self.held if k > needed), reverse=True):
-            if used <= self.plan.source.prefetch_bytes:
+            if used <= limit:
                 break
             used -= self.held.pop(key)
             forget.append(key)
@@ -68,11 +72,15 @@ class Ahead:
             if key in self.held or key in self.running or key < needed:
                 continue
             used += self._expected_bytes(key)
-            if used > self.plan.source.prefetch_bytes:
+            if used > limit:
                 break
             start.append(key)
             self.running.add(key)
         return Turn(tuple(start), tuple(forget))
+
+    def _limit(self) -> float:
+        budget = self.plan.source.prefetch_bytes
+        return budget - max(RESERVE * budget, *self.held.values(), 0)
 
     def _sizes(self) -> Mapping[WindowKey, float]:
         return {**self.held, **{k: self._expected_bytes(k) for k in self.running}}

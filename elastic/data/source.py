@@ -76,8 +76,9 @@ def parquet(
         order of the files.
     window_bytes: consecutive units of this many bytes (uncompressed, at least one unit) are one
         window: read by one task and shuffled together.
-    prefetch_bytes: what the windows that are read ahead may take of the object store. At least
-        the window that is needed next is always read.
+    prefetch_bytes: what the windows that are read ahead may take of the object store, and never
+        more than half of it. At least the window that is needed next is always read. Several
+        windows must fit in, or nothing is read ahead.
     max_reads: windows that are read at the same time.
     cpus_per_read: CPUs that Ray sets aside for each; 0: they share the nodes' cores with trainers,
         and a cluster that is full of trainers is still fed.

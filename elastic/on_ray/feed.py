@@ -11,7 +11,7 @@ import asyncio
 import functools
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -23,6 +23,7 @@ from elastic.data.footers import make_plan
 from elastic.data.reading import Skipped, WindowRows, read_window
 from elastic.data.record import FeedRecord, open_record
 from elastic.data.serving import Read, Server
+from elastic.data.source import ParquetSource
 from elastic.data.stream import WindowKey
 from elastic.on_ray.actors import NAMESPACE, end
 from elastic.protocol.errors import BadData
@@ -31,6 +32,7 @@ ALONE_CHECK_S = 5.0
 LAST_WRITE_S = 5.0
 WRITE_EVERY_S = 0.5
 WRITE_REMOTE_EVERY_S = 5.0
+STORE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class FeedActor:
     async def _open(self) -> Server:
         order = self._order
         see_folder(order.folder)
-        source = cloudpickle.loads(order.source)
+        source = within_stores(cloudpickle.loads(order.source))
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(None, make_plan, source, order.seed)
         record = await loop.run_in_executor(None, open_record, plan, order.place)
@@ -124,6 +126,17 @@ class FeedActor:
         controller = find_actor(f"{self._order.run_id}-controller")
         if controller is not None:
             cast(Any, controller).note.remote(fields)
+
+
+def within_stores(source: ParquetSource) -> ParquetSource:
+    """With a budget that no node's object store has to spill for; says so where that is less."""
+    sizes = [n["Resources"].get("object_store_memory") for n in ray.nodes() if n["Alive"]]
+    most = int(STORE_SHARE * min((size for size in sizes if size), default=0))
+    if not most or source.prefetch_bytes <= most:
+        return source
+    what = f"{source.prefetch_bytes} is more than half of a node's object store"
+    print(f"prefetch_bytes={most} reason={what!r}", file=sys.stderr, flush=True)
+    return replace(source, prefetch_bytes=most)
 
 
 async def keep_written(record: FeedRecord) -> None:

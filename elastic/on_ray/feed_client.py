@@ -19,7 +19,7 @@ from elastic.protocol.seams import FedWindow, WorkerSpec
 
 POLL_S = 0.25
 """How soon a wait for the feed notices that nobody wants its window any more."""
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 """A window that is read and does not come for so long is asked for again."""
 
 

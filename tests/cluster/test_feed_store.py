@@ -33,12 +33,19 @@ def one_node(ray_temp, monkeypatch):
 @pytest.mark.parametrize("kind", ["dictionaries", pytest.param("tripled", marks=pytest.mark.slow)])
 def test_a_slow_consumer_keeps_the_store_within_the_budget(one_node, tmp_path, kind):
     """tests/bench/feed_memory.py has more kinds, and a real budget."""
-    sizes = {"window_bytes": MiB, "prefetch_bytes": 16 * MiB}
+    sizes = {"window_bytes": MiB // 4, "prefetch_bytes": 16 * MiB}
     if kind == "tripled":
-        source = parquet(floats(tmp_path / "set", 4, 20_000, 1001), transform=tripled, **sizes)
+        source = parquet(floats(tmp_path / "set", 4, 20_000, 501), transform=tripled, **sizes)
     else:
-        source = parquet(repeats(tmp_path / "set", 4, 40_000, 5003), **sizes)
+        source = parquet(repeats(tmp_path / "set", 4, 40_000, 2003), **sizes)
     assert 4 * MiB < slow_consumer(source, 40) <= source.prefetch_bytes
+
+
+@pytest.mark.slow
+def test_a_budget_larger_than_the_store_is_cut(one_node, tmp_path):
+    folder = floats(tmp_path / "set", 4, 20_000, 2001)
+    source = parquet(folder, window_bytes=2 * MiB, prefetch_bytes=1024 * MiB)
+    assert 30 * MiB < slow_consumer(source, 60) <= 50 * MiB
 
 
 class Consumer:

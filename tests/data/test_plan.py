@@ -300,18 +300,19 @@ def test_reading_ahead_keeps_to_the_budget_and_to_what_is_needed(budget, reads, 
 
 
 def test_windows_larger_than_their_footers_promise_make_room(folder):
-    source = parquet(folder, window_bytes=2000, prefetch_bytes=10_000, max_reads=2)
-    ahead = Ahead(plan := make_plan(source, 7), stream := Stream(plan))
+    source = parquet(folder, window_bytes=2000, prefetch_bytes=20_000, max_reads=2)
+    ahead = Ahead(make_plan(source, 7), stream := Stream(make_plan(source, 7)))
     first, second, third, fourth = itertools.islice(stream.follow(WindowKey(0, 0)), 4)
     assert ahead.turn(first, first) == Turn((first,), ())
-    ahead.read(first, sum(u.size_bytes for u in plan.windows(0)[0]))
+    ahead.read(first, 2000)
     assert ahead.turn(first, first) == Turn((second, third), ())
-    ahead.read(second, 5000)
-    ahead.read(third, 5000)
+    ahead.read(second, 7000)
+    ahead.read(third, 7000)
     assert ahead.turn(first, first) == Turn((), (third,)), "the last of the stream goes"
-    assert ahead.turn(second, second) == Turn((), (first,)), "and is not expected to fit any more"
-    assert ahead.turn(third, third) == Turn((third,), (second,))
+    assert ahead.turn(second, second) == Turn((), (first,)), "and it is known not to fit"
+    assert ahead.turn(third, third) == Turn((third,), (second,)), "unless it is needed"
     ahead.read(third, 50_000)
+    assert ahead.turn(third, third) == Turn((), ())
     assert ahead.turn(fourth, fourth) == Turn((fourth,), (third,))
 
 

@@ -1,6 +1,7 @@
 """Micro-batches out of fed windows: what columns become, and how troubles arrive."""
 
 import random
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -171,3 +172,38 @@ def test_waiting_ends_when_the_step_is_cancelled(make):
     looks = iter([False] * 5 + [True] * 100)
     with pytest.raises(StepCancelled):
         loader.next(0, 0, lambda: next(looks))
+
+
+class Counting:
+    """A feed that answers only when the test says so."""
+
+    def __init__(self, feed):
+        self.feed, self.row_length = feed, feed.row_length
+        self.asked, self.may_answer = [], threading.Event()
+
+    def window_at(self, element, committed, is_over):
+        self.asked.append(element)
+        while not self.may_answer.wait(0.01):
+            if is_over():
+                raise StepCancelled
+        return self.feed.window_at(element, committed, is_over)
+
+
+def test_a_window_that_is_late_is_asked_for_once(make):
+    feed = Counting(make()._feed)
+    loader = make(feed=feed)
+    feed.may_answer.set()
+    loader.assign(0, range(V))
+    loader.next(0, 0, never)
+    feed.may_answer.clear()
+    waits = threading.Timer(0.3, feed.may_answer.set)
+    waits.start()
+    for step in range(3):
+        for i in range(V):
+            if (step, i) > (0, 0):
+                loader.next(step, i, never)
+    waits.join()
+    firsts = [0]
+    while firsts[-1] <= feed.asked[-1]:
+        firsts.append(feed.feed.window_at(firsts[-1], 0, never).end)
+    assert feed.asked == firsts[: len(feed.asked)]
