@@ -25,9 +25,14 @@ def limits_of(config: RunConfig) -> Limits:
         join_timeout_s=10 * detect_s if detect_s else 600.0,
         end_timeout_s=100 * detect_s if detect_s else UNLIMITED_S,
         confirm_timeout_s=detect_s or 30.0,
+        can_save=has_checkpoints(config),
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
     )
+
+
+def has_checkpoints(config: RunConfig) -> bool:
+    return config.storage is not None or config.checkpoint_every is not None
 
 
 def heartbeat_s(config: RunConfig) -> float:
@@ -56,7 +61,7 @@ def worker_spec(
         seed=config.seed,
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
-        has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
+        has_checkpoints=has_checkpoints(config),
         max_nonfinite=config.faults.max_nonfinite,
         detect_s=config.detect_s,
         heartbeat_s=heartbeat_s(config),

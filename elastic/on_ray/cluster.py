@@ -24,7 +24,7 @@ from elastic.control.suspicion import suspects, watch
 from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
-from elastic.on_ray.slots import Slot, end_process, is_running
+from elastic.on_ray.slots import Slot, await_end, end_process, is_running
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
@@ -36,7 +36,6 @@ TICK_S = 0.25
 LATE_S = 0.5
 START_STORE_S = 60.0
 """How long the rendezvous may take to open a store; it starts with the run."""
-ENDING_GRACE_S = 3.0
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -93,11 +92,10 @@ class RayCluster:
                 self._spawn_all(workers)
             case c.Load(worker=worker):
                 self._loading = worker
-                where = {"place": self.host.place, "recorded_step": self.recorded_step}
-                self.links.send(worker, {"type": "load", **where})
+                self.in_background(self._load(worker))
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
-            case c.Pause() | c.Abort() | c.Recall():
+            case c.Pause() | c.Keep() | c.Abort() | c.Recall():
                 self._interrupt(command)
             case c.Form():
                 await self._form(command)
@@ -109,17 +107,22 @@ class RayCluster:
             case c.Publish() | c.Discard():
                 self._conclude_save(command)
 
+    async def _load(self, worker: int) -> None:
+        await self.host.settle()
+        where = {"place": self.host.place, "recorded_step": self.recorded_step}
+        self.links.send(worker, {"type": "load", **where})
+
     def _sync(self, worker: int, source: int) -> None:
         address = self.workers[source].peer_address if source in self.workers else None
         if worker in self.workers:  # its loss may wait among the events
             self.workers[worker].state = "syncing"
         self.links.send(worker, {"type": "sync", "address": address, "source": source})
 
-    def _interrupt(self, command: c.Pause | c.Abort | c.Recall) -> None:
+    def _interrupt(self, command: c.Pause | c.Keep | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
         kind = type(command).__name__.lower()
         self._tell_ranks(command.membership, {"type": kind})
-        if not isinstance(command, c.Pause):
+        if isinstance(command, c.Abort | c.Recall):
             self._open_store(generation + 1)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
@@ -392,9 +395,4 @@ class RayCluster:
         for worker in tuple(self.workers):
             self.retire(worker)
         self.links.close()
-        deadline = time.monotonic() + ENDING_GRACE_S
-        while any(is_running(p) for p in pids) and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        for pid in pids:
-            if is_running(pid):
-                end_process(pid)
+        await await_end(pids)

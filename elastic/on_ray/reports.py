@@ -23,6 +23,7 @@ STATES = {
 REPORTS: dict[str, tuple[Callable[..., s.Event], tuple[str, ...]]] = {
     "joined": (s.Joined, ("state_s",)),
     "paused": (s.Paused, ("step",)),
+    "kept": (s.Kept, ()),
     "collective_failed": (s.CollectiveFailed, ("message",)),
     "suspended": (s.Suspended, ("step", "is_prepared", "is_evaluating")),
     "done": (s.Done, ("step",)),

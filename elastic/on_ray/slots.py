@@ -6,12 +6,15 @@ What it is told to do is elastic/on_ray/cluster.py's; the decisions' view is the
 import asyncio
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from ray.actor import ActorHandle
 
 from elastic.control.suspicion import Watch
+
+ENDING_GRACE_S = 3.0
 
 
 @dataclass
@@ -62,3 +65,13 @@ def is_running(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+async def await_end(pids: list[int]) -> None:
+    """Until these processes, which were told to end, are gone; by force if need be."""
+    deadline = time.monotonic() + ENDING_GRACE_S
+    while any(is_running(p) for p in pids) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    for pid in pids:
+        if is_running(pid):
+            end_process(pid)
