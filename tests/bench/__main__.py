@@ -17,6 +17,8 @@ BENCHMARKS = (
     "recovery",
     "feed",
     "feed_wait",
+    "faults",
+    "goodput",
 )
 
 
