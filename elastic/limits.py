@@ -24,9 +24,14 @@ def limits_of(config: RunConfig) -> Limits:
         join_timeout_s=waits.join_s,
         end_timeout_s=waits.end_s,
         confirm_timeout_s=waits.confirm_s,
+        can_save=has_checkpoints(config),
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
     )
+
+
+def has_checkpoints(config: RunConfig) -> bool:
+    return config.storage is not None or config.checkpoint_every is not None
 
 
 def worker_spec(
@@ -56,7 +61,7 @@ def worker_spec(
         eval_every=config.eval_every,
         checkpoint_every=config.checkpoint_every,
         snapshot_every=config.snapshot_every,
-        has_checkpoints=config.storage is not None or config.checkpoint_every is not None,
+        has_checkpoints=has_checkpoints(config),
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,
         detect_s=config.detect_s,

@@ -88,6 +88,7 @@ class Supervisor:
                 spawn=self._spawn,
                 spec_of=self._spec_of,
                 place=self._place(),
+                settle=self._settle,
                 on_loaded=self._on_loaded,
                 on_rolled_back=self._on_rolled_back,
                 on_publish=self._on_publish,
@@ -258,6 +259,9 @@ class Supervisor:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self.cluster.now(), "checkpoint": fields})
+
+    async def _settle(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._writer, int)  # after all before it
 
     def _open_directory(self) -> RunDirectory:
         probe = self.order["probe"]

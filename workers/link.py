@@ -6,6 +6,7 @@ goes on. What a worker's standing is, is in standing.py.
 
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ from elastic.protocol import wire
 
 EXIT_WITHOUT_CONTROLLER = 71
 RETRY_S = 0.05
+WRITABLE_S = 0.5
 URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
 """Commands that `on_command` is told of at once, before the main thread obeys them."""
 
@@ -56,15 +58,19 @@ class ControllerLink:
         self._find, self._on_command, self._on_found = find, on_command, on_found
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
+        self._num_sent = 0  # bytes of the first of them, on this connection
+        self._is_full = threading.Event()
         self._connection: socket.socket | None = None
         try:
             self._connect(address)
         except OSError:
             self._find_another()
         threading.Thread(target=self._read, name="link", daemon=True).start()
+        threading.Thread(target=self._send_late, name="link-sender", daemon=True).start()
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Report to the controller, or to the next one if there is none now."""
+        """Report to the controller, or to the next one if there is none now. Never waits: a link
+        that is cut takes nothing more after a few dozen reports."""
         frame = wire.pack({"type": kind, **fields}, payload)
         with self._lock:
             self._unsent.append(frame)
@@ -73,11 +79,34 @@ class ControllerLink:
     def _flush(self) -> None:
         while self._unsent and self._connection is not None:
             try:
-                self._connection.sendall(self._unsent[0])
-            except OSError:
+                if not is_writable(self._connection, 0):
+                    self._is_full.set()
+                    return
+                rest = memoryview(self._unsent[0])[self._num_sent :]
+                num_sent = self._connection.send(rest)
+            except (OSError, ValueError):
                 self._connection = None  # the reading thread finds another
                 return
-            self._unsent.popleft()
+            self._num_sent += num_sent
+            if num_sent == len(rest):
+                self._unsent.popleft()
+                self._num_sent = 0
+
+    def _send_late(self) -> None:
+        """What the socket had no room for."""
+        while True:
+            self._is_full.wait()
+            self._is_full.clear()
+            connection = self._connection
+            if connection is None:
+                continue  # the next connection takes it
+            try:
+                if not is_writable(connection, WRITABLE_S):
+                    self._is_full.set()
+            except (OSError, ValueError):
+                continue
+            with self._lock:
+                self._flush()
 
     def _connect(self, address: Address, introduction: dict[str, Any] | None = None) -> None:
         """Raises OSError."""
@@ -88,7 +117,7 @@ class ControllerLink:
         if introduction is not None:
             wire.send(connection, {"type": "standing", **introduction})
         with self._lock:
-            self._connection = connection
+            self._connection, self._num_sent = connection, 0
             self._flush()
 
     def _read(self) -> None:
@@ -136,3 +165,10 @@ class ControllerLink:
     def _leave(self, reason: str) -> None:
         print(f'leaving reason="{reason}"', file=sys.stderr, flush=True)
         os._exit(EXIT_WITHOUT_CONTROLLER)
+
+
+def is_writable(connection: socket.socket, patience_s: float) -> bool:
+    """Raises ValueError for a socket that is closed."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(1000 * patience_s))

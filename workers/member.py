@@ -254,6 +254,9 @@ class Member:
                 self._say_suspended()
             case "form":
                 return self._form(header, payload)
+            case "keep":
+                self.saver.save_now(self.replica, self)
+                self.link.send("kept", generation=self.generation, rank=self.rank)
             case "finish":
                 self._end(header)
             case _:

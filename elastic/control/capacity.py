@@ -54,9 +54,11 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
     if not ledger.holders:
         return load(ledger, phase)
     num_holders = len(ledger.holders - ledger.leaving)
-    is_enough = len(ledger.holders) + len(arrivals(ledger)) >= limits.min_workers
+    is_enough = num_usable(ledger, tuple(ledger.holders)) >= limits.min_workers
     if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
-        ledger, members, why = without_leavers(ledger, tuple(ledger.holders), limits)
+        is_kept = ledger.kept_step == ledger.step
+        holders = tuple(ledger.holders)
+        ledger, members, why = without_leavers(ledger, holders, limits, may_all_leave=is_kept)
         decision = form(ledger, members, ledger.behind, at, limits, with_newcomers=True)
         return explain(why, decision)
     level = ledger.holders - ledger.behind
@@ -89,7 +91,9 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     if ledger.synced:
         reason = f"pause to let {names(ledger.synced)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
-    if leavers and at >= ledger.leave_at and num_staying >= max(1, limits.min_workers):
+    is_enough = num_staying >= max(1, limits.min_workers)
+    can_leave = is_enough or loses_state(ledger, membership.workers, limits)
+    if leavers and at >= ledger.leave_at and can_leave:
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     return sync(ledger, phase, membership.workers, num_staying, at, limits)
@@ -148,17 +152,44 @@ def regroup(
     if survivors and (ledger.stop or is_evaluating or ledger.step >= limits.steps):
         then_pause = bool(ledger.stop) or is_evaluating
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
-    if survivors and len(survivors) + len(arrivals(ledger)) >= limits.min_workers:
+    if survivors and num_usable(ledger, survivors) >= limits.min_workers:
         ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
     ledger = replace(ledger, holders=NumberSet.of(survivors), behind=rollers)
-    if survivors:
+    if survivors and ledger.kept_step == ledger.step:
+        why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
+        why += " is saved"
+    elif survivors:
         why = f"{len(survivors)} of at least {limits.min_workers} workers left, step {ledger.step}"
     else:
         why = f"nobody is left who holds step {ledger.step}"
     return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
+
+
+def num_usable(ledger: Ledger, survivors: tuple[int, ...]) -> int:
+    """How many could be members of the next generation."""
+    num_leavers = len(leavers_of(ledger, survivors)) if ledger.kept_step == ledger.step else 0
+    return len(survivors) - num_leavers + len(arrivals(ledger))
+
+
+def loses_state(ledger: Ledger, members: tuple[int, ...], limits: Limits) -> bool:
+    """Whether what `members` hold is gone when those under notice are, though it can be saved."""
+    leavers = leavers_of(ledger, members)
+    if not leavers or not limits.can_save:
+        return False
+    if limits.is_sharded:
+        return True
+    return len(leavers) == len(members) and len(arrivals(ledger)) < limits.min_workers
+
+
+def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limits) -> bool:
+    """Whether the state of this boundary must be saved before anybody leaves."""
+    num_staying = len(members) - len(leavers_of(ledger, members))
+    is_leaving = at >= ledger.leave_at or num_staying + len(arrivals(ledger)) >= limits.min_workers
+    is_kept = ledger.kept_step == ledger.step
+    return is_leaving and not is_kept and loses_state(ledger, members, limits)
 
 
 def without_leavers(

@@ -48,6 +48,13 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Save the state of the boundary at which all have paused; answer Kept."""
+
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Give the generation up: abandon collectives and sources, answer Suspended."""
 
@@ -89,4 +96,6 @@ class Discard:
     step: int
 
 
-Command = Spawn | Load | Sync | Form | Pause | Abort | Recall | Finish | Retire | Publish | Discard
+Command = (
+    Spawn | Load | Sync | Form | Pause | Keep | Abort | Recall | Finish | Retire | Publish | Discard
+)

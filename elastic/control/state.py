@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.control.commands import Command
+from elastic.control.standing import Standing
 from elastic.protocol.membership import Membership, NumberSet
 
 NOBODY = NumberSet()
@@ -24,6 +25,8 @@ class Limits:
     join_timeout_s: float
     end_timeout_s: float
     """How long members may take to write the final state."""
+    can_save: bool = False
+    """There are checkpoints."""
     confirm_timeout_s: float
     """How long a failed collective waits for the loss that explains it."""
     must_save: bool = False
@@ -84,6 +87,8 @@ class Ledger:
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
     leave_at: float = 0.0
     """From when on they are not kept until their replacements are ready."""
+    kept_step: int = -1
+    """Saved for those who leave with a state that nobody else holds: they go no further."""
 
 
 # --- phases: what dies with a generation ----------------------------------------
@@ -115,6 +120,7 @@ class Pausing:
     membership: Membership
     paused: NumberSet = NOBODY  # ranks
     done: NumberSet = NOBODY
+    kept: NumberSet = NOBODY  # ranks that have saved the state of this boundary, if told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,32 +209,6 @@ class SyncFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a live worker says that it stands, to a controller that it has not met before."""
-
-    worker: int
-    kind: str
-    """One of KINDS."""
-    generation: int = 0
-    """Of which it is or was a member, the newest; 0: of none."""
-    rank: int = 0
-    world_size: int = 0
-    step: int = 0
-    """Committed steps of its state."""
-
-
-KINDS = (
-    "working",  # a member whose generation has formed and has not been given up
-    "stopped",  # holds state, waits at a boundary: paused, done, suspended, forming
-    "ended",  # a member that was told to write the final state
-    "starting",  # builds the model
-    "ready",  # without state
-    "syncing",  # copying state
-    "synced",  # following somebody
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Adopted:
     """A controller died; this is its successor's first event. Whoever lives has said where it
     stands, and what others knew of it, or were told to do, may never have happened."""
@@ -281,6 +261,15 @@ class Paused:
     generation: int
     rank: int
     step: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The answer to Keep, after PartSaved or PartFailed."""
+
+    generation: int
+    rank: int
     at: float
 
 
@@ -372,6 +361,7 @@ Report = (
     Joined
     | Committed
     | Paused
+    | Kept
     | CollectiveFailed
     | Suspended
     | Done

@@ -7,8 +7,8 @@ capacity.py, recovery.py and ending.py.
 from dataclasses import replace
 
 from elastic.control.adoption import adopt
-from elastic.control.capacity import formed, regroup, staff, stop_running
-from elastic.control.commands import Retire, Spawn
+from elastic.control.capacity import formed, must_keep, regroup, staff, stop_running
+from elastic.control.commands import Keep, Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.lobby import explain, is_in_lobby, is_member, lost_members, move, top_up
 from elastic.control.recovery import (
@@ -38,6 +38,7 @@ from elastic.control.state import (
     Finished,
     Forming,
     Joined,
+    Kept,
     Ledger,
     Limits,
     Loaded,
@@ -70,6 +71,7 @@ IGNORED: dict[tuple[type, type], str] = {
     (Suspending, Joined): LATE,
     (Suspending, Paused): LATE,
     (Suspending, Done): LATE,
+    (Suspending, Kept): LATE,
     (Ending, CollectiveFailed): "every member has left its last step",
     (Ending, StopRequested): "it is ending",
     (Finished, StopRequested): OVER,
@@ -166,6 +168,11 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Pausing(), Paused(rank=rank, step=step, at=at):
             paused = replace(phase, paused=phase.paused.add(rank))
             return left_step(ledger, paused, step, at, limits)
+        case Pausing(), Kept(rank=rank, at=at):
+            kept = replace(phase, kept=phase.kept.add(rank))
+            if len(kept.kept) < phase.membership.world_size:
+                return Decision(ledger, kept)
+            return leave_boundary(ledger, kept, at, limits)
         case ((Running() | Pausing()), Done(rank=rank, step=step, at=at)):
             done = replace(phase, done=phase.done.add(rank))
             return left_step(ledger, done, step, at, limits)
@@ -288,4 +295,15 @@ def left_step(
     if ledger.stop:
         outcome = "succeeded" if ledger.step >= limits.steps else "stopped"
         return end(ledger, phase, outcome, ledger.stop, at, limits)
-    return regroup(ledger, membership.workers, NOBODY, False, at, limits, is_planned=True)
+    if must_keep(ledger, membership.workers, at, limits):
+        phase = Pausing(membership, NumberSet.of(range(membership.world_size)))
+        ledger = replace(ledger, kept_step=ledger.step)
+        reason = f"the state of step {ledger.step} is saved for those who leave"
+        return Decision(ledger, phase, (Keep(membership),), reason)
+    return leave_boundary(ledger, phase, at, limits)
+
+
+def leave_boundary(ledger: Ledger, phase: Running | Pausing, at: float, limits: Limits) -> Decision:
+    """All members wait at the same step, and have said all that they had to say."""
+    workers = phase.membership.workers
+    return regroup(ledger, workers, NOBODY, False, at, limits, is_planned=True)

@@ -101,11 +101,10 @@ class RayCluster:
                 self._spawn_all(workers)
             case c.Load(worker=worker):
                 self._loading = worker
-                where = {"place": self.host.place, "recorded_step": self.recorded_step}
-                self.links.send(worker, {"type": "load", **where})
+                self.in_background(self._load(worker))
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
-            case c.Pause() | c.Abort() | c.Recall():
+            case c.Pause() | c.Keep() | c.Abort() | c.Recall():
                 self._interrupt(command)
             case c.Form():
                 await self._form(command)
@@ -118,17 +117,22 @@ class RayCluster:
             case c.Publish() | c.Discard():
                 self._conclude_save(command)
 
+    async def _load(self, worker: int) -> None:
+        await self.host.settle()
+        where = {"place": self.host.place, "recorded_step": self.recorded_step}
+        self.links.send(worker, {"type": "load", **where})
+
     def _sync(self, worker: int, source: int) -> None:
         address = self.workers[source].peer_address if source in self.workers else None
         if worker in self.workers:  # its loss may wait among the events
             self.workers[worker].state = "syncing"
         self.links.send(worker, {"type": "sync", "address": address, "source": source})
 
-    def _interrupt(self, command: c.Pause | c.Abort | c.Recall) -> None:
+    def _interrupt(self, command: c.Pause | c.Keep | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
         kind = type(command).__name__.lower()
         self._tell_ranks(command.membership, {"type": kind})
-        if not isinstance(command, c.Pause):
+        if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
             self._open_store(generation + 1)
             self._inquiry.expect_answers(command.membership)

@@ -22,6 +22,8 @@ class Host:
     spec_of: Callable[[int], Any]
     place: str
     """The run directory, whether it exists already or not."""
+    settle: Callable[[], Awaitable[None]]
+    """Wait until everything that was told so far, checkpoints too, is in the run directory."""
     on_loaded: Callable[[int, list[Damage]], Awaitable[str]]
     """The first worker's checks passed, or a later one starts again from an earlier step: make
     the run directory stand at that step, the damaged checkpoints set aside. Gives its place."""

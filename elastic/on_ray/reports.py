@@ -22,6 +22,7 @@ STATES = {
 
 REPORTS: dict[str, tuple[Callable[..., s.Event], tuple[str, ...]]] = {
     "paused": (s.Paused, ("step",)),
+    "kept": (s.Kept, ()),
     "collective_failed": (s.CollectiveFailed, ("message",)),
     "suspended": (s.Suspended, ("step", "is_prepared", "is_evaluating")),
     "done": (s.Done, ("step",)),

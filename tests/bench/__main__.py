@@ -19,6 +19,8 @@ BENCHMARKS = (
     "feed_wait",
     "feed_regroup",
     "feed_memory",
+    "faults",
+    "goodput",
 )
 
 

@@ -140,6 +140,7 @@ class Hosts:
         where = ("--head", f"--port={GCS_PORT}") if host == 0 else (f"--address={head}",)
         temp = self.temp / str(host)
         temp.mkdir(exist_ok=True)
+        (temp / "ray_current_cluster").unlink(missing_ok=True)  # else it "is already running"
         options = [
             f"--node-ip-address={self.address(host)}",
             f"--num-cpus={self.num_cpus if host else self.head_cpus}",

@@ -71,7 +71,7 @@ def test_with_storage_the_workers_train_on_and_the_run_ends_as_if_nothing_had_be
 def test_without_storage_everything_ends_within_the_lease_and_the_run_resumes(
     hosts, tmp_path, reference
 ):
-    _run, pids = begin(hosts, tmp_path)
+    _, pids = begin(hosts, tmp_path)
     hosts.crash(0)
     took = until(lambda: leftovers(pids) == [], LEASE_S + 10)
     print(f"the workers were gone {took:.1f} s after the head")

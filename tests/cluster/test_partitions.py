@@ -50,6 +50,7 @@ def test_the_heads_link_is_cut_for_ten_seconds_and_nobody_is_punished(hosts, ref
     assert end["result"]["generations"] == generation
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_cut_off_is_gone_and_the_run_ends_with_it(hosts, tmp_path):
     hosts.start_ray()
     run = hosts.run(TOY, tmp_path, "run", host=2, workers=2, **{**OPTIONS, "steps": 10_000})

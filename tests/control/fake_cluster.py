@@ -15,6 +15,7 @@ from elastic.control.commands import (
     Discard,
     Finish,
     Form,
+    Keep,
     Load,
     Pause,
     Publish,
@@ -32,6 +33,7 @@ from elastic.control.state import (
     Ended,
     Event,
     Joined,
+    Kept,
     Loaded,
     PartFailed,
     PartSaved,
@@ -70,6 +72,7 @@ class FakeCluster:
         self.retired: set[int] = set()
         self.trace: list[Command] = []
         self.has_drains = faults.drains > 0
+        self.kept: dict[int, int] = {}  # step -> state, saved for those who leave
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
 
@@ -89,7 +92,7 @@ class FakeCluster:
                 self.recall(command)
             case Publish() | Discard():
                 self.conclude_save(command)
-            case Finish(membership) | Pause(membership) | Abort(membership):
+            case Finish(membership) | Pause(membership) | Abort(membership) | Keep(membership):
                 is_new = isinstance(command, Finish)
                 self.generation = membership.generation if is_new else self.generation
                 assert membership.generation == self.generation
@@ -319,6 +322,8 @@ class FakeCluster:
                 self.abort(w, command)
             case Pause():
                 w.wants_pause = True
+            case Keep():
+                self.keep(w, command)
             case Finish():
                 self.end(w, command)
             case _:
@@ -382,10 +387,23 @@ class FakeCluster:
             self.groups[generation].saved[w.step].add(w.rank)
             self.send(w, PartSaved(generation, w.rank, w.step, self.now))
 
+    def keep(self, w: Worker, command: Keep) -> None:
+        assert w.mode == "paused", w
+        generation = command.membership.generation
+        if generation <= w.aborted:
+            return
+        self.kept[w.step] = w.state
+        self.save(w, generation)
+        self.send(w, Kept(generation, w.rank, self.now))
+
     def load(self, w: Worker) -> None:
-        """What it has from peers, unless the record of it is lost; there are no checkpoints."""
+        """What it has from peers, unless the record of it is lost, or was saved for leavers; there
+        are no other checkpoints."""
         if w.is_copying or not 0 <= w.step <= self.heard_step:
             w.step, w.state = 0, 1
+        newest = max((s for s in self.kept if s in self.published), default=0)
+        if newest > w.step:
+            w.step, w.state = newest, self.kept[newest]
         w.source, w.is_copying, w.prepared = None, False, None
         self.send(w, Loaded(w.number, w.step, self.now))
 

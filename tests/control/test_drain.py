@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
-from elastic.control.commands import Form, Pause, Retire, Spawn, Sync
+from elastic.control.commands import Form, Keep, Load, Pause, Publish, Retire, Spawn, Sync
 from elastic.control.state import (
     DrainNotice,
     Forming,
     Joined,
+    Kept,
+    PartSaved,
     Paused,
     Pausing,
     Running,
@@ -111,3 +113,42 @@ def test_a_notice_said_twice_or_by_a_stranger_is_no_news():
     assert play(ledger, phase, NOTICE, limits=ONE) == (ledger, phase, [])
     stranger = replace(NOTICE, worker=77)
     assert play(LEDGER, Running(ABC), stranger) == (LEDGER, Running(ABC), [])
+
+
+def test_a_state_that_only_leavers_hold_is_saved_and_they_go_no_further():
+    limits = replace(LIMITS, min_workers=1, max_workers=1, can_save=True)
+    alone = Membership(7, (0,))
+    ledger, phase, commands = play(
+        LEDGER,
+        Running(alone),
+        NOTICE,
+        Tick(25.0),
+        Paused(7, 0, 44, 26.0),
+        PartSaved(7, 0, 44, 27.0),
+        Kept(7, 0, 27.0),
+        Tick(28.0),
+        limits=limits,
+    )
+    assert commands == [Spawn((3,)), Pause(alone), Keep(alone), Publish(7, 44)]
+    assert isinstance(phase, Waiting)
+    assert ledger.holders == some(0)
+    _, _, synced = play(ledger, phase, WorkerReady(3, 29.0), Synced(3, 30.0), limits=limits)
+    assert synced == [Sync(3, 0), Form(Membership(8, (3,)), 44)], "it came in time"
+    ledger, phase, late = play(ledger, phase, lost(0, 40.0), WorkerReady(3, 41.0), limits=limits)
+    assert (late, ledger.failures) == ([Load(3)], 0), "it takes the state that was saved"
+
+
+def test_a_shard_is_saved_before_its_holder_leaves():
+    limits = replace(ONE, is_sharded=True, can_save=True)
+    ledger, phase, commands = play(
+        LEDGER,
+        Running(ABC),
+        NOTICE,
+        Tick(25.0),
+        *(Paused(7, rank, 44, 26.0) for rank in range(3)),
+        *(Kept(7, rank, 27.0) for rank in range(3)),
+        limits=limits,
+    )
+    new = Membership(8, (1, 2))
+    assert commands == [Spawn((3,)), Pause(ABC), Keep(ABC), Form(new, 44)]
+    assert (phase, ledger.kept_step) == (Forming(new, 57.0), 44)

@@ -24,6 +24,7 @@ def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_st
         limits, faults = scenario(seed)
         faults = notices(seed, faults)
         faults.controller_kills = int(seed % 5 == 0)
+        limits = replace(limits, can_save=seed % 2 == 0)
         run = simulate(seed, limits, faults)
         check_end(run)
         seen.update(run.seen)
@@ -39,7 +40,7 @@ def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_st
 def test_drains_alone_are_no_failures_and_lose_no_step() -> None:
     """As long as the notice is long enough for a replacement, of which there is one."""
     for seed in range(1500):
-        limits, _ = scenario(seed)
+        limits = replace(scenario(seed)[0], can_save=seed % 2 == 0)
         faults = notices(seed, Faults(notice_s=(60.0,)))
         run = simulate(seed, replace(limits, max_failures=0), faults)
         check_end(run)
@@ -47,6 +48,24 @@ def test_drains_alone_are_no_failures_and_lose_no_step() -> None:
         assert run.phase.outcome == "succeeded", (seed, run.phase)
         assert (run.account.lost_steps, run.account.recoveries) == (0, ()), seed
         assert run.ledger.failures == 0
+
+
+def test_a_state_that_only_leavers_hold_is_saved_and_outlives_them() -> None:
+    """There is no slot for a replacement while they live."""
+    num_kept = 0
+    for seed in range(200):
+        limits, _ = scenario(seed)
+        faults = notices(seed, Faults(notice_s=(5.0,), slots=((0.0, limits.min_workers),)))
+        faults.drains, faults.drain_chance = 8, 0.004
+        limits = replace(limits, steps=150, max_failures=0, can_save=True)
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        is_unlucky = run.phase.reason.startswith("no member lived to say the hash")
+        assert run.phase.outcome == "succeeded" or is_unlucky, (seed, run.phase)
+        assert run.account.lost_steps == 0, seed
+        num_kept += len(run.cluster.kept)
+    assert num_kept > 30
 
 
 def test_short_notices_are_no_failures_either() -> None:
@@ -64,10 +83,24 @@ def test_short_notices_are_no_failures_either() -> None:
 def test_sharded_runs_with_notices_end_with_all_steps() -> None:
     for seed in range(800):
         limits, faults = scenario(seed)
-        limits: Limits = replace(limits, is_sharded=True)
+        limits: Limits = replace(limits, is_sharded=True, can_save=seed % 2 == 0)
         run = simulate(seed, limits, notices(seed, faults), ShardedCluster)
         check_end(run)
         assert isinstance(run.phase, Finished)
         if run.phase.outcome != "succeeded":
             reason = run.phase.reason
             assert "resume the run" in reason or reason.startswith("no member"), (seed, run.phase)
+
+
+def test_shards_are_saved_before_they_leave_so_that_no_step_is_lost() -> None:
+    num_rolled_back = 0
+    for seed in range(300):
+        limits = replace(scenario(seed)[0], is_sharded=True, can_save=True, max_failures=0)
+        faults = notices(seed, Faults(notice_s=(60.0,)))
+        run = simulate(seed, limits, faults, ShardedCluster)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        assert run.phase.outcome == "succeeded", (seed, run.phase)
+        assert run.account.lost_steps == 0, seed
+        num_rolled_back += run.cluster.rollbacks > 0
+    assert num_rolled_back > 30, "they load what was saved"

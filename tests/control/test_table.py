@@ -19,6 +19,7 @@ from elastic.control.state import (
     Finished,
     Forming,
     Joined,
+    Kept,
     Loaded,
     PartFailed,
     PartSaved,
@@ -67,6 +68,7 @@ SAMPLES: tuple[Event, ...] = (
     Joined(7, 0, 0.0, 1.0),
     Committed(7, 41, 0.1, 1.0),
     Paused(7, 0, 41, 1.0),
+    Kept(7, 0, 1.0),
     CollectiveFailed(7, 0, "reset", 1.0),
     suspended(0, 41),
     Done(7, 0, 100, 1.0),
@@ -81,6 +83,7 @@ IMPOSSIBLE = {
     *((phase, Suspended) for phase in (Forming, Running, Pausing, Ending)),
     *((phase, Ended) for phase in (Forming, Running, Pausing, Suspending)),
     *((Ending, event) for event in (Joined, Committed, Paused, Done)),
+    *((phase, Kept) for phase in (Forming, Running, Ending)),
 }
 
 
