@@ -28,7 +28,7 @@ from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
-from workers.parallel.reshard import Place, exchange
+from workers.parallel.reshard import Place, exchange, moves_of
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import Kind, RowsLost, is_shard, kinds_of, like, local, pattern_of
 from workers.reducers import Reducer
@@ -39,17 +39,17 @@ from workers.replica import Replica
 class Holding:
     """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
-    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `position`
-    in the mesh of `world_size` ranks.
+    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `rank` of
+    a mesh of `world_size` ranks in order, that is, of a position.
     """
 
     kind: str = "nothing"
     step: int = 0
-    position: int = 0
+    rank: int = 0
     world_size: int = 1
 
     def to_json(self) -> list[Any]:
-        return [self.kind, self.step, self.position, self.world_size]
+        return [self.kind, self.step, self.rank, self.world_size]
 
 
 class Sharded:
@@ -181,7 +181,7 @@ class Sharded:
 
     def _take_rows(self, claims: list[Holding], step: int, mesh: Mesh, group: AnyGroup) -> None:
         held = [
-            Place(Mesh(mesh.parallel, c.world_size), c.position)
+            Place(Mesh(mesh.parallel, c.world_size), c.rank)
             if (c.kind, c.step) == ("rows", step)
             else None
             for c in claims
@@ -189,7 +189,7 @@ class Sharded:
         source = next((r for r, place in enumerate(held) if place is not None), None)
         if source is None:
             raise RowsLost(f"no member holds anything of step {step}")
-        mine: Mapping[str, Tensor] = {}
+        mine: dict[str, Tensor] = {}
         described: Any = None
         if held[group.rank] is not None:
             header, mine = self._replica.header_and_tensors()
@@ -202,18 +202,26 @@ class Sharded:
             return  # the same members in the same order
         known = [Kind.from_json(k) for k in kinds]
         try:
-            tensors = exchange(known, mine, held, mesh, group, device)
+            plans = [moves_of(kind, held, mesh) for kind in known]
         except LookupError as error:
             raise RowsLost(str(error)) from error
-        mine = {}
-        group.all_reduce(torch.zeros(1, device=device)).wait()  # nobody needs our old rows any more
-        self._place(mesh, group.rank)
+        self.holding = Holding()  # `mine` alone has the old rows, and gives them up one by one
+        self._replica.settle()
+        self._replica.optimizer.state.clear()
+        self.model.vacate()
+        tensors = exchange(known, plans, mine, held, mesh, group, device)
+        self._place(mesh, group.rank, tensors)
         self._install(header, tensors, {k.name: k.shape for k in known if k.is_sharded})
 
-    def _place(self, mesh: Mesh, rank: int) -> None:
+    def _place(self, mesh: Mesh, rank: int, rows: dict[str, Tensor] | None = None) -> None:
+        """rows: of the state at hand; the parameters' become the model's memory."""
         self.holding = Holding()  # until the new rows are complete
         shard = None if mesh.is_standby(rank) else mesh.shard(rank)
-        self.model.reshard(shard, mesh.num_shards)
+        names = [n for n, p in self.model.model.named_parameters() if is_shard(p)]
+        given = {n: rows.pop(f"model/{n}") for n in names} if rows is not None else None
+        self.model.reshard(shard, mesh.num_shards, given)
+        if rows is not None and given is not None:
+            rows |= {f"model/{name}": tensor for name, tensor in given.items()}
         self._replica.optimizer.state.clear()
 
     def _install(
