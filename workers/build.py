@@ -51,9 +51,9 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
             model = _materialised(model, workload, spec, device)
     else:
         model = model.to(device)
-    dtype = DTYPES[spec.precision]
-    _equip_blocks(model, spec, dtype)
-    sharded_model = None
+    dtype, sharded_model = DTYPES[spec.precision], None
+    casting = Casting(model, None if is_sharded(spec.parallel) else dtype)
+    _equip_blocks(model, spec, casting)
     if is_sharded(spec.parallel):
         # Imported here: replicas need not pay for FSDP2.
         from workers.parallel.sharded_model import ShardedModel
@@ -79,7 +79,7 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         scheduler,
         clip_norm=spec.clip_norm,
         max_nonfinite=spec.max_nonfinite,
-        casting=Casting(model, None if sharded_model else dtype),
+        casting=casting,
         loss_scale=LossScale() if spec.precision == "fp16" else None,
     )
     if spec.activation_checkpointing:
@@ -99,15 +99,16 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
     return replica
 
 
-def _equip_blocks(model: nn.Module, spec: Settings, dtype: torch.dtype | None) -> None:
-    blocks = blocks_of(model)
+def _equip_blocks(model: nn.Module, spec: Settings, casting: Casting) -> None:
+    blocks, dtype = blocks_of(model), DTYPES[spec.precision]
     if spec.activation_checkpointing and not blocks:
         raise WrongInput(
             "activation_checkpointing recomputes the members of nn.ModuleList and nn.Sequential, "
             "but the model has none with parameters of its own; leave it out"
         )
     if dtype is not None:
-        cast_inputs(model, blocks, dtype)
+        is_gathered = is_sharded(spec.parallel)  # FSDP2 casts whenever it gathers
+        cast_inputs(model, blocks, dtype, lambda: is_gathered or casting.is_applied)
 
 
 def build_model(workload: Any, spec: Settings) -> nn.Module:

@@ -4,7 +4,7 @@ State, gradients after a backward, reduction and optimizer are fp32; FSDP2 casts
 by the same rules (parallel/sharded_model.py). fp16's gradients are scaled: `LossScale`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,15 +54,22 @@ def is_cast(module: nn.Module, parameter: Tensor) -> bool:
     return is_wanted and not keeps_precision(module)
 
 
-def cast_inputs(model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype) -> None:
-    """Floating arguments of the model and its blocks become `dtype`, the model's results fp32."""
+def cast_inputs(
+    model: nn.Module, blocks: list[nn.Module], dtype: torch.dtype, is_half: Callable[[], bool]
+) -> None:
+    """Floating arguments of the model and its blocks become `dtype`, the model's results fp32.
+
+    is_half: whether a forward meets parameters of that dtype now.
+    """
 
     def on_call(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not is_half():
+            return None
         to = partial(_cast, dtype)
         return _apply_to_tensors(to, args), _apply_to_tensors(to, kwargs)
 
     def on_return(_: nn.Module, args: Any, result: Any) -> Any:
-        return _apply_to_tensors(partial(_cast, torch.float32), result)
+        return _apply_to_tensors(partial(_cast, torch.float32), result) if is_half() else None
 
     for module in {id(m): m for m in (model, *blocks)}.values():
         if not keeps_precision(module):
@@ -84,6 +91,7 @@ class Casting:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """dtype: None casts nothing."""
         self._dtype = dtype
+        self.is_applied = False
         self._places = [
             (module, name, parameter)
             for module in (model.modules() if dtype else ())
@@ -98,12 +106,14 @@ class Casting:
             if parameter not in made:
                 made[parameter] = parameter.to(self._dtype)
             module._parameters[name] = cast(Any, made[parameter])
+        self.is_applied = True
         self._refresh()
 
     def restore(self) -> None:
         """The modules hold the parameters again; nothing happens if they do already."""
         for module, name, parameter in self._places:
             module._parameters[name] = parameter
+        self.is_applied = False
         self._refresh()
 
     @contextmanager

@@ -32,7 +32,13 @@ def plain():
     return hashes
 
 
-def test_replicas_of_shards_have_the_bits_of_one_rank(plain):
+HALF = {"precision": "bf16", "activation_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """By rank: what became of each kind of run."""
+
     def body(ranks):
         found = {}
         for generation, (parallel, world_size) in enumerate(KINDS):
@@ -42,38 +48,38 @@ def test_replicas_of_shards_have_the_bits_of_one_rank(plain):
                 enter(replica, group, 0)
                 train(replica, group, parallel, STEPS)
                 found[parallel, world_size] = sha256(replica)
-        return found
-
-    for rank, found in enumerate(run_ranks(4, body)):
-        assert found == {kind: plain[STEPS] for kind in KINDS if kind[1] > rank}
-
-
-def test_replicas_in_half_precision_and_recomputed_have_the_bits_of_one_rank():
-    options = {"precision": "bf16", "activation_checkpointing": True}
-
-    def body(ranks):
-        replica = build("hsdp:2", **options)
-        group = ranks.form(0, [0, 1, 2, 3])
+        replica = build("hsdp:2", **HALF)
+        group = ranks.form(10, [0, 1, 2, 3])
         enter(replica, group, 0)
         train(replica, group, "hsdp:2", STEPS)
-        return sha256(replica)
-
-    replica = build("ddp", **options)
-    train(replica, Alone(), "ddp", STEPS)
-    assert run_ranks(4, body) == [sha256(replica)] * 4
-
-
-def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only():
-    def body(ranks):
-        group = ranks.form(0, [0, 1, 2, 3])
+        found["half"] = sha256(replica)
         replica = build("hsdp:2", "fast")
+        group = ranks.form(11, [0, 1, 2, 3])
         enter(replica, group, 0)
         train(replica, group, "hsdp:2", 1, reduction="fast")
-        return {n: local(p.detach()).tolist() for n, p in replica.model.named_parameters()}
+        parameters = replica.model.named_parameters()
+        found["fast"] = {n: local(p.detach()).tolist() for n, p in parameters}
+        return found
 
+    return run_ranks(4, body)
+
+
+def test_replicas_of_shards_have_the_bits_of_one_rank(plain, trained):
+    for rank, found in enumerate(trained):
+        for kind in KINDS:
+            assert found.get(kind) == (plain[STEPS] if kind[1] > rank else None)
+
+
+def test_replicas_in_half_precision_and_recomputed_have_the_bits_of_one_rank(trained):
+    replica = build("ddp", **HALF)
+    train(replica, Alone(), "ddp", STEPS)
+    assert [found["half"] for found in trained] == [sha256(replica)] * 4
+
+
+def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only(trained):
     replica = build("ddp")
     train(replica, Alone(), "ddp", 1)
-    found = run_ranks(4, body)
+    found = [of_rank["fast"] for of_rank in trained]
     assert found[:2] == found[2:]
     for name, parameter in replica.model.named_parameters():
         values = found[0][name] + found[1][name] if parameter.dim() else found[0][name]

@@ -117,6 +117,16 @@ def test_a_forward_computes_in_half_precision_but_for_running_statistics(paralle
     }
 
 
+def test_a_replica_outside_of_steps_computes_in_single_precision():
+    replica = build("ddp", workload=Counted(), precision="bf16")
+    plain = build("ddp", workload=Counted())
+    inputs = torch.rand(4, 5)
+    results = [each.model(inputs, 0) for each in (replica, plain)]
+    assert torch.equal(*results)
+    with replica.casting.applied():
+        assert not torch.equal(replica.model(inputs, 0), results[0])
+
+
 def test_recurrent_layers_compute_with_the_casts():
     class Recurrent(Work):
         def build_model(self):

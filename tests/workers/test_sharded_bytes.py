@@ -1,5 +1,7 @@
 """What a sharded rank holds and sends, counted: shares of the whole, nothing twice."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,7 +11,8 @@ from torch import nn
 from tests.workers.counting import CountingGroup
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import NUM_MICROBATCHES, Microbatched, Work, build, enter, train
-from workers.groups import AnyGroup
+from workers.groups import Alone, AnyGroup
+from workers.parallel.reshard import give_back
 from workers.parallel.shards import local
 from workers.replica import Replica
 
@@ -88,3 +91,61 @@ def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(meas
         assert sum(held) / len(held) == pytest.approx(whole / shards, rel=0.03)
         row = 4 * 4 * BLOCKS * WIDTH
         assert max(held) <= whole / shards + row
+
+
+class Large(Wide):
+    """32 MiB of parameters, made a module at a time."""
+
+    def build_model(self):
+        return Microbatched(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=1e-6)
+
+    def batch(self, step, microbatch_id):
+        return torch.full((2, 1024), 0.01)
+
+
+def resident_bytes(kind: str) -> int:
+    """kind: VmRSS now, VmHWM the most since the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return 1024 * int(line.split()[1])
+    raise LookupError(kind)
+
+
+def peak_of(what: Callable[[], None]) -> tuple[int, int]:
+    """(the most memory of this process meanwhile, what it has afterwards)"""
+    give_back()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    what()
+    peak = resident_bytes("VmHWM")
+    give_back()
+    return peak, resident_bytes("VmRSS")
+
+
+def test_nobody_holds_much_more_than_the_old_or_the_new_rows_while_they_move():
+    """Nor, at the start, more than its rows and one module."""
+
+    def body(ranks):
+        replica = build("fsdp", workload=Large())
+        give_back()
+        base, found = resident_bytes("VmRSS"), []
+        if ranks.index == 0:
+            peak, after = peak_of(lambda: enter(replica, Alone(), 0))
+            found.append((peak - base, after - base))
+            train(replica, Alone(), "fsdp", 1, work=Large())
+        else:
+            replica.sharded.forget()
+        group = ranks.form(0, [0, 1])
+        before = resident_bytes("VmRSS")
+        peak, after = peak_of(lambda: enter(replica, group, 1))
+        return [*found, (peak - base, max(before, after) - base)]
+
+    for of_rank in run_ranks(2, body):
+        for peak, steady in of_rank:
+            assert peak <= 1.2 * steady + 8 * 2**20, (peak >> 20, steady >> 20)

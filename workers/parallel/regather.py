@@ -91,11 +91,13 @@ class Regather:
         self._sources: list[_Source] = []
         self._why = "no member holds anything"
 
-    def run(self, step: int, known_step: int) -> Gathered:
+    def run(self, step: int, known_step: int, give_up: Callable[[], dict[str, Tensor]]) -> Gathered:
         """The newest state of at most `step` committed steps. Raises PeerLost and RowsLost.
 
-        known_step: what this rank could report up to; rank 0's counts.
+        known_step: what this rank could report up to; rank 0's counts. give_up: gives the live rows
+        away, once all the state comes from members.
         """
+        self._give_up = give_up
         mine = {"offers": [o.to_json() for o in self._offers], "known": known_step}
         said = gather_json(self._group, mine, self._device)
         limit = min(step, said[0]["known"])
@@ -162,7 +164,9 @@ class Regather:
         except LookupError as error:
             self._why = f"{error} at step {label.step}, no holder either"
             return None
-        rows, failed = self._exchange(kinds, plans, sources)
+        has_copies = any(owners[m.source] == COPY for plan in plans for m in plan)
+        freed = None if has_copies else self._give_up()  # a copy may turn out to be damaged
+        rows, failed = self._exchange(kinds, plans, sources, freed)
         everywhere = gather_json(self._group, failed, self._device)
         bad = {i for of_rank in everywhere for i in of_rank}
         if bad:
@@ -190,7 +194,11 @@ class Regather:
         return None
 
     def _exchange(
-        self, kinds: list[Kind], plans: list[list[Move]], sources: list[_Source]
+        self,
+        kinds: list[Kind],
+        plans: list[list[Move]],
+        sources: list[_Source],
+        freed: dict[str, Tensor] | None,
     ) -> tuple[dict[str, Tensor], list[int]]:
         """This rank's rows, and which copies it could not read."""
         failed: list[int] = []
@@ -212,7 +220,7 @@ class Regather:
         mine = {i: self._offers[s.index].tensors for i, s in enumerate(sources) if s.owner == me}
         where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
         try:
-            rows = exchange(kinds, plans, where, self._new, self._group, self._device)
+            rows = exchange(kinds, plans, where, self._new, self._group, self._device, freed)
         finally:
             for connection in connections.values():
                 connection.close()

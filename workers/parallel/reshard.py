@@ -4,6 +4,7 @@ through one all-to-all per few megabytes, uneven sizes included.
 Who holds what is known to all before anything moves; installing it is sharded.py's.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
 from workers.parallel.shards import Kind, local
 
-PIECE_BYTES = 32 * 2**20
-"""Of whole tensors, in one exchange."""
+PIECE_BYTES = 2 * 2**20
+PIECES = 256
+"""An exchange takes whole tensors, until they have so many bytes or this part of the state: what
+is on its way is in memory several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,13 @@ def exchange(
     new: Mesh,
     group: AnyGroup,
     device: torch.device,
+    freed: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """This rank's rows under `new` of every tensor, in fresh memory. A collective.
 
-    plans: the `moves_of` each kind. Raises PeerLost, and what `sources.read` raises once all
-    collectives are over.
+    plans: the `moves_of` each kind. freed: where this rank's live rows are, by name, emptied on the
+    way so that nobody ever has all of the old and the new. Raises PeerLost, and what `sources.read`
+    raises once all collectives are over.
     """
     found: dict[str, Tensor] = {}
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
@@ -103,18 +108,32 @@ def exchange(
         _exchange_batch(
             [(kinds[i], plans[i]) for i in batch], sources, new, group, device, found, wanted
         )
+        for i in batch:
+            if freed is not None:
+                freed.pop(kinds[i].name, None)
+        give_back()
     for source, pieces in wanted.items():
         sources.read(source, pieces)
     return found
 
 
+def give_back() -> None:
+    """Freed memory goes to the system, where the C library can do that (glibc): it keeps what is
+    too small for a mapping of its own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+    sizes = [k.row_bytes * (k.shape[0] if k.is_sharded else 1) for k in kinds]
+    limit = max(PIECE_BYTES, sum(sizes) // PIECES)
     batch: list[int] = []
     size = 0
-    for i, kind in enumerate(kinds):
+    for i, of_kind in enumerate(sizes):
         batch.append(i)
-        size += kind.row_bytes * (kind.shape[0] if kind.is_sharded else 1)
-        if size >= PIECE_BYTES:
+        size += of_kind
+        if size >= limit:
             yield batch
             batch, size = [], 0
     if batch:
@@ -142,6 +161,9 @@ def _exchange_batch(
                 place = sources.held[move.source]
                 first = kind.rows(place.mesh, place.rank).start
                 piece = _rows(kind, sources.mine[move.source][kind.name], move.rows, first)
+                if move.target == me:
+                    _rows(kind, target, move.rows, rows.start).copy_(piece)
+                    continue
                 sent[move.target].append(piece.to(device).reshape(-1).view(torch.uint8))
             if move.target == me:
                 part = _rows(kind, target, move.rows, rows.start)

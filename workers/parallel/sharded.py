@@ -79,6 +79,7 @@ class Sharded:
         self._replicas: AnyGroup | None = None
         """Who holds the same rows; None: this rank stands by."""
         self._generation = 0
+        self._live: dict[str, Tensor] = {}
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 
@@ -98,7 +99,9 @@ class Sharded:
 
     @property
     def holds_nothing(self) -> bool:
-        return self.holding.kind == "nothing"
+        """Neither rows nor shadows of them."""
+        has_shadows = self.keeper is not None and bool(self.keeper.shadows)
+        return self.holding.kind == "nothing" and not has_shadows
 
     def forget(self) -> None:
         """What it holds is of no generation any more."""
@@ -212,8 +215,9 @@ class Sharded:
         device, keeper = self.model.device, self.keeper
         holders = () if keeper is None else keeper.holders
         gather = Regather(group, mesh, self._offers(mesh), holders, self._spec.token, device)
-        found = gather.run(step, known_step)
-        self._place(mesh, group.rank)
+        found = gather.run(step, known_step, self._give_up_rows)
+        self._live = {}
+        self._place(mesh, group.rank, found.rows)
         shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
         self._install(found.header, found.rows, shapes)
         return found.label
@@ -224,6 +228,7 @@ class Sharded:
         live = self.holding
         if live.kind == "rows":
             header, tensors = self._replica.header_and_tensors()
+            self._live = tensors
             place = Place(Mesh(mesh.parallel, live.world_size), live.position)
             label = Label(live.step, live.origin)
             offers.append(Offer(label, place, tensors, lambda: (header, kinds_of(tensors))))
@@ -234,10 +239,24 @@ class Sharded:
                 offers.append(Offer(label, place, shadow.tensors, shadow.described))
         return offers
 
-    def _place(self, mesh: Mesh, rank: int) -> None:
+    def _give_up_rows(self) -> dict[str, Tensor]:
+        """From now on the returned dict alone has the live rows. They will be given up one by one;
+        if that breaks off, the shadows are what is left."""
+        self.holding, live, self._live = Holding(), self._live, {}
+        self._replica.settle()
+        self._replica.optimizer.state.clear()
+        self.model.vacate()
+        return live
+
+    def _place(self, mesh: Mesh, rank: int, rows: dict[str, Tensor] | None = None) -> None:
+        """rows: of the state at hand; the parameters' become the model's memory."""
         self.holding = Holding()  # until the new rows are complete
         shard = None if mesh.is_standby(rank) else mesh.shard(rank)
-        self.model.reshard(shard, mesh.num_shards)
+        names = [n for n, p in self.model.model.named_parameters() if is_shard(p)]
+        given = {n: rows.pop(f"model/{n}") for n in names} if rows is not None else None
+        self.model.reshard(shard, mesh.num_shards, given)
+        if rows is not None and given is not None:
+            rows |= {f"model/{name}": tensor for name, tensor in given.items()}
         self._replica.optimizer.state.clear()
 
     def _install(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -106,21 +106,42 @@ class ShardedModel:
             group._to_sharded()
 
     @torch.no_grad()
-    def reshard(self, shard: int | None, num_shards: int) -> None:
-        """Every parameter gets memory for the rows of this shard, zero-filled. None: for none; then
-        the model cannot run."""
+    def vacate(self) -> None:
+        """Give up the memory of the shards, until `reshard`; what refers to it keeps it."""
         self.reset()
+        for param in self.params():
+            empty = param.sharded_param._local_tensor.new_empty(0)
+            param.sharded_param._local_tensor = param._sharded_param_data = empty
+
+    @torch.no_grad()
+    def reshard(
+        self, shard: int | None, num_shards: int, rows: dict[str, Tensor] | None = None
+    ) -> None:
+        """Every parameter gets memory for the rows of this shard, zero-filled. None: for none; then
+        the model cannot run.
+
+        rows: by parameter name, instead of zeros; their memory becomes the shards', and where it
+        cannot, they are replaced.
+        """
+        self.reset()
+        names = {id(p): n for n, p in self.model.named_parameters()} if rows else {}
         mesh = FSDPMeshInfo(shard_mesh(self.device, shard or 0, num_shards), shard_mesh_dim=0)
         for group in self.groups:
             group.mesh_info = mesh
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh
             for param in group.fsdp_params:
-                _reshard(param, mesh, self.host, is_empty=shard is None)
+                name = names.get(id(param.sharded_param))
+                given = None if rows is None or name is None else rows.pop(name)
+                _reshard(param, mesh, self.host, given, is_empty=shard is None)
+                if rows is not None and name is not None:
+                    rows[name] = param.sharded_param._local_tensor
         self.shard, self.num_shards = shard, num_shards
 
 
-def _reshard(param: Any, mesh: FSDPMeshInfo, host: torch.device, *, is_empty: bool) -> None:
+def _reshard(
+    param: Any, mesh: FSDPMeshInfo, host: torch.device, given: Tensor | None, *, is_empty: bool
+) -> None:
     kept = param.sharded_param
     whole = nn.Parameter(
         torch.empty(param._orig_size, dtype=kept.dtype, device="meta"),
@@ -134,8 +155,7 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, host: torch.device, *, is_empty: bo
     if param.post_forward_mesh_info is not None:
         param.post_forward_mesh_info = mesh
         param._init_sharded_post_forward_param_metadata(whole)
-    padded = torch.zeros(param.padded_sharded_param_size, dtype=kept.dtype, device=host)
-    padded = padded.pin_memory() if param.pin_memory else padded
+    padded = _padded(param, given, kept.dtype, host)
     rows = padded.narrow(0, 0, param.sharded_size[0])
     if kept.is_meta:  # a DTensor keeps the device that it was made with
         made = nn.Parameter(param.to_sharded_dtensor(rows), requires_grad=kept.requires_grad)
@@ -148,6 +168,18 @@ def _reshard(param: Any, mesh: FSDPMeshInfo, host: torch.device, *, is_empty: bo
     param.all_gather_outputs = []
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
+
+
+def _padded(param: Any, given: Tensor | None, dtype: torch.dtype, host: torch.device) -> Tensor:
+    """Memory for a shard, with these rows in it."""
+    size = param.padded_sharded_param_size
+    is_fit = given is not None and given.shape == size and given.device == host
+    if given is not None and is_fit and not param.pin_memory:
+        return given
+    padded = torch.zeros(size, dtype=dtype, device=host)
+    if given is not None:
+        padded[: given.shape[0]].copy_(given)
+    return padded.pin_memory() if param.pin_memory else padded
 
 
 def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
