@@ -101,6 +101,7 @@ class Keeper:
         self._arenas: list[Arena] = []
         self._generation = 0
         self._changed = threading.Condition()
+        self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
         self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
@@ -170,10 +171,13 @@ class Keeper:
         return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until the last copy is held, there is no holder, or is_over()."""
+        """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that says
+        nothing for TRANSFER_S counts as lost. RuntimeError if the copy cannot be made."""
         with self._changed:
-            while self._num_open and not is_over():
+            while self._num_open and not is_over() and self._error is None:
                 self._changed.wait(_POLL_S)
+        if self._error is not None:
+            raise RuntimeError("this rank's shard could not be copied") from self._error
 
     def forget(self) -> None:
         """The run goes back to a checkpoint: what was kept is of no use."""
@@ -194,18 +198,23 @@ class Keeper:
     def _work(self) -> None:
         while True:
             shadow, settled = self._jobs.get()
-            if not shadow.tensors:
-                shadow.copy()
-            if not shadow.is_held:
-                shadow.is_held = self._push(shadow, settled)
-            is_current = shadow.key.generation == self._generation
-            if is_current and self.delays_commits:
-                generation, rank, step = shadow.key
-                self._send("held", generation=generation, rank=rank, step=step)
+            try:
+                self._protect(shadow, settled)
+            except Exception as error:  # whatever it is, the main thread raises it
+                self._error = error
             with self._changed:
                 self._num_open -= 1
                 shadow.num_jobs -= 1
                 self._changed.notify_all()
+
+    def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
+        if not shadow.tensors:
+            shadow.copy()
+        if not shadow.is_held:
+            shadow.is_held = self._push(shadow, settled)
+        if shadow.key.generation == self._generation and self.delays_commits:
+            generation, rank, step = shadow.key
+            self._send("held", generation=generation, rank=rank, step=step)
 
     def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> bool:
         """To the best holder that takes it. False if none does: the rank is not protected."""
