@@ -171,8 +171,8 @@ class Keeper:
         return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that says
-        nothing for TRANSFER_S counts as lost. RuntimeError if the copy cannot be made."""
+        """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that
+        says nothing for TRANSFER_S counts as lost. RuntimeError if the copy cannot be made."""
         with self._changed:
             while self._num_open and not is_over() and self._error is None:
                 self._changed.wait(_POLL_S)
