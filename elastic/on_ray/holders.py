@@ -92,7 +92,7 @@ class Holders:
             "lifetime": "detached",
             "num_cpus": 0,
             "max_restarts": 0,
-            "max_concurrency": 2,
+            "max_concurrency": 16,  # `run`, once for each controller that the run has had
         }
         actor = ray.remote(HolderActor).options(**options)
         return cast(Any, actor.remote(self._token, self._lease_s))
