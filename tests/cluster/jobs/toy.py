@@ -182,7 +182,8 @@ class DiesOnce(Toy):
 
 
 class Dying(nn.Module):
-    """Dies when the final state is asked for the second time: once it is copied, then written."""
+    """Dies when the final state is written: it is asked for twice per snapshot, and the first one
+    goes to peer memory."""
 
     def __init__(self, workload):
         super().__init__()
@@ -194,7 +195,7 @@ class Dying(nn.Module):
     def get_extra_state(self):
         if self.workload.scheduler.last_epoch == self.workload.steps:
             self.times_asked += 1
-            if self.times_asked == 2:
+            if self.times_asked == 3:
                 self.workload.die("end")
         return 0
 
