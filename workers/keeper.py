@@ -8,6 +8,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 TRANSFER_S = 5.0
 """How long a holder may be silent in the middle of a push before another one is tried."""
+RETRY_S = 30.0
+"""A holder that failed is not tried again for so long."""
 _POLL_S = 0.02
 
 
@@ -46,7 +49,7 @@ class Shadow:
     def __init__(self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: Arena) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
-        self.is_held = False
+        self.held_by: HolderAt | None = None
         self.num_jobs = 0
         """That read it; under the keeper's lock."""
         self.kinds: list[Kind] = []
@@ -58,6 +61,10 @@ class Shadow:
     def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.kinds = kinds_of(tensors)
         return {name: local(t) for name, t in tensors.items()}
+
+    @property
+    def is_held(self) -> bool:
+        return self.held_by is not None
 
     def copy(self) -> None:
         """In the keeper's thread."""
@@ -97,10 +104,11 @@ class Keeper:
         """Oldest first: the last one may not be held yet, by it or by others."""
         self.holders: tuple[HolderAt, ...] = ()
         """The best first."""
-        self._failed: set[HolderAt] = set()
+        self._failed: dict[HolderAt, float] = {}  # when
         self._arenas: list[Arena] = []
         self._generation = 0
         self._changed = threading.Condition()
+        self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
         self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
@@ -171,10 +179,13 @@ class Keeper:
         return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Until the last copy is held, there is no holder, or is_over()."""
+        """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that
+        says nothing for TRANSFER_S counts as lost. RuntimeError if the copy cannot be made."""
         with self._changed:
-            while self._num_open and not is_over():
+            while self._num_open and not is_over() and self._error is None:
                 self._changed.wait(_POLL_S)
+        if self._error is not None:
+            raise RuntimeError("this rank's shard could not be copied") from self._error
 
     def forget(self) -> None:
         """The run goes back to a checkpoint: what was kept is of no use."""
@@ -183,33 +194,39 @@ class Keeper:
 
     # --- link's thread -------------------------------------------------------------------
     def hear(self, holders: Sequence[Sequence[Any]]) -> None:
-        """Where this rank's copies may go, the best first."""
+        """Where this rank's copies may go, the best first. A holder that is not among them is
+        lost: what it held goes to another."""
         self.holders = tuple(HolderAt(*h) for h in holders)
-        self._failed &= set(self.holders)
         with self._changed:
             newest = self.shadows[-1:]
-            if newest and not newest[0].is_held:
+            if newest and newest[0].held_by not in self.holders:
+                newest[0].held_by = None
                 self._ask(newest[0], None)
 
     # --- keeper's thread -----------------------------------------------------------------
     def _work(self) -> None:
         while True:
             shadow, settled = self._jobs.get()
-            if not shadow.tensors:
-                shadow.copy()
-            if not shadow.is_held:
-                shadow.is_held = self._push(shadow, settled)
-            is_current = shadow.key.generation == self._generation
-            if is_current and self.delays_commits:
-                generation, rank, step = shadow.key
-                self._send("held", generation=generation, rank=rank, step=step)
+            try:
+                self._protect(shadow, settled)
+            except Exception as error:  # whatever it is, the main thread raises it
+                self._error = error
             with self._changed:
                 self._num_open -= 1
                 shadow.num_jobs -= 1
                 self._changed.notify_all()
 
-    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> bool:
-        """To the best holder that takes it. False if none does: the rank is not protected."""
+    def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
+        if not shadow.tensors:
+            shadow.copy()
+        if not shadow.is_held:
+            shadow.held_by = self._push(shadow, settled)
+        if shadow.key.generation == self._generation and self.delays_commits:
+            generation, rank, step = shadow.key
+            self._send("held", generation=generation, rank=rank, step=step)
+
+    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> HolderAt | None:
+        """To the best holder that takes it. None if none does: the rank is not protected."""
         header = {
             "type": "push",
             "key": list(shadow.key),
@@ -221,18 +238,18 @@ class Keeper:
         }
         for holder in self.holders:
             if shadow.key.generation != self._generation:
-                return False
-            if holder in self._failed:
+                return None
+            if time.monotonic() - self._failed.get(holder, -RETRY_S) < RETRY_S:
                 continue
             try:
                 self._send_copy(holder, header, shadow)
-                return True
+                return holder
             except (OSError, ValueError) as error:
                 self._close()
                 if shadow.key.generation == self._generation:
-                    self._failed.add(holder)
+                    self._failed[holder] = time.monotonic()
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
-        return False
+        return None
 
     def _send_copy(self, holder: HolderAt, header: wire.Header, shadow: Shadow) -> None:
         if self._connection is None or self._connected_to != holder:

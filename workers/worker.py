@@ -245,7 +245,8 @@ class Worker:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         if self._replica.sharded is not None:
-            return patiently(partial(self._replica.sharded.load, catalogue))
+            load = self._replica.sharded.load
+            return patiently(partial(load, catalogue, recorded_step))
         try:
             return patiently(partial(load_newest, catalogue, self._replica))
         except ValueError as error:  # the files are good, but of another model

@@ -306,6 +306,7 @@ class RayCluster:
     def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.locate(header)
         self.holders.on_node(record.node_id)
+        self.holders.tell(worker)
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})

@@ -76,10 +76,12 @@ class Holders:
         known = [HolderAt(n, *address) for n, address in self._addresses.items()]
         return [list(h) for h in holders_for(slot.node_id if slot else "", known)]
 
+    def tell(self, worker: int) -> None:
+        self._links.send(worker, {"type": "holders", "holders": self.for_worker(worker)})
+
     def _tell_all(self) -> None:
         for worker in tuple(self._slots):
-            header = {"type": "holders", "holders": self.for_worker(worker)}
-            self._links.send(worker, header)
+            self.tell(worker)
 
     def _start(self, node: str) -> ActorHandle[Any]:
         options: dict[str, Any] = {
@@ -90,7 +92,7 @@ class Holders:
             "lifetime": "detached",
             "num_cpus": 0,
             "max_restarts": 0,
-            "max_concurrency": 2,
+            "max_concurrency": 16,  # `run`, once for each controller that the run has had
         }
         actor = ray.remote(HolderActor).options(**options)
         return cast(Any, actor.remote(self._token, self._lease_s))

@@ -44,6 +44,18 @@ def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, referenc
     assert end["result"]["lost_steps"] == 0
 
 
+def test_a_sharded_worker_that_dies_at_the_end_takes_nothing_along(start, reference, tmp_path):
+    """The others get its rows once more, and write the final state."""
+    settings = [f"marker='{tmp_path / 'died'}'"]
+    with start("DiesAtEnd", workers=3, parallel="fsdp", set=settings) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert (tmp_path / "died").exists()
+    assert end["result"]["weights_sha256"] == reference("Toy")[0]
+    assert end["result"]["lost_steps"] == 0
+    assert_complete(run, 30)
+
+
 def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
     with start("Toy", workers=2, parallel="fsdp", steps=20) as run:
         first = run.finish()

@@ -149,7 +149,7 @@ class ShardedCluster(FakeCluster):
                 self.memories.pop(w.number, None)
                 self.send(w, Synced(w.number, self.now))
             case Load():
-                w.step, w.state = self.checkpoint
+                w.step, w.state = self.copied() or self.checkpoint
                 w.prepared = None
                 self.memories[w.number] = Memory(reference=w.step)
                 self.send(w, Loaded(w.number, w.step, self.now))
@@ -178,6 +178,15 @@ class ShardedCluster(FakeCluster):
     def save(self, w: Worker, generation: int) -> None:
         self.saved_states[generation, w.step] = w.state
         super().save(w, generation)
+
+    def copied(self) -> tuple[int, int] | None:
+        """The state on record, if holders have all of it."""
+        rows = [r for of_rank in self.copies.values() for r in of_rank if r.step == self.recorded]
+        for row in rows:
+            ranks = {r.rank for r in rows if (r.origin, r.size) == (row.origin, row.size)}
+            if self.recorded and len(ranks) == row.size:
+                return row.step, row.state
+        return None
 
     # --- peer memory ----------------------------------------------------------------
     def hold(self, w: Worker) -> None:

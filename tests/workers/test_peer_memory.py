@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.workers.ranks import run_ranks
-from tests.workers.sharded_rig import build, enter, newcomer, sha256, spec, train
+from tests.workers.sharded_rig import build, catalogue_in, enter, newcomer, sha256, spec, train
 from workers.groups import Alone
 from workers.holder import HolderServer
 from workers.keeper import Keeper
@@ -256,3 +256,24 @@ def test_a_lost_holder_is_replaced_and_filled_again(plain, holders):
 
     found = run_ranks(2, body, on_pause=holders[0].close)
     assert found == [(STEPS + 1, plain[STEPS + 1]), (False, True)]
+
+
+def test_a_newcomer_goes_on_when_all_ranks_are_lost_and_holders_are_not(plain, holders, tmp_path):
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        if ranks.index < 2:
+            rank.enter(1, [0, 1], 0)
+            rank.train(STEPS)
+            return "lost"
+        ranks.pause()
+        rank.keeper.hear(at)
+        sharded = rank.replica.sharded
+        assert sharded.load(catalogue_in(str(tmp_path)), STEPS) == []
+        rank.enter(2, [2], rank.replica.step)
+        rank.train(1)
+        return rank.replica.step, sha256(rank.replica)
+
+    found = run_ranks(3, body, on_pause=lambda: None)
+    assert found == ["lost", "lost", (STEPS + 1, plain[STEPS + 1])]

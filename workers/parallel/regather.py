@@ -120,27 +120,14 @@ class Regather:
 
     def _ask_holders(self) -> None:
         found: list[Any] = []
-        if self._group.rank == 0 and self._holders:
-            with ThreadPoolExecutor(len(self._holders)) as pool:
-                answers = list(pool.map(self._copies_at, self._holders))
-            found = [c for of_holder in answers for c in of_holder]
+        if self._group.rank == 0:
+            found = copies_in(self._holders, self._token)
         for at, generation, rank, step, origin, world_size in gather_json(
             self._group, found, self._device
         )[0]:
             place = Place(Mesh(self._new.parallel, world_size), rank)
             copy = HolderAt(*at), Key(generation, rank, step)
             self._sources.append(_Source(Label(step, origin), place, COPY, copy=copy))
-
-    def _copies_at(self, holder: HolderAt) -> list[list[Any]]:
-        try:
-            with connect(holder[1:], self._token, HOLDER_S) as connection:
-                answer = ask(connection, {"type": "have"})
-        except OSError as error:
-            log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
-            return []
-        for what in answer["damaged"]:
-            log.error('a damaged copy is not used reason="%s"', what)
-        return [[list(holder), *c] for c in answer["copies"]]
 
     def _try_hard(self, label: Label) -> Gathered | None:
         """Again without the copies that could not be read, as long as there are others."""
@@ -225,6 +212,33 @@ class Regather:
             for connection in connections.values():
                 connection.close()
         return rows, failed
+
+
+def copies_in(holders: Sequence[HolderAt], token: str) -> list[list[Any]]:
+    """What the holders have: where, generation, rank, step, origin, world size of each."""
+
+    def ask_one(holder: HolderAt) -> list[list[Any]]:
+        try:
+            with connect(holder[1:], token, HOLDER_S) as connection:
+                answer = ask(connection, {"type": "have"})
+        except OSError as error:
+            log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
+            return []
+        for what in answer["damaged"]:
+            log.error('a damaged copy is not used reason="%s"', what)
+        return [[list(holder), *c] for c in answer["copies"]]
+
+    with ThreadPoolExecutor(max(1, len(holders))) as pool:
+        return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
+
+
+def newest_whole(holders: Sequence[HolderAt], token: str, at_most: int) -> int | None:
+    """The newest step of which the holders alone have every rank's copy."""
+    ranks: dict[tuple[int, int, int], set[int]] = {}
+    for _, _, rank, step, origin, world_size in copies_in(holders, token):
+        ranks.setdefault((step, origin, world_size), set()).add(rank)
+    whole = [step for (step, _, size), found in ranks.items() if len(found) == size]
+    return max((step for step in whole if step <= at_most), default=None)
 
 
 def _read_pieces(

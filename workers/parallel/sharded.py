@@ -29,7 +29,7 @@ from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
-from workers.parallel.regather import Label, Offer, Regather
+from workers.parallel.regather import Label, Offer, Regather, newest_whole
 from workers.parallel.reshard import Place
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
@@ -41,9 +41,9 @@ from workers.replica import Replica
 class Holding:
     """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
-    kind: "nothing"; "initial" or "checkpoint": by reference, all of it; "rows": those of `position`
-    in the mesh of `world_size` ranks. origin: the generation that computed the step, or took it by
-    reference.
+    kind: "nothing"; "initial", "checkpoint" or "copies" (in holders): by reference, all of it;
+    "rows": those of `position` in the mesh of `world_size` ranks. origin: the generation that
+    computed the step, or took it by reference.
     """
 
     kind: str = "nothing"
@@ -80,6 +80,8 @@ class Sharded:
         """Who holds the same rows; None: this rank stands by."""
         self._generation = 0
         self._live: dict[str, Tensor] = {}
+        self._distrusts_copies = False
+        """They could not be read, although holders said that they had them."""
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 
@@ -89,11 +91,17 @@ class Sharded:
         return self._is_untouched and self.collectives is None
 
     # --- what this worker holds --------------------------------------------------------
-    def load(self, catalogue: Catalogue) -> list[Damage]:
-        """Stand for the newest good checkpoint, else for the initial state, without reading it
-        into memory. Gives the damaged checkpoints; WrongInput if all are."""
-        step, damaged = find_newest(catalogue)
+    def load(self, catalogue: Catalogue, recorded_step: int = 0) -> list[Damage]:
+        """Stand for the state on record if holders have all of it, else for the newest good
+        checkpoint, else for the initial state, without reading it into memory. Gives the damaged
+        checkpoints; WrongInput if all are."""
+        held = None
+        if self.keeper is not None and recorded_step and not self._distrusts_copies:
+            held = newest_whole(self.keeper.holders, self._spec.token, recorded_step)
+        step, damaged = (None, []) if held == recorded_step else find_newest(catalogue)
         self.holding = Holding("initial") if step is None else Holding("checkpoint", step)
+        if held is not None and held > self.holding.step:
+            self.holding = Holding("copies", held)
         self._replica.step = self.holding.step
         return damaged
 
@@ -105,6 +113,7 @@ class Sharded:
 
     def forget(self) -> None:
         """What it holds is of no generation any more."""
+        self._distrusts_copies = self.holding.kind == "copies"
         self.holding = Holding()
         if self.keeper is not None:
             self.keeper.forget()

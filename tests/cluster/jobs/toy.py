@@ -181,6 +181,43 @@ class DiesOnce(Toy):
         return loss
 
 
+class Dying(nn.Module):
+    """Dies when the final state is written: it is asked for twice per snapshot, and the first one
+    goes to peer memory."""
+
+    def __init__(self, workload):
+        super().__init__()
+        self.workload, self.times_asked = workload, 0
+
+    def forward(self, x):
+        return x
+
+    def get_extra_state(self):
+        if self.workload.scheduler.last_epoch == self.workload.steps:
+            self.times_asked += 1
+            if self.times_asked == 3:
+                self.workload.die("end")
+        return 0
+
+    def set_extra_state(self, state):
+        pass
+
+
+class DiesAtEnd(DiesOnce):
+    """The first process that writes its part of the final state dies."""
+
+    def __init__(self, marker, steps=30):
+        super().__init__(marker, where="end")
+        self.steps = steps
+
+    def build_model(self):
+        return super().build_model().append(Dying(self))
+
+    def build_scheduler(self, optimizer):
+        self.scheduler = super().build_scheduler(optimizer)
+        return self.scheduler
+
+
 class Raises(Toy):
     def loss(self, model, batch):
         if int(model[1].num_batches_tracked) >= 3:

@@ -1,0 +1,72 @@
+"""When a step goes on record: at once, or once every rank's copy of it is held."""
+
+from elastic.on_ray.commits import Commits
+
+
+class Told:
+    """A Commits, and what it has passed on."""
+
+    def __init__(self):
+        self.recorded = []
+        self.commits = Commits(lambda g, line: self.recorded.append((g, line["metrics"]["step"])))
+
+    def commit(self, generation, *steps, world_size=2):
+        lines = [{"metrics": {"step": step}} for step in steps]
+        header = {"generation": generation, "world_size": world_size, "steps": lines}
+        self.commits.hear({**header, "vote": {"of": steps[-1]}}, b"content")
+
+    def held(self, generation, rank, step):
+        self.commits.hear_held(generation, rank, step)
+
+
+def test_a_replicated_step_goes_on_record_at_once():
+    told = Told()
+    told.commit(1, 1, 2, world_size=0)
+    assert told.recorded == [(1, 1), (1, 2)]
+
+
+def test_a_sharded_step_waits_for_every_rank_whatever_comes_first():
+    told = Told()
+    told.held(1, 0, 1)
+    told.commit(1, 1)
+    assert told.recorded == []
+    told.held(1, 1, 1)
+    assert told.recorded == [(1, 1)]
+    told.held(1, 0, 2)
+    told.held(1, 1, 2)
+    assert told.recorded == [(1, 1)]
+    told.commit(1, 2)
+    assert told.recorded == [(1, 1), (1, 2)]
+
+
+def test_a_generation_that_is_given_up_records_nothing_more_and_its_successor_says_it_again():
+    told = Told()
+    told.commit(1, 1)
+    told.held(1, 0, 1)
+    told.commits.give_up(1)
+    told.held(1, 1, 1)
+    assert told.recorded == []
+    told.commit(2, 1, world_size=1)
+    told.held(1, 0, 1)
+    assert told.recorded == []
+    told.held(2, 0, 1)
+    assert told.recorded == [(2, 1)]
+
+
+def test_only_the_first_word_of_a_generation_tells_its_first_step():
+    told = Told()
+    assert told.commits.hear_joined(1)
+    assert not told.commits.hear_joined(1)
+    assert told.commits.hear_joined(3)
+    assert not told.commits.hear_joined(2)
+    told.commits.give_up(4)
+    assert not told.commits.hear_joined(4)
+    assert told.commits.hear_joined(5)
+
+
+def test_the_newest_vote_is_kept_for_those_who_missed_it():
+    told = Told()
+    told.commit(1, 1, 2)
+    told.commits.keep_vote(1, {"of": 1}, b"")
+    told.commits.keep_vote(3, None, b"")
+    assert told.commits.vote_of(2) == ({"of": 2}, b"content")

@@ -1,0 +1,91 @@
+"""A holder over its sockets: what it takes, what it refuses, how it ends."""
+
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+
+from elastic.protocol import wire
+from workers.holder import HolderServer, ask, connect, read_rows
+from workers.shelf import Key, crc32
+
+SLICES = [["w", "uint8", [8, 2], True, 2, 4, 8], ["n", "uint8", [], False, 0, 1, 1]]
+
+
+@pytest.fixture
+def holder():
+    server = HolderServer("127.0.0.1", "secret")
+    yield server
+    server.close()
+
+
+def push(connection, generation=1, step=5, content=b"aabbccdd", settled=None):
+    header = {"type": "push", "key": [generation, 0, step], "origin": generation, "world_size": 2}
+    header |= {"state": {"a": 1}, "slices": SLICES, "settled": settled}
+    wire.send(connection, header, [memoryview(content), memoryview(b"!")])
+    sums = [crc32(memoryview(b"aabbccdd")), crc32(memoryview(b"!"))]
+    wire.send(connection, {"type": "sums", "sums": sums})
+    return wire.receive(connection)[0]
+
+
+def test_what_was_pushed_is_offered_described_and_read(holder):
+    with connect(holder.address, "secret", 5) as connection:
+        assert push(connection) == {"type": "held"}
+    with connect(holder.address, "secret", 5) as reader:  # the trainer is gone
+        have = ask(reader, {"type": "have"})
+        assert have == {"type": "have", "copies": [[1, 0, 5, 1, 2]], "damaged": []}
+        said = ask(reader, {"type": "describe", "key": [1, 0, 5]})["copy"]
+        assert said == {"state": {"a": 1}, "slices": SLICES}
+        into = [bytearray(4), bytearray(1)]
+        pieces = [("w", 3, 2), ("n", 0, 1)]
+        read_rows(reader, Key(1, 0, 5), pieces, [memoryview(b) for b in into])
+        assert into == [b"bbcc", b"!"]
+        with pytest.raises(LookupError, match="not held any more"):
+            read_rows(reader, Key(1, 0, 6), pieces, [memoryview(b) for b in into])
+
+
+def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
+    with connect(holder.address, "secret", 5) as connection:
+        assert push(connection, content=b"aabbXcdd") == {
+            "type": "refused",
+            "reason": "rank 0, step 5: w",
+        }
+        assert push(connection) == {"type": "held"}
+        holder.shelf.copy(Key(1, 0, 5)).content[0] ^= 1
+        with pytest.raises(LookupError, match="rank 0, step 5: w"):
+            read_rows(connection, Key(1, 0, 5), [("n", 0, 1)], [memoryview(bytearray(1))])
+        have = ask(connection, {"type": "have"})
+        assert (have["copies"], have["damaged"]) == ([], ["rank 0, step 5: w"])
+
+
+def test_a_generation_that_was_replaced_cannot_push(holder):
+    with connect(holder.address, "secret", 5) as connection:
+        assert push(connection, generation=2) == {"type": "held"}
+        refused = push(connection, generation=1, step=6)
+        assert refused == {"type": "refused", "reason": "generation 1, 2 has begun"}
+
+
+def test_without_the_run_s_token_the_connection_is_closed(holder):
+    with connect(holder.address, "wrong", 5) as connection, pytest.raises(ConnectionError):
+        ask(connection, {"type": "have"})
+
+
+def test_nonsense_closes_its_own_connection_only(holder):
+    with socket.create_connection(holder.address, timeout=5) as connection:
+        connection.sendall(b"\xff" * 64)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    with connect(holder.address, "secret", 5) as connection:
+        assert ask(connection, {"type": "have"})["copies"] == []
+
+
+def test_a_holder_ends_when_nobody_has_been_connected_for_its_lease(holder):
+    waiting = threading.Thread(target=holder.wait_until_left, args=(0.2,), daemon=True)
+    with connect(holder.address, "secret", 5) as connection:
+        ask(connection, {"type": "have"})
+        waiting.start()
+        waiting.join(0.6)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
