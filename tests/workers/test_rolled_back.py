@@ -6,7 +6,7 @@ import torch
 
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.test_member import CPU, FakeLink, Tiny, spec
+from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from workers.build import build_replica
 from workers.loader import Loader
 from workers.member import Member, RunEnded
