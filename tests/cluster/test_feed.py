@@ -153,10 +153,11 @@ def test_a_run_fed_from_a_bucket_resumes_and_outlives_its_feed(
     for file in rows_set.iterdir():
         with filesystem.open_output_stream(f"{inside}/{file.name}") as copy:
             copy.write(file.read_bytes())
-    with fed("bucket", path=path, workers=2, steps=21) as run:
+    settings = ["sleep=0.02"]
+    with fed("bucket", path=path, workers=2, steps=21, settings=settings) as run:
         end = run.finish()
         assert end["status"] == 0, end["err"]
-    with fed("bucket", path=path, workers=2, settings=["sleep=0.02"]) as run:
+    with fed("bucket", path=path, workers=2, settings=settings) as run:
         run.wait_for(lambda s: s["step"] > 24)
         os.kill(feed_pid(run), signal.SIGKILL)
         end = run.finish()
