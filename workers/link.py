@@ -50,6 +50,7 @@ class ControllerLink:
         self.commands: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
         self.recorded_step = 0
         """Steps that the controller has put on record."""
+        self._went_back = 0  # the generation that last did
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
         self.num_controllers = 1
@@ -75,6 +76,11 @@ class ControllerLink:
         with self._lock:
             self._unsent.append(frame)
             self._flush()
+
+    def go_back(self, generation: int, step: int) -> None:
+        """This generation begins behind what is on record; its Joined says so."""
+        if step < self.recorded_step:
+            self._went_back, self.recorded_step = generation, step
 
     def _flush(self) -> None:
         while self._unsent and self._connection is not None:
@@ -137,6 +143,8 @@ class ControllerLink:
         while True:
             header, payload = wire.receive(connection)
             match header["type"]:
+                case "word" if header["formed"] < self._went_back:
+                    pass  # said before the controller heard of it
                 case "word":
                     self.recorded_step = header["recorded_step"]
                 case "save_concluded":
@@ -155,6 +163,7 @@ class ControllerLink:
             if address is not None:
                 try:
                     self.num_controllers += 1
+                    self._went_back = 0
                     self._connect(address, self._on_found(address))
                     return
                 except OSError:

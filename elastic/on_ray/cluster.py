@@ -301,7 +301,8 @@ class RayCluster:
             record.last_seen = self.now()
         record.step = max(record.step, header["step"])
         recorded_step = min(self.recorded_step, self.host.recorded_step())
-        self.links.send(worker, {"type": "word", "recorded_step": recorded_step})
+        word = {"recorded_step": recorded_step, "formed": self.commits.formed}
+        self.links.send(worker, {"type": "word", **word})
 
     def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.locate(header)

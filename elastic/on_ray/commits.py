@@ -21,7 +21,8 @@ class Commits:
         self._held: dict[int, int] = {}  # rank -> step
         self.vote: tuple[int, dict[str, Any], bytes] | None = None
         """The newest completed one: step, layout, content."""
-        self._formed = 0  # the newest generation that has formed
+        self.formed = 0
+        """The newest generation that has said so."""
         self._given_up = 0
         """Generations up to this one report nothing any more."""
 
@@ -57,9 +58,9 @@ class Commits:
 
     def hear_joined(self, generation: int) -> bool:
         """Whether this is the first word of a generation that it has formed."""
-        is_first = self._is_current(generation) and generation != self._formed
+        is_first = self._is_current(generation) and generation != self.formed
         if is_first:
-            self._formed = generation
+            self.formed = generation
         return is_first
 
     def give_up(self, generation: int) -> None:

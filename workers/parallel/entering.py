@@ -44,6 +44,7 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
         return False
     if replica.step < before:
         member.records.go_back(replica.step)
+    member.link.go_back(member.generation, replica.step)
     member.prepared = None
     member.vitals.step = replica.step
     if sharded.keeper is not None:
