@@ -24,6 +24,7 @@ from elastic import (
     checkpoint_compare_cli,
     checkpoint_exchange_cli,
     data_cli,
+    stop_cli,
 )
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
@@ -57,6 +58,7 @@ checkpoint_cli.app.add_typer(checkpoint_exchange_cli.app)
 checkpoint_cli.app.add_typer(checkpoint_compare_cli.app)
 app.add_typer(chaos_cli.app, name="chaos")
 app.add_typer(data_cli.app, name="data")
+app.command()(stop_cli.stop)
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]
@@ -284,7 +286,7 @@ def print_failure(failure: BaseException) -> None:
 def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None) -> None:
     """A few lines for a person."""
     if result["outcome"] == "detached":
-        print(f"detached; see `elastic watch {run_directory}`")
+        print(f"detached; see `elastic watch {run_directory}`, `elastic stop {run_directory}`")
         return
     of_steps = "" if steps is None else f" of {steps}"
     loss = "-" if result["loss"] is None else f"{result['loss']:.4f}"

@@ -22,6 +22,7 @@ from elastic.curves import Curves
 from elastic.limits import limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.feed import end_feed
 from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
@@ -29,6 +30,7 @@ from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.waits import UNLIMITED_S
 from elastic.status import result_of, status_of
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
@@ -75,7 +77,8 @@ class Supervisor:
         self._is_over = False
         self.trouble = StorageTrouble()
         factor = self.config.faults.replace_stragglers
-        self.stragglers = Stragglers(factor, functools.partial(self._note, "straggler"))
+        note = functools.partial(self._note, "straggler")
+        self.stragglers = Stragglers(factor, note, self._replace)
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -108,6 +111,7 @@ class Supervisor:
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
+        drains = self.cluster.in_background(watch_drains(self.cluster))
         try:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self.cluster.now(), taken_over
@@ -116,6 +120,7 @@ class Supervisor:
             log.exception("the controller failed")
             finished = s.Finished("failed", f"internal error: {error!r}")
         finally:
+            drains.cancel()
             self._is_over = True
             self._status_due.set()
         result = self._result(finished)
@@ -297,6 +302,10 @@ class Supervisor:
 
     def _on_stacks(self, texts: dict[str, str]) -> "Future[Any] | None":
         return None if self.directory is None else self._write(self.directory.append_logs, texts)
+
+    def _replace(self, worker: int, why: str) -> None:
+        now = self.cluster.now()
+        self.cluster.say(s.DrainNotice(worker, why, now + UNLIMITED_S, now))
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), kind: fields})

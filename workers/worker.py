@@ -33,6 +33,7 @@ from workers.loader import Loader, LoaderLost
 from workers.loop import fit
 from workers.loss import check_loss
 from workers.member import Member, RolledBack, RunEnded
+from workers.notice import Notice
 from workers.peer import PeerServer
 from workers.placement import to_device
 from workers.randomness import seed_microbatch
@@ -86,6 +87,7 @@ class Worker:
             on_command=self._on_command,
             on_found=self._introduce,
         )
+        self._notice = Notice(self._say_notice)
         try:
             self._train()
         except RunEnded:
@@ -124,9 +126,13 @@ class Worker:
         if self._member is None:
             return {"kind": "starting"}
         self._saver.repeat()  # waits in the link until we are introduced
+        self._notice.repeat()
         member = self._member
         where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
         return {**where, **self._address()}
+
+    def _say_notice(self, notice_s: float) -> None:
+        self._link.send("drain_notice", cause="SIGTERM", notice_s=notice_s)
 
     def _address(self) -> dict[str, Any]:
         """Where this process is, for the controller and for peers."""

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from elastic.control.commands import Form, Load, Pause, Sync
 from elastic.control.ending import finish
-from elastic.control.lobby import explain, first, leave, names, top_up
+from elastic.control.lobby import (
+    arrivals,
+    dismiss,
+    explain,
+    first,
+    move,
+    names,
+    top_up,
+)
 from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
@@ -28,23 +36,29 @@ MAX_SOURCES = 64
 
 def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
     """Make the most of the live workers that this phase allows."""
+    ledger, dismissed = dismiss(ledger, phase)
     match phase:
         case Waiting():
-            return staff_waiting(ledger, phase, at, limits)
+            decision = staff_waiting(ledger, phase, at, limits)
         case Running():
-            return staff_running(ledger, phase, at, limits)
+            decision = staff_running(ledger, phase, at, limits)
         case _:
             return Decision(ledger, phase)
+    if not dismissed:
+        return decision
+    commands = (*dismissed, *decision.commands)
+    return explain("whoever was to leave has left", decision)._replace(commands=commands)
 
 
 def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> Decision:
     if not ledger.holders:
         return load(ledger, phase)
-    num_holders = len(ledger.holders)
-    is_enough = num_holders + len(ledger.synced) >= limits.min_workers
+    num_holders = len(ledger.holders - ledger.leaving)
+    is_enough = len(ledger.holders) + len(arrivals(ledger)) >= limits.min_workers
     if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
-        survivors = tuple(ledger.holders)
-        return form(ledger, survivors, ledger.behind, at, limits, with_newcomers=True)
+        ledger, members, why = without_leavers(ledger, tuple(ledger.holders), limits)
+        decision = form(ledger, members, ledger.behind, at, limits, with_newcomers=True)
+        return explain(why, decision)
     level = ledger.holders - ledger.behind
     sources = first(level or ledger.holders, MAX_SOURCES)
     return sync(ledger, phase, sources, num_holders, at, limits)
@@ -58,8 +72,9 @@ def load(ledger: Ledger, phase: Waiting) -> Decision:
     followers = ledger.synced | ledger.outdated
     if ledger.loading or not (followers or ledger.ready):
         return Decision(ledger, phase)
-    (worker,) = first(followers or ledger.ready, 1)
-    ledger = leave(ledger, worker)
+    candidates = followers or ledger.ready
+    (worker,) = first(candidates - ledger.leaving or candidates, 1)
+    ledger = move(ledger, worker)
     ledger = replace(ledger, loading=ledger.loading.add(worker))
     why = f"nobody alive holds step {ledger.step}" if ledger.generation else "the run starts"
     return Decision(ledger, phase, (Load(worker),), f"{why}: {worker_name(worker)} loads the state")
@@ -67,13 +82,22 @@ def load(ledger: Ledger, phase: Waiting) -> Decision:
 
 def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> Decision:
     membership = phase.membership
-    missing = limits.max_workers - membership.world_size
-    if missing <= 0 or phase.done:
+    leavers = leavers_of(ledger, membership.workers)
+    num_staying = membership.world_size - len(leavers)
+    if num_staying >= limits.max_workers or phase.done:
         return Decision(ledger, phase)
     if ledger.synced:
         reason = f"pause to let {names(ledger.synced)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
-    return sync(ledger, phase, membership.workers, membership.world_size, at, limits)
+    if leavers and at >= ledger.leave_at and num_staying >= max(1, limits.min_workers):
+        reason = f"pause to let {names(leavers)} leave"
+        return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
+    return sync(ledger, phase, membership.workers, num_staying, at, limits)
+
+
+def leavers_of(ledger: Ledger, members: tuple[int, ...]) -> tuple[int, ...]:
+    """Those under a drain notice."""
+    return tuple(w for w in members if w in ledger.leaving) if ledger.leaving else ()
 
 
 def sync(
@@ -88,12 +112,14 @@ def sync(
 
     The second of the decision turns the sources, so that a retry meets another one.
     """
-    if not ledger.ready:
+    candidates = ledger.ready - ledger.leaving
+    if not candidates:
         return Decision(ledger, phase)
     on_the_way = len(ledger.syncing) + len(ledger.synced)
-    chosen = first(ledger.ready, max(0, limits.max_workers - num_holders - on_the_way))
+    chosen = first(candidates, max(0, limits.max_workers - num_holders - on_the_way))
     if not chosen:
         return Decision(ledger, phase)
+    sources = tuple(w for w in sources if w not in ledger.leaving) or sources
     moved = NumberSet.of(chosen)
     ledger = replace(
         ledger,
@@ -112,13 +138,19 @@ def regroup(
     is_evaluating: bool,
     at: float,
     limits: Limits,
+    *,
+    is_planned: bool = False,
 ) -> Decision:
-    """The next generation from those who hold the state (in rank order), or wait for more."""
+    """The next generation from those who hold the state (in rank order), or wait for more.
+
+    is_planned: all members have paused and said all that they had to say.
+    """
     if survivors and (ledger.stop or is_evaluating or ledger.step >= limits.steps):
         then_pause = bool(ledger.stop) or is_evaluating
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
-    if survivors and len(survivors) + len(ledger.synced) >= limits.min_workers:
-        return form(ledger, survivors, rollers, at, limits, with_newcomers=True)
+    if survivors and len(survivors) + len(arrivals(ledger)) >= limits.min_workers:
+        ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
+        return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
     ledger = replace(ledger, holders=NumberSet.of(survivors), behind=rollers)
@@ -127,6 +159,24 @@ def regroup(
     else:
         why = f"nobody is left who holds step {ledger.step}"
     return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
+
+
+def without_leavers(
+    ledger: Ledger, survivors: tuple[int, ...], limits: Limits, *, may_all_leave: bool = False
+) -> tuple[Ledger, tuple[int, ...], str]:
+    """Who of `survivors` stays, if they are enough, and why not all.
+
+    Those who leave wait in the lobby until the generation has formed: newcomers may still read
+    their state, which may become the newest.
+    """
+    leavers = leavers_of(ledger, survivors)
+    staying = tuple(w for w in survivors if w not in leavers)
+    is_enough = len(staying) + len(arrivals(ledger)) >= limits.min_workers
+    if not leavers or not is_enough or not (staying or may_all_leave):
+        return ledger, survivors, ""
+    gone = NumberSet.of(leavers)
+    ledger = replace(ledger, ready=ledger.ready | gone, outdated=ledger.outdated | gone)
+    return ledger, staying, f"{names(gone)} leave as planned"
 
 
 def form(
@@ -140,7 +190,7 @@ def form(
     then_pause: bool = False,
 ) -> Decision:
     room = limits.max_workers - len(survivors) if with_newcomers else 0
-    newcomers = first(ledger.synced, room)
+    newcomers = first(arrivals(ledger), room)
     membership = Membership(ledger.generation + 1, (*survivors, *newcomers))
     ledger = replace(
         ledger,
@@ -150,6 +200,7 @@ def form(
         synced=ledger.synced - NumberSet.of(newcomers),
     )
     ledger, dropped = drop_save(ledger)
+    rollers = rollers & NumberSet.of(survivors)
     roll_forward = tuple(rollers)
     vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
     reason = f"generation {membership.generation}: {membership.world_size} workers"

@@ -53,6 +53,7 @@ def lose_at_end(ledger: Ledger, phase: Ending, worker: int, at: float, limits: L
             "resume the run: it goes on from its newest checkpoint"
         )
         return finish(ledger, lost_with(phase, worker), "failed", reason)
+    ledger = replace(ledger, leaving=ledger.leaving.remove(worker))
     survivors = tuple(w for w in phase.membership.workers if w != worker)
     membership = Membership(phase.membership.generation + 1, survivors)
     ending = replace(phase, membership=membership, deadline=at + limits.end_timeout_s, ended=NOBODY)
@@ -95,6 +96,7 @@ def finish(
         synced=NOBODY,
         holders=NOBODY,
         behind=NOBODY,
+        leaving=NOBODY,
     )
     commands = (*dropped, Retire(tuple(everyone))) if everyone else dropped
     first_line = (reason.splitlines() or [outcome])[0]  # of a traceback, too

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from itertools import islice
 
-from elastic.control.commands import Spawn
+from elastic.control.commands import Command, Retire, Spawn
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -16,6 +16,7 @@ from elastic.control.state import (
     Ledger,
     Limits,
     Phase,
+    Running,
     Suspending,
     Waiting,
 )
@@ -75,7 +76,32 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
         synced=ledger.synced.remove(worker),
         holders=ledger.holders.remove(worker),
         behind=ledger.behind.remove(worker),
+        leaving=ledger.leaving.remove(worker),
     )
+
+
+def move(ledger: Ledger, worker: int) -> Ledger:
+    """Out of its set, to be put into another one; a drain notice goes with it."""
+    return replace(leave(ledger, worker), leaving=ledger.leaving)
+
+
+def arrivals(ledger: Ledger) -> NumberSet:
+    """Those who may be members of the next generation, holders apart."""
+    return ledger.synced - ledger.leaving
+
+
+def dismiss(ledger: Ledger, phase: Phase) -> tuple[Ledger, tuple[Command, ...]]:
+    """Retire those under a drain notice who are of no use where they are: nobody needs them as
+    members, nor for the state that they hold."""
+    if not ledger.leaving or not isinstance(phase, Running | Waiting):
+        return ledger, ()
+    useless = ledger.ready | ledger.syncing | ledger.synced
+    if isinstance(phase, Waiting) and not ledger.holders:  # theirs may be the newest state
+        useless = useless - ledger.outdated - ledger.synced
+    gone = tuple(useless & ledger.leaving)
+    for worker in gone:
+        ledger = leave(ledger, worker)
+    return ledger, (Retire(gone),) if gone else ()
 
 
 def lost_members(phase: Active) -> NumberSet:
@@ -98,7 +124,8 @@ def is_member(phase: Phase, worker: int) -> bool:
 
 
 def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
-    """Keep `max_workers` + `standby` alive; the pending ones are the demand that Ray sees.
+    """Keep `max_workers` + `standby` alive; the pending ones are the demand that Ray sees. Whoever
+    is to leave has its replacement asked for already.
 
     Survivors heal first: a process that starts would take their cores until the next commit.
     """
@@ -106,7 +133,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
-    alive = sum(map(len, lobby_sets(ledger))) + num_members(phase)
+    alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)
     missing = limits.max_workers + limits.standby - alive
     if missing <= 0:
         return decision

@@ -31,13 +31,19 @@ MAX_BACKOFF_S = 60
 
 
 # --- losses -------------------------------------------------------------------
+def count_losses(ledger: Ledger, lost: NumberSet) -> Ledger:
+    """Against the budget; whoever went after a notice does not count."""
+    failures = ledger.failures + len(lost - ledger.leaving)
+    return replace(ledger, failures=failures, leaving=ledger.leaving - lost)
+
+
 def lose_member(
     ledger: Ledger,
     phase: Forming | Running | Pausing | Suspending,
     event: WorkerLost,
     limits: Limits,
 ) -> Decision:
-    ledger = replace(ledger, failures=ledger.failures + 1)
+    ledger = count_losses(ledger, NumberSet.of((event.worker,)))
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
@@ -64,10 +70,14 @@ def told(event: WorkerLost) -> str:
 
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A worker of the lobby is gone."""
-    was_holder = event.worker in ledger.holders
-    ledger = leave(ledger, event.worker)
+    was_holder, had_notice = event.worker in ledger.holders, event.worker in ledger.leaving
     if was_holder:
+        ledger = leave(count_losses(ledger, NumberSet.of((event.worker,))), event.worker)
         return lose_holder(ledger, phase, event, limits)
+    ledger = leave(ledger, event.worker)
+    if had_notice:
+        reason = f"{worker_name(event.worker)} is gone ({event.cause}), as it had said"
+        return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
     stillborn = ledger.stillborn + 1
     back_off_s = min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
     ledger = replace(ledger, stillborn=stillborn, respawn_at=event.at + back_off_s)
@@ -86,7 +96,6 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
 
 def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A waiting run lost one of those who hold its state."""
-    ledger = replace(ledger, failures=ledger.failures + 1)
     if ledger.failures > limits.max_failures:
         why = budget_reason(ledger, NumberSet.of((event.worker,)), event.cause, limits)
         return finish(ledger, phase, "failed", why)
@@ -159,7 +168,7 @@ def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Deci
     if not silent:
         return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
     workers = NumberSet.of(phase.membership.workers[rank] for rank in silent)
-    ledger = replace(ledger, failures=ledger.failures + len(workers))
+    ledger = count_losses(ledger, workers)
     suspending = replace(phase, lost=phase.lost | workers, deadline=None)
     retire = (Retire(tuple(workers)),)
     if ledger.failures > limits.max_failures:

@@ -77,6 +77,10 @@ class Ledger:
     behind: NumberSet = NOBODY
     """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
     save: Save = Save()
+    leaving: NumberSet = NOBODY
+    """Alive, but under a drain notice: the next generation forms without them, if it can."""
+    leave_at: float = 0.0
+    """From when on they are not kept until their replacements are ready."""
 
 
 # --- phases: what dies with a generation ----------------------------------------
@@ -232,6 +236,16 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainNotice:
+    """A live worker, member or not, will be gone by `deadline`: no loss, and no failure."""
+
+    worker: int
+    cause: str
+    deadline: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     reason: str
     at: float
@@ -366,6 +380,7 @@ Event = (
     | Synced
     | SyncFailed
     | Adopted
+    | DrainNotice
     | StopRequested
     | UserFailed
     | Cancelled

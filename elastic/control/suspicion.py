@@ -14,6 +14,9 @@ LONG_SILENCE = 2
 own, which neither a compilation nor a held GIL stops."""
 PATIENCE_UNKNOWN = 100
 """Without a percentile (first step, compilation, user code): so many times `detect_s`."""
+PATIENCE_WITH_ALL = 10
+"""Without a word from any member the link in between may be cut, and without them nothing can go
+on: so many times `detect_s`, as long as they wait for us (their lease)."""
 STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a moment
 DEAD = ("Z", "X")
 
@@ -121,6 +124,8 @@ def suspects(
 
     asked: since when workers have been asked to give their generation up, without an answer.
     """
+    watches = tuple(watches)
+    spared = cut_off(watches, now, detect_s)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
@@ -139,10 +144,21 @@ def suspects(
         if heartbeat.worker in asked:
             awaited_s = max(awaited_s or 0.0, now - asked[heartbeat.worker])
         why = suspicion(w, awaited_s, now, detect_s)
-        if why is not None:
+        if why is not None and heartbeat.generation != spared:
             yield heartbeat.worker, why
         if heartbeat.waits_for_peers:
             pending.append(w)
+
+
+def cut_off(watches: tuple[Watch, ...], now: float, detect_s: float | None) -> int | None:
+    """The newest generation, if all its members are silent at once."""
+    if detect_s is None:
+        return None
+    newest = max((w.heartbeat.generation for w in watches), default=0)
+    heard = [w.heard_at for w in watches if w.heartbeat.generation == newest]
+    silent_s = now - max(heard, default=now)
+    is_cut = newest > 0 and detect_s < silent_s < PATIENCE_WITH_ALL * detect_s
+    return newest if is_cut else None
 
 
 def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:

@@ -10,7 +10,7 @@ from elastic.control.adoption import adopt
 from elastic.control.capacity import formed, regroup, staff, stop_running
 from elastic.control.commands import Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
-from elastic.control.lobby import explain, is_in_lobby, is_member, leave, lost_members, top_up
+from elastic.control.lobby import explain, is_in_lobby, is_member, lost_members, move, top_up
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
@@ -31,6 +31,7 @@ from elastic.control.state import (
     Committed,
     Decision,
     Done,
+    DrainNotice,
     Ended,
     Ending,
     Event,
@@ -110,7 +111,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return staff(ledger, phase, at, limits)
         case _, SyncFailed(worker=w) if w in ledger.syncing or w in ledger.synced:
             had_synced = w in ledger.synced
-            ledger = leave(ledger, w)
+            ledger = move(ledger, w)
             ledger = replace(ledger, ready=ledger.ready.add(w))
             if had_synced:
                 ledger = replace(ledger, outdated=ledger.outdated.add(w))
@@ -118,6 +119,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case ((Forming() | Running() | Pausing()), SyncFailed(worker=w, reason=reason)):
             return abort_arrival(ledger, phase, w, reason)
         # --- losses
+        case _, DrainNotice():
+            return hear_notice(ledger, phase, event, limits)
         case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
             return lose_outsider(ledger, phase, event, limits)
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
@@ -205,7 +208,9 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
             return False  # a step that a lost member has committed is committed
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
-        case WorkerLost(worker=w) | UserFailed(worker=w):
+        case DrainNotice(worker=w) if w in ledger.leaving:
+            return True
+        case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
             return not is_in_lobby(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):
             return w not in ledger.loading
@@ -236,6 +241,23 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
     return explain(reason, staff(ledger, phase, event.at, limits))
 
 
+def hear_notice(ledger: Ledger, phase: Phase, event: DrainNotice, limits: Limits) -> Decision:
+    """A planned shrink: the worker trains on until the next generation forms without it.
+
+    Half of the notice is for its replacement to come, the other half for long steps.
+    """
+    notice_s = max(0.0, event.deadline - event.at)
+    leave_at = event.at + notice_s / 2
+    if ledger.leaving:
+        leave_at = min(leave_at, ledger.leave_at)
+    leaving = ledger.leaving.add(event.worker)
+    ledger = replace(ledger, leaving=leaving, leave_at=leave_at)
+    reason = f"{worker_name(event.worker)} will leave within {notice_s:.0f} s ({event.cause})"
+    if isinstance(phase, Ending):
+        return Decision(ledger, phase, (), reason)
+    return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
+
+
 def left_step(
     ledger: Ledger, phase: Running | Pausing, step: int, at: float, limits: Limits
 ) -> Decision:
@@ -257,4 +279,4 @@ def left_step(
     if ledger.stop:
         outcome = "succeeded" if ledger.step >= limits.steps else "stopped"
         return end(ledger, phase, outcome, ledger.stop, at, limits)
-    return regroup(ledger, membership.workers, NOBODY, False, at, limits)
+    return regroup(ledger, membership.workers, NOBODY, False, at, limits, is_planned=True)

@@ -19,11 +19,14 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.protocol.errors import WorkerFailed
 from elastic.protocol.seams import WorkerSpec
 
 NAMESPACE = "elastic"
+HEAD = "node:__internal_head__"
+"""A resource that Ray gives to the head's node alone."""
 LAST_WORDS_S = 5.0
 """How long a controller stays for its driver to fetch the result."""
 FIND_S = 2.0
@@ -181,11 +184,21 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": 0,
+        "scheduling_strategy": rather_the_head(),
         "max_restarts": -1,  # its successor takes the run over
         "max_task_retries": -1,
         "max_concurrency": 16,
     }
     return cast(Any, ray.remote(ControllerActor).options(**options).remote(supervise, order))
+
+
+def rather_the_head() -> NodeAffinitySchedulingStrategy | None:
+    """Without the head's node there is no Ray: only on its side of a cut can a run go on. It is
+    also the last one to be a spot instance."""
+    for node in cast("list[dict[str, Any]]", ray.nodes()):
+        if node["Alive"] and HEAD in node["Resources"]:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return None
 
 
 def find_controller(run_id: str) -> tuple[str, int] | None:

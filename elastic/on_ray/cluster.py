@@ -175,7 +175,7 @@ class RayCluster:
         record = self.workers.get(worker)
         if record is not None and not record.has_failed:
             record.has_failed = True
-            self._emit(s.UserFailed(worker, record.failure or fallback, self.now()))
+            self.say(s.UserFailed(worker, record.failure or fallback, self.now()))
 
     def _open_store(self, generation: int) -> None:
         if generation not in self._stores:
@@ -254,14 +254,14 @@ class RayCluster:
             self._inquiry.look()
         return s.Tick(self.now())
 
-    def _emit(self, event: s.Event) -> None:
+    def say(self, event: s.Event) -> None:
         self.events.put_nowait(event)
 
     def request_stop(self, reason: str) -> None:
-        self._emit(s.StopRequested(reason, self.now()))
+        self.say(s.StopRequested(reason, self.now()))
 
     def cancel(self, outcome: str, reason: str) -> None:
-        self._emit(s.Cancelled(outcome, reason, self.now()))
+        self.say(s.Cancelled(outcome, reason, self.now()))
 
     def lost(self, worker: int, cause: str, why: str = "", last_seen: float | None = None) -> None:
         record = self.workers.pop(worker, None)
@@ -269,7 +269,7 @@ class RayCluster:
             return
         self.links.drop(worker)
         self._fence(record)
-        self._emit(s.WorkerLost(worker, cause, last_seen or record.last_seen, self.now(), why))
+        self.say(s.WorkerLost(worker, cause, last_seen or record.last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
         record = self.workers.get(worker)
@@ -304,7 +304,7 @@ class RayCluster:
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
-        self._emit(s.WorkerReady(worker, self.now()))
+        self.say(s.WorkerReady(worker, self.now()))
 
     def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         async def open_then_say() -> None:
@@ -314,7 +314,7 @@ class RayCluster:
             self.vote = None
             for other in self.workers:
                 self.links.send(other, {"type": "log_to", "folder": self.log_folder})
-            self._emit(s.Loaded(worker, header["step"], self.now()))
+            self.say(s.Loaded(worker, header["step"], self.now()))
 
         if self._loading != worker:
             return  # a controller before this one had asked for it
@@ -363,7 +363,7 @@ class RayCluster:
                 self.recorded_step = step
                 self.host.on_step(line)
                 step_s = line["metrics"]["step_s"]
-                self._emit(s.Committed(header["generation"], step, step_s, self.now()))
+                self.say(s.Committed(header["generation"], step, step_s, self.now()))
         record.step = max(record.step, self.recorded_step)
 
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
@@ -379,7 +379,7 @@ class RayCluster:
 
     def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = STATES.get(header["type"], record.state)
-        self._emit(event_of(worker, header, self.now()))
+        self.say(event_of(worker, header, self.now()))
 
     def _on_evaluated(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.host.on_evaluation({k: header[k] for k in ("step", "generation", "values")})

@@ -25,7 +25,7 @@ def join(address: str | None) -> None:
         return
     address = address or find_cluster()
     if address is None:
-        raise WrongInput("this fault needs the run's Ray cluster: give its --address")
+        raise WrongInput("this needs the run's Ray cluster: give its --address")
     refuse_unreachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

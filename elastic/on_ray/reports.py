@@ -40,6 +40,8 @@ def event_of(worker: int, header: dict[str, Any], at: float) -> s.Event:
             return s.Synced(worker, at)
         case "sync_failed":
             return s.SyncFailed(worker, header["reason"], at)
+        case "drain_notice":
+            return s.DrainNotice(worker, header["cause"], at + header["notice_s"], at)
         case kind:
             event, fields = REPORTS[kind]
             said = (header[field] for field in fields)

@@ -5,8 +5,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from ray.cluster_utils import Cluster
 
-from tests.cluster.live import JOBS, LiveRun
+from tests.cluster.live import JOBS, LiveRun, environment
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +46,14 @@ def reference(tmp_path_factory, ray_temp):
         return known[key]
 
     return of
+
+
+@pytest.fixture
+def nodes(ray_temp, monkeypatch):
+    """A head without slots, to which a test adds nodes."""
+    for name, value in environment(ray_temp).items():
+        monkeypatch.setenv(name, value)
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    yield found
+    found.shutdown()

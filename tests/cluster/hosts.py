@@ -46,8 +46,10 @@ def command_of(pid: int) -> str:
 class Hosts:
     """A context manager: `count` hosts on one network; everything is gone afterwards."""
 
-    def __init__(self, count: int, *, num_cpus: int = 1) -> None:
+    def __init__(self, count: int, *, num_cpus: int = 1, head_cpus: int | None = None) -> None:
+        """num_cpus: slots of each host; head_cpus: of host 0, if they differ."""
         self.count, self.num_cpus = count, num_cpus
+        self.head_cpus = num_cpus if head_cpus is None else head_cpus
         self.tag = f"el{os.getpid()}"
         self.switch = f"{self.tag}s"
         self.temp = Path(tempfile.mkdtemp(prefix="eh-", dir="/tmp"))
@@ -133,7 +135,7 @@ class Hosts:
             temp.mkdir()
             options = [
                 f"--node-ip-address={self.address(host)}",
-                f"--num-cpus={self.num_cpus}",
+                f"--num-cpus={self.num_cpus if host else self.head_cpus}",
                 f"--object-store-memory={STORE_BYTES}",
                 "--disable-usage-stats",
                 *((f"--temp-dir={temp}", "--include-dashboard=false") if host == 0 else ()),
@@ -149,11 +151,11 @@ class Hosts:
             assert started.returncode == 0, started.stdout + started.stderr
         return head
 
-    def run(self, target: str, storage: Path, name: str, **options) -> LiveRun:
-        """`elastic run` on host 0, in the cluster."""
+    def run(self, target: str, storage: Path, name: str, *, host: int = 0, **options) -> LiveRun:
+        """`elastic run` on a host, in the cluster."""
         address = f"{self.address(0)}:{GCS_PORT}"
-        run = LiveRun(target, storage, name, self.temp / "0", address=address, **options)
-        run.command = self.inside(0, *run.command)
+        run = LiveRun(target, storage, name, self.temp / str(host), address=address, **options)
+        run.command = self.inside(host, *run.command)
         return run
 
     def pids(self, host: int) -> list[int]:

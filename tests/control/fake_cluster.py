@@ -28,6 +28,7 @@ from elastic.control.state import (
     CollectiveFailed,
     Committed,
     Done,
+    DrainNotice,
     Ended,
     Event,
     Joined,
@@ -68,6 +69,7 @@ class FakeCluster:
         self.num_adopted = 0
         self.retired: set[int] = set()
         self.trace: list[Command] = []
+        self.has_drains = faults.drains > 0
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
 
@@ -106,10 +108,10 @@ class FakeCluster:
 
     def conclude_save(self, command: Publish | Discard) -> None:
         save = command.generation, command.step
-        assert save not in self.dropped or self.num_adopted, "it was discarded"
-        if isinstance(command, Discard):
+        if isinstance(command, Discard):  # perhaps again, for the part of a rank that was late
             self.dropped.add(save)
             return
+        assert save not in self.dropped or self.num_adopted, "it was discarded"
         group = self.groups[command.generation]
         assert group.saved[command.step] == set(range(len(group.members))), command
         self.published.append(command.step)
@@ -199,6 +201,8 @@ class FakeCluster:
             self.start_pending()
             if self.faults.kills and self.rng.random() < self.faults.kill_chance:
                 self.kill_one()
+            if self.has_drains:
+                self.drain()
             draw = self.rng.random()
             if draw < 0.3:
                 event = self.deliver()
@@ -250,6 +254,20 @@ class FakeCluster:
         if candidates:
             self.faults.kills -= 1
             self.kill(self.rng.choice(candidates))
+
+    def drain(self) -> None:
+        """Notices, now and then, and the end of those who have not left in time."""
+        for w in self.workers.values():
+            if w.is_alive and w.doomed_at is not None and self.now > w.doomed_at:
+                w.doomed_at = None
+                self.kill(w)
+        candidates = [w for w in self.workers.values() if w.is_alive and w.doomed_at is None]
+        if candidates and self.faults.drains and self.rng.random() < self.faults.drain_chance:
+            self.faults.drains -= 1
+            worker = self.rng.choice(candidates)
+            worker.doomed_at = self.now + self.rng.choice(self.faults.notice_s)
+            notice = DrainNotice(worker.number, "drain", worker.doomed_at, self.now)
+            self.news.append((self.now, notice))
 
     def kill(self, worker: Worker, delay_s: float | None = None) -> None:
         worker.is_alive = False

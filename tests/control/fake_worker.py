@@ -23,6 +23,9 @@ class Faults:
     slow_detection: float = 0.0  # chance
     failing_saves: int = 0
     controller_kills: int = 0
+    drains: int = 0
+    drain_chance: float = 0.01
+    notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
 
 
 @dataclass(eq=False)
@@ -42,6 +45,7 @@ class Worker:
     rank: int = -1
     wants_pause: bool = False
     evaluated: int = 0
+    doomed_at: float | None = None  # has a drain notice: gone then, if it has not left before
     aborted: int = 0  # generations up to this one are given up
     inbox: deque[Command] = field(default_factory=deque)
 

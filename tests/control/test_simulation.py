@@ -107,6 +107,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
     assert not isinstance(phase, Active) or not ledger.holders
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
     assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
+    assert set(ledger.leaving) <= members | outside, ledger
     assert alive <= members | outside, f"forgot {alive - members - outside}"
 
 

@@ -140,3 +140,13 @@ def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
     }
     assert not dict(suspects(watches, 10.0, 3.0, {1: 7.1}))
     assert not dict(suspects(watches, 10.0, 3.0))
+
+
+def test_members_that_are_silent_all_at_once_may_only_be_cut_off():
+    """Nothing could go on without them, and they train on: their lease is as long as ours."""
+    silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0) for w in (1, 2)]
+    standby = Watch(replace(BEAT, worker=3, generation=0), 19.9)
+    assert [w for w, _ in suspects([*silent, standby], 39.9, 3.0)] == [3]
+    assert [w for w, _ in suspects([*silent, standby], 40.1, 3.0)] == [1, 2, 3]
+    heard = Watch(replace(BEAT, worker=4, p95_s=0.1), 19.0)
+    assert [w for w, _ in suspects([*silent, heard], 20.0, 3.0)] == [1, 2]

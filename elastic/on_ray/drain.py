@@ -1,0 +1,74 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""The drain watch: nodes that Ray was told will go, by `ray drain-node`, an autoscaler or KubeRay.
+
+It only says so: what becomes of the workers there is elastic/control's.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import RayError
+
+from elastic.control.state import DrainNotice
+
+if TYPE_CHECKING:
+    from elastic.on_ray.cluster import RayCluster
+
+POLL_S = 0.25
+ANSWER_S = 5.0
+NO_DEADLINE_S = 60.0
+"""How long a node stays at least that is drained without a deadline: an assumption."""
+
+log = logging.getLogger(__name__)
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """The nodes under a drain notice, and when they go (Unix time); None: nobody says.
+
+    Private API of Ray, this place only. RayError if the head does not answer.
+    """
+    from ray._private.worker import global_worker
+
+    client: Any = cast(Any, global_worker).gcs_client
+    found: dict[str, int] = client.get_draining_nodes(timeout=ANSWER_S)
+    return {node: deadline / 1000 if deadline else None for node, deadline in found.items()}
+
+
+async def watch_drains(cluster: "RayCluster") -> None:
+    """Tell of every worker's notice, once; and leave a draining node with the controller."""
+    loop = asyncio.get_running_loop()
+    here = ray.get_runtime_context().get_node_id()
+    told: set[int] = set()
+    while True:
+        await asyncio.sleep(POLL_S)
+        try:
+            nodes = await loop.run_in_executor(None, draining_nodes)
+        except (RayError, RuntimeError, OSError) as error:  # the head is away: ask again
+            log.warning('drain watch reason="%s"', error)
+            continue
+        now = cluster.now()
+        for worker, slot in tuple(cluster.workers.items()):
+            if slot.node_id in nodes and worker not in told:
+                told.add(worker)
+                deadline = nodes[slot.node_id] or now + NO_DEADLINE_S
+                cluster.say(DrainNotice(worker, "its node is drained", deadline, now))
+        if here in nodes and cluster.has_formed and await loop.run_in_executor(None, has_refuge):
+            move_controller()
+
+
+def has_refuge() -> bool:
+    """Whether there is a node without a notice."""
+    alive: list[dict[str, Any]] = [n for n in ray.nodes() if n["Alive"]]
+    return any(n["NodeID"] not in draining_nodes() for n in alive)
+
+
+def move_controller() -> None:
+    """Ray starts this actor again on another node, and the successor takes the run over: planned,
+    while workers train on, instead of unplanned at the deadline."""
+    log.warning('controller reason="its node is drained: it goes on on another one"')
+    os.kill(os.getpid(), signal.SIGKILL)

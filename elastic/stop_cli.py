@@ -1,0 +1,63 @@
+"""`elastic stop`: end a run from outside, as Ctrl-C at its driver does; the only way for one that
+was detached. What the end of a run is, is elastic/control/ending.py's.
+"""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from elastic.protocol.errors import ControllerLost, WrongInput
+from elastic.resume import read_past_run
+from elastic.store.files import Folder, open_folder, read_json
+from elastic.store.journal import read_lines
+
+LOOK_EVERY_S = 0.25
+
+
+def stop(
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
+    ],
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for the step; no final checkpoint.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="The run's Ray cluster, if it is not the one that is found.")
+    ] = None,
+) -> int:
+    """End a run: finish its step, write a final checkpoint; the same `elastic run` resumes it."""
+    folder = open_folder(run_dir)
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    if (result := read_json(folder, "result.json")) is not None:
+        print(f"the run has ended already: {result['outcome']} after {result['steps']} steps")
+        return 0
+    from elastic.on_ray.remote_run import ask_to_end  # ray loads here
+
+    ask_to_end(run_id_of(folder, run_dir), address or config["address"], is_now=now)
+    print("stop asked for" + ("" if now else "; the run finishes its step and saves its state"))
+    result = await_result(folder, run_dir)
+    print(f"{result['outcome']} after {result['steps']} of {config['steps']} steps")
+    return 0
+
+
+def run_id_of(folder: Folder, run_dir: str) -> str:
+    """Of its newest start. WrongInput if it has not begun."""
+    run_ids = [line["run"] for line in read_lines(folder, "journal.jsonl") if "run" in line]
+    if not run_ids:
+        raise WrongInput(f"{run_dir}: the run has only begun; try again in a moment")
+    return str(run_ids[-1])
+
+
+def await_result(folder: Folder, run_dir: str) -> dict[str, Any]:
+    """Ctrl-C ends only the waiting. ControllerLost if the run went silent."""
+    while (result := read_json(folder, "result.json")) is None:
+        past = read_past_run(folder)
+        if past is not None and past.status is not None and not past.is_alive:
+            raise ControllerLost(
+                f"{run_dir}: no word of its controller for {past.silent_s:.0f} s; it may be gone"
+            )
+        time.sleep(LOOK_EVERY_S)
+    return result

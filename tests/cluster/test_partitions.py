@@ -1,0 +1,85 @@
+"""Runs whose head or driver is cut off, and links that lose packets."""
+
+import time
+
+import pytest
+
+from tests.cluster.hosts import Forbidden, Hosts, command_of
+from tests.cluster.live import JOBS, assert_complete, leftovers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS = 250
+TOY = f"{JOBS / 'toy.py'}:Toy"
+OPTIONS = {"steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.02"]}
+LEASE_S = 20.0  # 10 x detect_s
+
+
+@pytest.fixture
+def hosts():
+    """A head without slots and two hosts with one each; skips where this machine forbids it."""
+    try:
+        made = Hosts(3, head_cpus=0).__enter__()
+    except Forbidden as reason:
+        pytest.skip(f"no hosts on this machine: {reason}")
+    yield made
+    made.__exit__()
+
+
+def assert_unharmed(run, end, reference) -> None:
+    sha256, samples = reference("Toy", steps=STEPS)
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, STEPS)
+    assert end["result"]["lost_steps"] == 0
+
+
+def test_the_heads_link_is_cut_for_ten_seconds_and_nobody_is_punished(hosts, reference, tmp_path):
+    """Driver, controller and Ray's head on one side, all members on the other: they train on."""
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        assert hosts.host_running("ray::ControllerActor") == 0
+        generation = run.status()["generation"]
+        hosts.cut(0)
+        time.sleep(10)  # the length of the cut is the fault
+        hosts.mend(0)
+        end = run.finish()
+    assert_unharmed(run, end, reference)
+    assert end["result"]["generations"] == generation
+
+
+def test_a_driver_that_is_cut_off_is_gone_and_the_run_ends_with_it(hosts, tmp_path):
+    hosts.start_ray()
+    run = hosts.run(TOY, tmp_path, "run", host=2, workers=2, **{**OPTIONS, "steps": 10_000})
+    with run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        hosts.cut(2)
+        at = time.monotonic()
+        ours = {host: of_run(hosts, host) for host in range(3)}
+        assert all(ours.values()), ours
+        for host, patience_s in ((0, 10), (1, 10), (2, LEASE_S + 5)):
+            while leftovers(ours[host]) and time.monotonic() - at < patience_s:
+                time.sleep(0.05)  # polling, bounded by the deadline
+            said = [command_of(pid) for pid in leftovers(ours[host])]
+            assert said == [], f"host {host} after {time.monotonic() - at:.1f} s"
+            print(f"host {host} is empty after {time.monotonic() - at:.1f} s")
+
+
+def of_run(hosts, host: int) -> list[int]:
+    """The run's actors on a host."""
+    return [pid for pid in hosts.pids(host) if "Actor" in command_of(pid)]
+
+
+@pytest.mark.slow
+def test_a_link_that_loses_every_tenth_packet_only_slows_the_run(hosts, reference, tmp_path):
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        try:
+            hosts.lose(1, 0.1)
+        except Forbidden as reason:
+            pytest.skip(f"loss was not tried: {reason}")
+        end = run.finish()
+    assert_unharmed(run, end, reference)

@@ -1,0 +1,77 @@
+"""Ends of a detached run from outside: `elastic stop`, and a controller that never comes back."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster.live import JOBS, LiveRun, assert_complete, environment, leftovers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS = 400
+NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
+LEASE_S = 10.0  # 10 x detect_s
+END_CONTROLLERS = """
+import ray
+ray.init(address={address!r}, namespace="elastic", log_to_driver=False)
+for actor in ray.util.list_named_actors():
+    if actor.endswith("-controller"):
+        ray.kill(ray.get_actor(actor), no_restart=True)
+"""
+
+
+def run_python(ray_temp, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment(ray_temp)
+    )
+
+
+def test_a_detached_run_is_stopped_abandoned_and_resumed_to_the_same_bits(
+    nodes, tmp_path, ray_temp, reference
+):
+    nodes.add_node(**NODE)
+    where = {"address": nodes.address, "workers": 2, "steps": STEPS, "detect_s": 1.0}
+    options = {**where, "checkpoint_every": 20, "set": ["sleep=0.01"]}
+    target = f"{JOBS / 'toy.py'}:Toy"
+
+    with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
+        assert run.process.wait(100) == 0
+    until(lambda: run.status()["step"] > 5)
+    stopped = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
+    assert stopped.returncode == 0, stopped.stderr
+    assert "stopped after" in stopped.stdout
+    again = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
+    assert (again.returncode, "ended already" in again.stdout) == (0, True), again.stderr
+
+    with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
+        assert run.process.wait(100) == 0
+    step = run.status()["step"]
+    until(lambda: run.status()["step"] > step + 30 and run.status()["world_size"] == 2)
+    pids = [w["pid"] for w in run.status()["workers"]]
+    done = run_python(ray_temp, "-c", END_CONTROLLERS.format(address=nodes.address))
+    assert done.returncode == 0, done.stderr
+    at = time.monotonic()
+    until(lambda: leftovers(pids) == [])
+    assert time.monotonic() - at < LEASE_S + 5
+
+    with LiveRun(target, tmp_path, "run", ray_temp, **options) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == reference("Toy", steps=STEPS)[0]
+    assert_complete(run, STEPS)
+
+
+def until(what) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # polling, bounded by the deadline
+
+
+def test_stopping_what_is_no_run_is_one_line(tmp_path, ray_temp):
+    done = run_python(ray_temp, "-m", "elastic", "stop", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"elastic: {tmp_path} is no run directory: it has no config.json\n"

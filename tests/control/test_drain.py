@@ -1,0 +1,113 @@
+"""A drain notice, decision by decision."""
+
+from dataclasses import replace
+
+from elastic.control.commands import Form, Pause, Retire, Spawn, Sync
+from elastic.control.state import (
+    DrainNotice,
+    Forming,
+    Joined,
+    Paused,
+    Pausing,
+    Running,
+    Synced,
+    Tick,
+    Waiting,
+    WorkerReady,
+)
+from elastic.protocol.membership import Membership
+from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some
+
+NOTICE = DrainNotice(0, "drain", deadline=40.0, at=10.0)
+ONE = replace(LIMITS, min_workers=1)
+
+
+def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
+    ledger, phase, commands = play(
+        LEDGER, Running(ABC), NOTICE, WorkerReady(3, 13.0), Synced(3, 14.0), limits=ONE
+    )
+    assert commands == [Spawn((3,)), Sync(3, 1), Pause(ABC)]
+    ledger, phase, commands = play(
+        ledger, phase, *(Paused(7, rank, 44, 15.0) for rank in range(3)), limits=ONE
+    )
+    new = Membership(8, (1, 2, 3))
+    assert commands == [Form(new, 44)]
+    assert phase == Forming(new, 45.0)
+    assert (ledger.ready, ledger.leaving) == (some(0), some(0)), "newcomers may still read from it"
+    ledger, phase, commands = play(
+        ledger, phase, *(Joined(8, rank, 0.0, 16.0) for rank in range(3)), limits=ONE
+    )
+    assert commands == [Retire((0,))]
+    assert phase == Running(new)
+    assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, leave_at=25.0)
+
+
+def test_without_a_replacement_it_leaves_after_half_of_the_notice():
+    ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, Tick(24.9), limits=ONE)
+    assert (phase, commands) == (Running(ABC), [Spawn((3,))])
+    ledger, phase, commands = play(ledger, phase, Tick(25.0), limits=ONE)
+    assert (phase, commands) == (Pausing(ABC), [Pause(ABC)])
+    _, _, commands = play(
+        ledger, phase, *(Paused(7, rank, 44, 26.0) for rank in range(3)), limits=ONE
+    )
+    assert commands == [Form(Membership(8, (1, 2)), 44)]
+
+
+def test_two_notices_are_one_regroup():
+    second = replace(NOTICE, worker=2, deadline=20.0, at=11.0)
+    ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, second, Tick(15.5), limits=ONE)
+    assert commands == [Spawn((3,)), Spawn((4,)), Pause(ABC)]
+    _, _, commands = play(
+        ledger, phase, *(Paused(7, rank, 44, 16.0) for rank in range(3)), limits=ONE
+    )
+    assert commands == [Form(Membership(8, (1,)), 44)]
+
+
+def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure():
+    limits = replace(LIMITS, min_workers=3, max_failures=0)
+    ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, Tick(39.0), limits=limits)
+    assert (phase, commands) == (Running(ABC), [Spawn((3,))])
+    ledger, phase, _ = play(ledger, phase, lost(0, 40.0), limits=limits)
+    assert (ledger.failures, ledger.leaving) == (0, some())
+
+
+def test_everybody_may_leave_if_the_replacements_are_enough():
+    limits = replace(LIMITS, min_workers=1, max_workers=1)
+    alone = Membership(7, (0,))
+    _, phase, commands = play(
+        LEDGER,
+        Running(alone),
+        NOTICE,
+        WorkerReady(3, 13.0),
+        Synced(3, 14.0),
+        Paused(7, 0, 44, 15.0),
+        Joined(8, 0, 0.0, 16.0),
+        limits=limits,
+    )
+    new = Membership(8, (3,))
+    assert commands == [Spawn((3,)), Sync(3, 0), Pause(alone), Form(new, 44), Retire((0,))]
+    assert phase == Running(new)
+
+
+def test_a_standby_with_a_notice_is_replaced_at_once():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    limits = replace(LIMITS, standby=1)
+    notice = replace(NOTICE, worker=3)
+    ledger, _, commands = play(ledger, Running(ABC), notice, limits=limits)
+    assert commands == [Retire((3,)), Spawn((4,))]
+    assert ledger.leaving == some()
+
+
+def test_the_only_holder_of_the_state_is_kept_whatever_its_notice_says():
+    ledger = replace(LEDGER, holders=some(0), next_worker=4, spawned=some(1, 2))
+    ledger, phase, commands = play(ledger, Waiting("few"), NOTICE, Tick(30.0))
+    assert isinstance(phase, Waiting)
+    assert commands == [Spawn((4,))]
+    assert (ledger.holders, ledger.leaving) == (some(0), some(0))
+
+
+def test_a_notice_said_twice_or_by_a_stranger_is_no_news():
+    ledger, phase, _ = play(LEDGER, Running(ABC), NOTICE, limits=ONE)
+    assert play(ledger, phase, NOTICE, limits=ONE) == (ledger, phase, [])
+    stranger = replace(NOTICE, worker=77)
+    assert play(LEDGER, Running(ABC), stranger) == (LEDGER, Running(ABC), [])

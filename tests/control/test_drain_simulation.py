@@ -1,0 +1,73 @@
+"""Seeded runs whose workers get drain notices: alone, together, with losses, below the minimum."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+from elastic.control.replay import replay
+from elastic.control.state import Finished, Limits
+from tests.control.fake_worker import Faults
+from tests.control.sharded_cluster import ShardedCluster
+from tests.control.test_simulation import check_end, scenario, simulate
+
+
+def notices(seed: int, faults: Faults) -> Faults:
+    dice = Random(seed)
+    faults.drains = dice.choice((1, 2, 4, 8))
+    faults.drain_chance = dice.choice((0.002, 0.01, 0.2))
+    return faults
+
+
+def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_steps() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(2400):
+        limits, faults = scenario(seed)
+        faults = notices(seed, faults)
+        faults.controller_kills = int(seed % 5 == 0)
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        seen.update(run.seen)
+        assert isinstance(run.phase, Finished)
+        if run.phase.outcome != "succeeded":  # killed between the last step and the end
+            assert run.phase.reason.startswith("no member lived to say the hash"), (seed, run.phase)
+        if seed % 10 == 0:
+            assert not list(replay(run.journal))
+    for phase in ("Waiting", "Forming", "Running", "Pausing", "Suspending"):
+        assert seen[f"{phase} DrainNotice"] > 20, seen
+
+
+def test_drains_alone_are_no_failures_and_lose_no_step() -> None:
+    """As long as the notice is long enough for a replacement, of which there is one."""
+    for seed in range(1500):
+        limits, _ = scenario(seed)
+        faults = notices(seed, Faults(notice_s=(60.0,)))
+        run = simulate(seed, replace(limits, max_failures=0), faults)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        assert run.phase.outcome == "succeeded", (seed, run.phase)
+        assert (run.account.lost_steps, run.account.recoveries) == (0, ()), seed
+        assert run.ledger.failures == 0
+
+
+def test_short_notices_are_no_failures_either() -> None:
+    for seed in range(800):
+        limits, _ = scenario(seed)
+        run = simulate(
+            seed, replace(limits, max_failures=0), notices(seed, Faults(notice_s=(5.0, 8.0)))
+        )
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        is_unlucky = run.phase.reason.startswith("no member lived to say the hash")
+        assert run.phase.outcome == "succeeded" or is_unlucky, (seed, run.phase)
+
+
+def test_sharded_runs_with_notices_end_with_all_steps() -> None:
+    for seed in range(800):
+        limits, faults = scenario(seed)
+        limits: Limits = replace(limits, is_sharded=True)
+        run = simulate(seed, limits, notices(seed, faults), ShardedCluster)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        if run.phase.outcome != "succeeded":
+            reason = run.phase.reason
+            assert "resume the run" in reason or reason.startswith("no member"), (seed, run.phase)

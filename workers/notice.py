@@ -1,0 +1,45 @@
+"""SIGTERM to a worker: a spot notice. The worker trains on, and says that it will be gone soon.
+
+What follows from it is elastic/control's. Ray by itself would end the process at once.
+"""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+NOTICE_S = 10.0
+"""How long a process usually has between SIGTERM and SIGKILL: containers 10 s or 30 s, spot
+instances 30 s or 120 s."""
+
+
+class Notice:
+    """Made in the main thread; its own thread is told of the signal whatever the main one does."""
+
+    def __init__(self, say: Callable[[float], None]) -> None:
+        """say: called with the seconds that are left, at the first SIGTERM and by `repeat`."""
+        self._say = say
+        self._ends_at: float | None = None
+        self._inbox, outbox = socket.socketpair()
+        outbox.setblocking(False)
+        self._outbox = outbox  # the signal's number is written here at once, without the GIL
+        signal.signal(signal.SIGTERM, _ignore)
+        signal.siginterrupt(signal.SIGTERM, False)
+        signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="notice", daemon=True).start()
+
+    def repeat(self) -> None:
+        """Say it to another controller, if there is anything to say."""
+        if self._ends_at is not None:
+            self._say(max(0.0, self._ends_at - time.monotonic()))
+
+    def _listen(self) -> None:
+        while True:
+            if signal.SIGTERM in self._inbox.recv(64) and self._ends_at is None:
+                self._ends_at = time.monotonic() + NOTICE_S
+                self.repeat()
+
+
+def _ignore(*_: object) -> None:
+    """Python writes to the wakeup socket only for signals that have a handler."""
