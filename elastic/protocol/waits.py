@@ -22,7 +22,8 @@ class Waits:
     inquiry_s: float
     """At most, for the stacks of everybody before a suspect is killed."""
     confirm_s: float
-    """How long a failed collective waits for the loss that explains it."""
+    """How long a failed collective waits for the loss that explains it: until a hang would have
+    been seen, and explained."""
     join_s: float
     """For a generation to form."""
     lease_s: float
@@ -61,12 +62,14 @@ def waits_of(detect_s: float | None) -> Waits:
             f"detect_s={detect_s:g} must be from {MIN_DETECT_S:g}, as a busy machine may be silent "
             f"for less, to {MAX_DETECT_S:g}: or give None for no detection of hangs"
         )
+    heartbeat_s, tick_s = min(0.5, detect_s / 6), min(0.25, detect_s / 12)
+    inquiry_s = min(0.5, detect_s / 6)
     return Waits(
-        heartbeat_s=min(0.5, detect_s / 6),
-        tick_s=min(0.25, detect_s / 12),
+        heartbeat_s=heartbeat_s,
+        tick_s=tick_s,
         late_s=min(0.5, detect_s / 6),
-        inquiry_s=min(0.5, detect_s / 6),
-        confirm_s=detect_s,
+        inquiry_s=inquiry_s,
+        confirm_s=detect_s + heartbeat_s + tick_s + inquiry_s,
         join_s=10 * detect_s,
         lease_s=10 * detect_s,
         end_s=100 * detect_s,
