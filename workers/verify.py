@@ -32,8 +32,9 @@ def verify(member: "Member", every: int) -> None:
     """Compare the state of the last committed step, if it is a multiple of `every`; before the
     next one is voted on, so that nothing computed from a diverged state is applied.
 
-    A collective. Raises PeerLost if a majority agrees: who differs has said so to the controller;
-    Diverged, on every rank, if none does.
+    A collective. Raises PeerLost if a majority agrees, after the controller was told who differs
+    (by every rank that gets so far: the first report ends the generation); Diverged, on every
+    rank, if none does.
     """
     replica, group = member.replica, member.group
     assert group is not None
@@ -45,7 +46,8 @@ def verify(member: "Member", every: int) -> None:
     group.all_gather(everyones, mine).wait()
     if len({int(one) for one in everyones}) == 1:
         return
-    found = gather_json(group, hashes, member.device)
+    gathered = gather_json(group, [member.spec.worker, hashes], member.device)
+    found = [hashes for _, hashes in gathered]
     odd, tensor, count = compare(found)
     others = f"{count} tensors" if count > 1 else "one tensor"
     what = f"after step {replica.step} in {tensor!r} ({others} in all)"
@@ -56,8 +58,8 @@ def verify(member: "Member", every: int) -> None:
             "resume from the newest checkpoint, and suspect the hardware of these nodes"
         )
     why = f"its replica, rank {' '.join(map(str, odd))}, differs from the majority's {what}"
-    if group.rank in odd:
-        member.link.send("diverged", message=why)
+    workers = [gathered[rank][0] for rank in odd]
+    member.link.send("diverged", generation=member.generation, workers=workers, message=why)
     raise PeerLost(why)
 
 

@@ -8,8 +8,11 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,7 +121,15 @@ class Worker:
 
     def _start_pulse(self, controller: Address) -> None:
         spec, fds = self._spec, (self._vitals.fd, self._stacks_fd)
-        pulse.start(fds, spec.worker, controller, spec.token, spec.heartbeat_s)
+        child = pulse.start(fds, spec.worker, controller, spec.token, spec.heartbeat_s)
+        keep = partial(self._keep_pulse, child, controller)
+        threading.Thread(target=keep, name="pulse", daemon=True).start()
+
+    def _keep_pulse(self, child: "subprocess.Popen[bytes]", controller: Address) -> None:
+        """Without one we would be taken for dead. With its controller it ends by itself, as 0."""
+        if child.wait() != 0:
+            time.sleep(self._spec.heartbeat_s)
+            self._start_pulse(controller)
 
     def _introduce(self, controller: Address) -> dict[str, Any]:
         """To a controller that has taken over; in the link's thread."""

@@ -61,9 +61,10 @@ class Inquiry:
     def hear_answer(self, worker: int) -> None:
         self._asked.pop(worker, None)
 
-    def hear_diverged(self, worker: int, _record: "Slot", header: Any, _payload: bytes) -> None:
-        """By its own word, as all members have found out together."""
-        self._cluster.lost(worker, "diverged", header["message"])
+    def hear_diverged(self, _worker: int, _record: "Slot", header: Any, _payload: bytes) -> None:
+        """All members have found out together, and the first to say so is believed."""
+        for worker in header["workers"]:
+            self._cluster.lost(worker, "diverged", header["message"])
 
     async def _conclude(
         self, late: dict[int, str], members: dict[int, Watch], limit_s: float

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -120,10 +121,21 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
     assert recoveries[1]["total_s"] < DETECT_S, "nobody had to wait for it"
 
 
+def pulses_of(pid: int) -> list[int]:
+    proc = Path("/proc")
+    children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
+    found = [int(c) for c in children if b"pulse.py" in (proc / c / "cmdline").read_bytes()]
+    assert len(found) == 1
+    return found
+
+
 @pytest.mark.slow
 def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     options = {"workers": 2, "steps": 16, "detect_s": 1.0, "set": ["detect_s=1.0"]}
     with start_hanging("Harmless", **options) as run:
+        status = run.wait_for(lambda s: s["step"] >= 4)
+        for pid in pulses_of(status["workers"][0]["pid"]):
+            os.kill(pid, signal.SIGKILL)  # its worker starts another one
         end = run.finish()
     assert end["status"] == 0, end["err"]
     assert end["result"]["recoveries"] == []

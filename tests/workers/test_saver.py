@@ -10,7 +10,7 @@ from torch import nn
 from elastic.protocol.manifest import check_cover, merge, part_from_json
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.test_member import spec
+from tests.workers.session_rig import spec
 from workers.checkpoint_load import load_newest
 from workers.digest import weights_sha256
 from workers.replica import Replica

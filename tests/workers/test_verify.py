@@ -8,8 +8,10 @@ import torch
 from elastic.protocol.errors import PeerLost
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from tests.workers.sharded_rig import build, enter, train
 from workers.build import build_replica
-from workers.verify import Diverged, combined, compare, fingerprint, verify
+from workers.groups import Alone
+from workers.verify import Diverged, combined, compare, fingerprint, fingerprints, verify
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -63,7 +65,14 @@ def verified(num_ranks, flip):
 
     def body(group):
         link = FakeLink()
-        member = SimpleNamespace(replica=replicas[group.rank], group=group, device=CPU, link=link)
+        member = SimpleNamespace(
+            replica=replicas[group.rank],
+            group=group,
+            device=CPU,
+            link=link,
+            generation=4,
+            spec=SimpleNamespace(worker=10 + group.rank),
+        )
         try:
             verify(member, 1)
         except (PeerLost, Diverged) as error:
@@ -76,14 +85,22 @@ def verified(num_ranks, flip):
 WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
 
 
+def test_of_sharded_state_only_what_every_rank_holds_is_compared():
+    replica = build("fsdp")
+    enter(replica, Alone(), 0)
+    train(replica, Alone(), "fsdp", 1)
+    names = [n for n in fingerprints(replica) if not n.endswith("/step")]
+    assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
+
+
 def test_equal_replicas_say_nothing():
     assert verified(3, flip=False) == [None] * 3
 
 
-def test_one_of_three_that_differs_is_lost_by_its_own_word():
+def test_one_of_three_that_differs_is_named_by_all():
     why = f"its replica, rank 1, differs from the majority's {WHAT}"
-    said = [({"message": why}, b"")]
-    assert verified(3, flip=True) == [(PeerLost, why, said if r == 1 else []) for r in range(3)]
+    said = [({"generation": 4, "workers": [11], "message": why}, b"")]
+    assert verified(3, flip=True) == [(PeerLost, why, said)] * 3
 
 
 def test_two_that_differ_are_both_named():
