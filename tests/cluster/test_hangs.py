@@ -42,7 +42,7 @@ def wait_until_replaced(run) -> dict:
     return run.wait_for(lambda s: s["world_size"] == 3 and s["phase"] == "running")
 
 
-STEPS = 200
+STEPS = 150
 """Of the one uninterrupted run that all are compared with."""
 
 
