@@ -144,6 +144,7 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     assert len(slow) > 10, "most steps are slower than detect_s"
 
 
+@pytest.mark.slow
 def test_a_straggler_is_replaced_by_a_standby_and_no_step_waits_for_it(
     start_hanging, reference, tmp_path
 ):
