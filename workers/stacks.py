@@ -26,7 +26,29 @@ def arm() -> int:
 
 
 def collect(pid: int, fd: int, timeout_s: float) -> str:
-    """The stacks of process `pid`, which has armed `fd`; what is known instead if it is silent.
+    """The stacks of process `pid`, which has armed `fd`, and of those forked from it (its loaders);
+    what is known instead of those that are silent."""
+    deadline = time.monotonic() + timeout_s
+    text = collect_one(pid, fd, timeout_s)
+    for child in forks_of(pid):
+        left_s = deadline - time.monotonic()
+        if left_s > QUIET_S:
+            text += f"\nprocess {child}, forked from it:\n{collect_one(child, fd, left_s)}"
+    return text
+
+
+def forks_of(pid: int) -> list[int]:
+    """Its children that run the same program, which are armed as it is: others would die of ASK."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(c) for c in children if Path(f"/proc/{c}/cmdline").read_bytes() == line]
+    except OSError:
+        return []
+
+
+def collect_one(pid: int, fd: int, timeout_s: float) -> str:
+    """The stacks of one process; what is known instead if it is silent.
 
     A stopped process is woken for the moment it takes, and stopped again: it is about to be killed,
     and what it could say meanwhile is fenced like everything else.

@@ -28,6 +28,11 @@ HANGS = {
     "deadlocks": "lock = threading.Lock()\ndef hang():\n"
     "    lock.acquire(); ready(); lock.acquire()\nhang()",
 }
+FORKS = (
+    "def in_the_child():\n    ready(); time.sleep(600)\n"
+    "def hang():\n    if os.fork() == 0:\n        in_the_child()\n    time.sleep(600)\n"
+    "import os, subprocess\nsubprocess.Popen(['sleep', '600'])\nhang()"
+)
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def hanging():
 
     def make(way: str) -> tuple[subprocess.Popen, int]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + HANGS[way]],
+            [sys.executable, "-c", PRELUDE + {**HANGS, "forks": FORKS}[way]],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -50,7 +55,8 @@ def hanging():
     yield make
     for process in made:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()  # children may hold the other end
 
 
 @pytest.mark.parametrize("way", HANGS)
@@ -62,6 +68,21 @@ def test_every_thread_of_a_hanging_process_is_shown(hanging, way):
     again = collect(process.pid, fd, timeout_s=5)
     assert again.count("in hang") == 1, "the second dump is its own"
     assert process.poll() is None
+
+
+def test_the_stacks_of_forked_loaders_follow_and_other_children_are_left_alone(hanging):
+    process, fd = hanging("forks")
+    text = collect(process.pid, fd, timeout_s=5)
+    first, second = text.split("forked from it:\n")
+    assert "in hang" in first
+    assert "in in_the_child" in second
+    assert "in hang" in second, "it was forked there"
+    assert process.poll() is None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    assert all(state_of(int(child)) == "S" for child in children)
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
 
 
 def test_a_stopped_process_shows_where_it_stood_and_stays_stopped(hanging):
