@@ -40,7 +40,8 @@ class Inspection:
         if self.is_on:
             self._microbatch_id = microbatch_id
             leaves = leaves_of(self._member.replica, self._parameters)
-            self._hooks = [t.register_hook(self._look(name)) for name, t in leaves.items()]
+            trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
+            self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
 
     def after_backward(self) -> None:
         while self._hooks:
