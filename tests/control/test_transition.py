@@ -121,6 +121,14 @@ def test_warm_standbys_wait_without_state():
 
 
 # --- losses -------------------------------------------------------------------
+def test_the_reason_of_a_loss_tells_what_was_seen_of_it():
+    why = "others have waited for it for 3.1 s; 3.3 s in compute of step 41"
+    hung = WorkerLost(2, "hung", 5.7, 9.0, why)
+    assert transition(LEDGER, Running(ABC), hung, LIMITS).reason.startswith(
+        f"w2 lost (hung: {why}), 2 of 3 left"
+    )
+
+
 def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     ledger, phase, commands = play(
         LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40)

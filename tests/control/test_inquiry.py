@@ -1,0 +1,105 @@
+"""What happens between suspicion and loss: everybody is asked, nobody is waited for in vain."""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+from elastic.control.suspicion import Heartbeat, Watch
+from elastic.on_ray.inquiry import Inquiry
+from elastic.protocol.membership import Membership
+
+HUNG = Heartbeat(1, 4, 9, "compute", 6.0, 0.1, False, "R")
+WAITS = replace(HUNG, worker=2, phase="reduce", phase_s=5.0, waits_for_peers=True)
+WHY = "others have waited for it for 5.0 s; 6.0 s in compute of step 10 (usually under 0.10 s)"
+
+
+class Cluster:
+    """The controller's process, as far as an inquiry sees it. Its time stands at 20 s."""
+
+    detect_s = 3.0
+
+    def __init__(self, *beats: Heartbeat, answering: tuple[int, ...], deaf: tuple[int, ...] = ()):
+        self.workers = {b.worker: SimpleNamespace(watch=Watch(b, 20.0)) for b in beats}
+        self.answering, self.deaf = answering, deaf
+        self.links = self.host = self
+        self.inquiry = Inquiry(self)  # pyright: ignore[reportArgumentType]
+        self.happened: list = []
+        self.work: list[asyncio.Task] = []
+
+    def now(self) -> float:
+        return 20.0
+
+    def in_background(self, work) -> None:
+        self.work.append(asyncio.ensure_future(work))
+
+    def ask_pulse(self, worker: int, header: dict) -> bool:
+        assert header["type"] == "stacks"
+        assert header["timeout_s"] < 0.5
+        if worker in self.answering:
+            args = (worker, None, {}, f"stacks of {worker}".encode())
+            asyncio.get_running_loop().call_soon(self.inquiry.hear, *args)
+        return worker not in self.deaf
+
+    def on_stacks(self, texts: dict[str, str]) -> Future:
+        self.happened.append({name: text.splitlines()[1:] for name, text in texts.items()})
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def lost(self, *what) -> None:
+        self.happened.append(what)
+
+    def look(self) -> list:
+        async def run() -> None:
+            self.inquiry.look()
+            self.inquiry.look()  # the next tick: one inquiry at a time
+            assert len(self.work) <= 1
+            for work in self.work:
+                await asyncio.wait_for(work, 5)
+
+        asyncio.run(run())
+        return self.happened
+
+
+def stood(worker: int, where: str, stacks: str) -> list[str]:
+    return [f"# this is w{worker}: {where}, process state R", stacks]
+
+
+def test_everybodys_stacks_are_saved_before_the_suspect_is_lost():
+    other = replace(WAITS, worker=7, generation=3, phase_s=0.1)
+    cluster = Cluster(HUNG, WAITS, other, answering=(1, 2, 7))
+    assert cluster.look() == [
+        {
+            "stacks-g4-w1.txt": stood(1, "6.0 s in compute of step 10", "stacks of 1"),
+            "stacks-g4-w2.txt": stood(2, "5.0 s in reduce of step 10", "stacks of 2"),
+        },
+        (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0),
+    ]
+
+
+def test_a_suspect_without_a_pulse_or_with_a_deaf_one_is_lost_all_the_same():
+    silence = "its pulse is silent, last heard 0.0 s ago"
+    for deaf in ((1,), ()):
+        found, lost = Cluster(HUNG, WAITS, answering=(2,), deaf=deaf).look()
+        assert found["stacks-g4-w1.txt"] == stood(1, "6.0 s in compute of step 10", silence)
+        assert found["stacks-g4-w2.txt"][-1] == "stacks of 2"
+        assert lost[:2] == (1, "hung")
+
+
+def test_who_does_not_answer_an_abort_is_asked_for_its_stacks_too():
+    alone = Cluster(HUNG, answering=(1,))
+    assert alone.look() == [], "nobody waits for it"
+    alone.inquiry.expect_answers(Membership(4, (1, 2)))
+    alone.now = lambda: 23.5
+    alone.workers[1].watch = Watch(HUNG, 23.5)
+    assert alone.look()[-1][:2] == (1, "hung")
+    alone.inquiry.hear_answer(1)
+    alone.happened, alone.work = [], []
+    assert alone.look() == []
+
+
+def test_a_diverged_worker_is_lost_by_anybodys_word():
+    cluster = Cluster(answering=())
+    cluster.inquiry.hear_diverged(2, None, {"workers": [5], "message": "why"}, b"")  # pyright: ignore[reportArgumentType]
+    assert cluster.happened == [(5, "diverged", "why")]
