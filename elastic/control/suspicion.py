@@ -103,6 +103,7 @@ def suspicion(
     phase_s = heartbeat.phase_s + silent_s
     usual = heartbeat.p95_s
     patience_s = PATIENCE_UNKNOWN * detect_s if usual is None else PATIENCE * usual
+    patience_s = max(patience_s, detect_s)  # it went on since: slow in all, but it moves
     if phase_s <= patience_s:
         return None
     norm = "no usual time known" if usual is None else f"usually under {usual:.2f} s"

@@ -113,6 +113,7 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
     with capsys.disabled():
         print(f"\nastray, diverged: {[(r['cause'], r['total_s']) for r in recoveries]}")
     assert [r["cause"] for r in recoveries] == ["hung", "diverged"]
+    assert len(losses_in(run)) == 2, losses_in(run)
     astray, diverged = losses_in(run)
     assert "it waits in all_reduce of 3 for" in astray
     assert "where 2 of 3 wait in all_to_all: it has skipped a collective, or made one" in astray
@@ -138,6 +139,7 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
             os.kill(pid, signal.SIGKILL)  # its worker starts another one
         end = run.finish()
     assert end["status"] == 0, end["err"]
+    assert losses_in(run) == []
     assert end["result"]["recoveries"] == []
     assert end["result"]["weights_sha256"] == reference("Toy", steps=16)[0]
     slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 1.5]

@@ -39,6 +39,7 @@ def test_a_worker_that_a_peer_waits_for_far_longer_than_usual_is_suspect():
         (BEAT, None),  # nobody waits, it is heard
         (BEAT, 2.0),  # not for long
         (replace(BEAT, phase_s=4.9), 4.0),  # within five times its usual time
+        (replace(BEAT, phase_s=2.9, p95_s=0.1), 9.0),  # slow, but it went on just before
         (replace(BEAT, p95_s=None, phase_s=299.0), 299.0),  # first step, compilation, user code
     ],
 )
