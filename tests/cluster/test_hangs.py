@@ -113,12 +113,12 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
     with capsys.disabled():
         print(f"\nastray, diverged: {[(r['cause'], r['total_s']) for r in recoveries]}")
     assert [r["cause"] for r in recoveries] == ["hung", "diverged"]
-    assert len(losses_in(run)) == 2, losses_in(run)
-    astray, diverged = losses_in(run)
+    astray, *diverged = losses_in(run)
     assert "it waits in all_reduce of 3 for" in astray
     assert "where 2 of 3 wait in all_to_all: it has skipped a collective, or made one" in astray
-    assert "rank 1, differs from the majority's after step" in diverged
-    assert "in 'model/0.weight' (one tensor in all)" in diverged
+    assert 1 <= len(diverged) <= 2, f"and who was copying from it at that moment: {diverged}"
+    assert "rank 1, differs from the majority's after step" in diverged[0]
+    assert all("in 'model/0.weight' (one tensor in all)" in reason for reason in diverged)
     assert recoveries[1]["total_s"] < DETECT_S, "nobody had to wait for it"
 
 
