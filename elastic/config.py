@@ -51,7 +51,6 @@ class FaultPolicy:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
         if self.verify_every is not None:
             check_whole("faults.verify_every", self.verify_every, at_least=1)
-        not_yet("faults.replace_stragglers", self.replace_stragglers, default=None)
         factor = self.replace_stragglers
         if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
             raise ValueError(

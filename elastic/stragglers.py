@@ -1,4 +1,4 @@
-"""Stragglers of a live run: told in the journal, shown in the status.
+"""Stragglers of a live run: told in the journal, shown in the status, replaced if so wished.
 
 Who is one, is elastic/control/straggling.py's rule.
 """
@@ -19,9 +19,16 @@ TOLD_FROM = 2.0
 class Stragglers:
     """What the heartbeats of a run have said about its members' own part of the steps."""
 
-    def __init__(self, factor: float | None, note: Callable[[dict[str, Any]], None]) -> None:
-        """factor: from which on a rank counts as one. note: puts something into the journal."""
+    def __init__(
+        self,
+        factor: float | None,
+        note: Callable[[dict[str, Any]], None],
+        replace: Callable[[int, str], None],
+    ) -> None:
+        """factor: from which on a rank is replaced; None: never. note: puts something into the
+        journal. replace: lets a worker go as soon as another one holds the state; why."""
         self._factor, self._note = factor or TOLD_FROM, note
+        self._replace = replace if factor is not None else None
         self._since: dict[int, int] = {}
         self._told: set[int] = set()
         self.own_s: dict[str, float] = {}
@@ -44,4 +51,6 @@ class Stragglers:
             if pace.worker not in self._told:
                 log.warning('step=%d straggler reason="%s"', step, why)
                 self._note({"step": step, "worker": worker_name(pace.worker), "reason": why})
+                if self._replace is not None:
+                    self._replace(pace.worker, why)
         self._told = {p.worker for p in found}

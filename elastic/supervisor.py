@@ -30,7 +30,7 @@ from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import waits_of
+from elastic.protocol.waits import UNLIMITED_S, waits_of
 from elastic.status import result_of, status_of
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
@@ -77,7 +77,8 @@ class Supervisor:
         self._is_over = False
         self.trouble = StorageTrouble()
         factor = self.config.faults.replace_stragglers
-        self.stragglers = Stragglers(factor, functools.partial(self._note, "straggler"))
+        note = functools.partial(self._note, "straggler")
+        self.stragglers = Stragglers(factor, note, self._replace)
         self._host = actors.this_host()
         self._workload = actors.share(order["workload"])
         self.cluster = RayCluster(
@@ -323,6 +324,10 @@ class Supervisor:
 
     def _on_stacks(self, texts: dict[str, str]) -> "Future[Any] | None":
         return None if self.directory is None else self._write(self.directory.append_logs, texts)
+
+    def _replace(self, worker: int, why: str) -> None:
+        now = self.cluster.now()
+        self.cluster.say(s.DrainNotice(worker, why, now + UNLIMITED_S, now))
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), kind: fields})

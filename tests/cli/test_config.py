@@ -91,7 +91,8 @@ def test_fault_policies_are_checked():
     assert FaultPolicy.of({"verify_every": 10}) == FaultPolicy(verify_every=10)
     for values, said in (
         ({"verify_every": 0}, "faults.verify_every must be a whole number of at least 1, got 0"),
-        ({"replace_stragglers": 3}, "faults.replace_stragglers=3 is not available yet"),
+        ({"replace_stragglers": 1}, "faults.replace_stragglers must be a number above 1"),
+        ({"replace_stragglers": True}, "faults.replace_stragglers must be a number above 1"),
         ({"verify": 1}, "faults.verify is unknown: choose from max_nonfinite, verify_every, "),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

@@ -13,7 +13,7 @@ def beats(step: int, own_s: float) -> list[Heartbeat]:
 
 def test_a_straggler_is_told_once_each_time():
     notes: list[dict] = []
-    seen = Stragglers(None, notes.append)
+    seen = Stragglers(None, notes.append, lambda worker, why: None)
     for step in range(1, 81):
         seen.look(beats(step, 0.1 if 40 < step < 50 else 0.5), step)
     why = (
@@ -23,3 +23,12 @@ def test_a_straggler_is_told_once_each_time():
     assert notes == [{"step": step, "worker": "w5", "reason": why} for step in (21, 70)]
     assert seen.reason == why
     assert seen.own_s == {"w4": 0.1, "w5": 0.5}
+
+
+def test_a_straggler_is_replaced_where_the_policy_says_so():
+    replaced: list[int] = []
+    for factor in (None, 4.0, 6.0):
+        seen = Stragglers(factor, lambda _: None, lambda worker, _: replaced.append(worker))
+        for step in range(1, 60):
+            seen.look(beats(step, 0.5), step)
+    assert replaced == [5], "five times as slow is more than four times"

@@ -144,3 +144,24 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     assert end["result"]["weights_sha256"] == reference("Toy", steps=16)[0]
     slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 1.5]
     assert len(slow) > 10, "most steps are slower than detect_s"
+
+
+@pytest.mark.slow
+def test_a_straggler_is_replaced_by_a_standby_and_no_step_waits_for_it(
+    start_hanging, reference, tmp_path
+):
+    options = {"workers": "2..3", "steps": STEPS, "standby": 1, "faults": "replace_stragglers=3"}
+    settings = [f"marker='{tmp_path}'", "sleep=0.02"]
+    with start_hanging("Slow", set=settings, **options) as run:
+        run.wait_for(lambda s: (tmp_path / "slow").exists())
+        before = run.wait_for(lambda s: s["world_size"] == 3 and s["workers"][1]["own_s"])
+        slow = before["workers"][1]["id"]
+        run.wait_for(lambda s: s["world_size"] == 3 and slow not in [w["id"] for w in s["workers"]])
+        end = run.finish()
+    assert_no_trace(run, end, reference)
+    assert end["result"]["recoveries"] == []
+    notes = [line["straggler"] for line in run.lines("journal.jsonl") if "straggler" in line]
+    assert [note["worker"] for note in notes] == [slow]
+    assert notes[0]["step"] > 20
+    sizes = {m["world_size"] for m in run.lines("metrics.jsonl") if m["step"] > 20}
+    assert sizes == {3}, "nobody had to do without it before there was another one"

@@ -126,3 +126,27 @@ class Harmless(Watched):
     def compile_slowly(self, graph, _):
         time.sleep(4 * self.detect_s)
         return graph.forward
+
+
+class Slow(Watched):
+    """One process, whichever is rank 1 at the third step, is five times as slow as the others."""
+
+    is_slow = False
+
+    def __init__(self, marker, **settings):
+        super().__init__(**settings)
+        self.marker = Path(marker)
+
+    def evaluate(self, session):
+        super().evaluate(session)
+        if (session.rank, session.world_size, self.num_steps > 2) == (1, 3, True):
+            try:
+                (self.marker / "slow").touch(exist_ok=False)
+                self.is_slow = True
+            except FileExistsError:
+                return
+
+    def loss(self, model, batch):
+        if self.is_slow:
+            time.sleep(4 * self.sleep)
+        return super().loss(model, batch)
