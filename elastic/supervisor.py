@@ -7,11 +7,11 @@ elastic/on_ray/cluster.py's, the files are elastic/store's.
 import asyncio
 import functools
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from elastic import controller
-from elastic.checkpoints import Checkpoints, Unpublished
+from elastic.checkpoints import Checkpoints
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
@@ -32,11 +32,11 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.protocol.waits import UNLIMITED_S, waits_of
 from elastic.status import result_of, status_of
-from elastic.storage_trouble import StorageTrouble
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
 from elastic.store.run_directory import RunDirectory
 from elastic.stragglers import Stragglers
+from elastic.writer import Writer
 
 if TYPE_CHECKING:
     from elastic.on_ray.actors import ControllerActor
@@ -71,11 +71,11 @@ class Supervisor:
         self.lost_steps = 0
         self.last_metrics: dict[str, Any] = {}
         self._early_lines: list[dict[str, Any]] = []
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+        self.writer = Writer(self._storage_failed, lambda what: self.cluster.cancel("failed", what))
+        self.trouble = self.writer.trouble
         self._status_due = asyncio.Event()
         self._events = 0
         self._is_over = False
-        self.trouble = StorageTrouble()
         factor = self.config.faults.replace_stragglers
         note = functools.partial(self._note, "straggler")
         self.stragglers = Stragglers(factor, note, self._replace)
@@ -89,7 +89,7 @@ class Supervisor:
                 spawn=self._spawn,
                 spec_of=self._spec_of,
                 place=self._place(),
-                settle=self._settle,
+                settle=self.writer.settle,
                 on_loaded=self._on_loaded,
                 on_rolled_back=self._on_rolled_back,
                 on_publish=self._on_publish,
@@ -107,7 +107,7 @@ class Supervisor:
         self.decision: Decision | None = None
 
     async def run(self) -> dict[str, Any]:
-        self._loop = asyncio.get_running_loop()
+        self._loop = self.writer.loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
         self.actor.on_stop = self.cluster.request_stop
         self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
@@ -136,7 +136,7 @@ class Supervisor:
             "wrong_input": self.cluster.wrong_input,
             "user_error": self.cluster.user_error,
             "is_open": self.directory is not None,
-            "storage_warning": self._storage_warning(),
+            "storage_warning": self.writer.warning(self.directory, self._committed),
         }
 
     async def _take_over(self) -> tuple[s.Ledger, s.Phase, s.Adopted]:
@@ -144,14 +144,14 @@ class Supervisor:
         run = self._loop.run_in_executor
         self.cluster.rendezvous.forget.remote()
         found = await run(None, actors.find_workers, self.order["run_id"])
-        opened = await run(self._writer, self._reopen)
+        opened = await run(self.writer.executor, self._reopen)
         if opened is None:  # it died before there was anything on record
             decision = start(self.limits, self.cluster.now())
             self._record(None, decision)
         else:
             self.directory, past = opened
             self.checkpoints = self._make_checkpoints(self.directory)
-            await run(self._writer, self.checkpoints.take_over)
+            await run(self.writer.executor, self.checkpoints.take_over)
             self.cluster.take_over(self.directory.place, self.directory.last_step)
             self.actor.place = self.directory.place
             self.decision, self.account, self.lost_steps, self.last_metrics = past
@@ -179,7 +179,7 @@ class Supervisor:
         actors.end(self.cluster.rendezvous)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, end_feed, self.order["run_id"])
-        self._writer.shutdown(wait=True)
+        self.writer.executor.shutdown(wait=True)
 
     # --- workers ------------------------------------------------------------------
     def _spawn(self, worker: int) -> Any:
@@ -201,16 +201,16 @@ class Supervisor:
         run = asyncio.get_running_loop().run_in_executor
         directory = self.directory
         if directory is None:
-            directory = await run(self._writer, self._open_directory)
+            directory = await run(self.writer.executor, self._open_directory)
             self.directory, self.actor.place = directory, directory.place
-        lost_steps = await run(self._writer, directory.roll_back, step)
+        lost_steps = await run(self.writer.executor, directory.roll_back, step)
         if lost_steps:
             self._count_lost(lost_steps)
         for damage in damaged:
             self.trouble.hear_damaged(damage.step, damage.what)
         if self.checkpoints is None:
             self.checkpoints = self._make_checkpoints(directory)
-        await run(self._writer, self.checkpoints.open, step, damaged)
+        await run(self.writer.executor, self.checkpoints.open, step, damaged)
         return directory.place
 
     def _on_rolled_back(self, step: int) -> None:
@@ -222,7 +222,7 @@ class Supervisor:
             lost_steps = directory.roll_back(step)
             self._loop.call_soon_threadsafe(self._count_lost, lost_steps)
 
-        self._write(roll_back)
+        self.writer.write(roll_back)
 
     def _count_lost(self, lost_steps: int) -> None:
         self.lost_steps += lost_steps
@@ -243,7 +243,7 @@ class Supervisor:
 
     def _on_publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
         assert self.checkpoints is not None
-        publishing = self._write(self.checkpoints.publish, generation, step, parts)
+        publishing = self.writer.write(self.checkpoints.publish, generation, step, parts)
         publishing.add_done_callback(functools.partial(self._on_published, step))
 
     def _on_published(self, step: int, publishing: "Future[Any]") -> None:
@@ -253,16 +253,13 @@ class Supervisor:
 
     def _on_discard(self, generation: int, step: int) -> None:
         assert self.checkpoints is not None
-        self._write(self.checkpoints.discard, generation, step)
+        self.writer.write(self.checkpoints.discard, generation, step)
         self.cluster.tell_of_save(step, self.checkpoints.committed == step)  # repeated parts
 
     def _journal_checkpoint(self, fields: dict[str, Any]) -> None:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self.cluster.now(), "checkpoint": fields})
-
-    async def _settle(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, int)  # after all before it
 
     def _open_directory(self) -> RunDirectory:
         probe = self.order["probe"]
@@ -314,16 +311,17 @@ class Supervisor:
         if self.directory is None:
             self._early_lines.append(line)
         else:
-            self._write(self.directory.append_journal, line)
+            self.writer.write(self.directory.append_journal, line)
 
     def _on_step(self, line: dict[str, Any]) -> None:
         assert self.directory is not None
         self.last_metrics = line["metrics"]
-        self._write(self.directory.record_step, line["metrics"], line["samples"])
-        self._write(self._draw, line["metrics"])
+        self.writer.write(self.directory.record_step, line["metrics"], line["samples"])
+        self.writer.write(self._draw, line["metrics"])
 
     def _on_stacks(self, texts: dict[str, str]) -> "Future[Any] | None":
-        return None if self.directory is None else self._write(self.directory.append_logs, texts)
+        directory = self.directory
+        return None if directory is None else self.writer.write(directory.append_logs, texts)
 
     def _replace(self, worker: int, why: str) -> None:
         now = self.cluster.now()
@@ -332,49 +330,19 @@ class Supervisor:
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self.cluster.now(), kind: fields})
 
-    def _write(self, function: Any, *arguments: Any) -> "Future[Any]":
-        """In the writer's thread: a decision never waits for storage."""
-        future = self._writer.submit(function, *arguments)
-        future.add_done_callback(self._on_written)
-        return future
-
-    def _on_written(self, future: "Future[Any]") -> None:
-        error = future.exception()
-        if isinstance(error, ValueError | AssertionError):  # a broken invariant of ours
-            self._loop.call_soon_threadsafe(self.cluster.cancel, "failed", f"record: {error}")
-        elif error is not None:
-            cause = f"{type(error).__name__}: {first_line(error)}"
-            if isinstance(error, Unpublished) or self.trouble.hear_write(cause):
-                self._loop.call_soon_threadsafe(self._storage_failed, cause)
-
     def _storage_failed(self, cause: str) -> None:
-        log.error('storage reason="%s"', cause)
         if self._is_over:  # the files are being closed
             return
         self._journal({"at": self.cluster.now(), "storage": cause})
         if self.config.on_storage_error == "fail":
             self.cluster.cancel("failed", f"storage failed: {cause}")
 
-    def _hear_uploads(self, directory: RunDirectory) -> None:
-        cause = directory.upload_error
-        if self.trouble.hear_upload(cause) and cause:
-            self._storage_failed(cause)
-
-    def _storage_warning(self) -> str:
-        """For the end of the run; empty if storage took everything."""
-        if self.directory is None:
-            return ""
-        self._hear_uploads(self.directory)
-        spool = "" if self.directory.folder.local else str(self.directory.directory)
-        committed = self.checkpoints.committed if self.checkpoints else None
-        return self.trouble.summary(committed, spool)
-
     # --- status and result ------------------------------------------------------------
     async def _keep_status(self) -> None:
         while not self._is_over:
             if self.directory is not None and self.decision is not None:
-                self._hear_uploads(self.directory)
-                self._write(self.directory.write_status, self._status(self.decision))
+                self.writer.hear_uploads(self.directory)
+                self.writer.write(self.directory.write_status, self._status(self.decision))
             try:
                 await asyncio.wait_for(self._status_due.wait(), STATUS_EVERY_S)
             except TimeoutError:
@@ -389,10 +357,15 @@ class Supervisor:
             decision,
             self.cluster.workers,
             steps=self.config.steps,
-            committed_checkpoint=self.checkpoints.committed if self.checkpoints else None,
+            committed_checkpoint=self._committed,
             node_ip=self._host,
             reason=self._reason(decision),
         )
+
+    @property
+    def _committed(self) -> int | None:
+        """Step of the newest checkpoint."""
+        return self.checkpoints.committed if self.checkpoints else None
 
     def _reason(self, decision: Decision) -> str:
         if decision.reason:
@@ -415,8 +388,10 @@ class Supervisor:
         if directory is None or decision is None:
             return
         self._note("own_s", self.stragglers.own_s)
-        self._write(lambda: directory.write_status(self._status(decision)))  # after publishing
-        self._write(directory.write_result, result)
-        self._write(lambda: self.curves.close() if self.curves is not None else None)
-        self._write(directory.close)
-        await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
+        self.writer.write(
+            lambda: directory.write_status(self._status(decision))
+        )  # after publishing
+        self.writer.write(directory.write_result, result)
+        self.writer.write(lambda: self.curves.close() if self.curves is not None else None)
+        self.writer.write(directory.close)
+        await asyncio.get_running_loop().run_in_executor(None, self.writer.executor.shutdown)

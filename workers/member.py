@@ -353,19 +353,13 @@ class Member:
 
     def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
         self.should_pause = bool(header["then_pause"])
-        evaluation = header["evaluation"]
-        self.peer_evaluation = tuple(evaluation) if evaluation else None
+        self.peer_evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
         where = (self.generation, self.replica.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
-        self.link.send(
-            "joined",
-            generation=self.generation,
-            rank=self.rank,
-            state_s=round(state_s, 6),
-            step=self.replica.step,
-        )
+        said: dict[str, Any] = {"generation": self.generation, "rank": self.rank}
+        self.link.send("joined", state_s=round(state_s, 6), step=self.replica.step, **said)
         if self.rank == 0:
             self.records.repeat(self, header["recorded_step"])
 

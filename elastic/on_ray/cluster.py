@@ -28,6 +28,7 @@ from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.slots import Slot, end_process, is_running, see_off
+from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
@@ -37,8 +38,6 @@ from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 FROM_PULSE = ("heartbeat", "stacks")
-START_STORE_S = 60.0
-"""How long the rendezvous may take to open a store; it starts with the run."""
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -61,7 +60,7 @@ class RayCluster:
     def __post_init__(self) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
         self.events: asyncio.Queue[s.Event] = asyncio.Queue()
-        self._stores: dict[int, Any] = {}
+        self._stores = Stores(self.rendezvous)
         self._waits = waits_of(self.detect_s)
         self._tick_at = time.monotonic() + self._waits.tick_s
         self._started = time.time() - time.monotonic()
@@ -134,7 +133,7 @@ class RayCluster:
         self._tell_ranks(command.membership, {"type": kind})
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
-            self._open_store(generation + 1)
+            self._stores.open(generation + 1)
             self._inquiry.expect_answers(command.membership)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
@@ -185,18 +184,13 @@ class RayCluster:
             record.has_failed = True
             self.say(s.UserFailed(worker, record.failure or fallback, self.now()))
 
-    def _open_store(self, generation: int) -> None:
-        if generation not in self._stores:
-            self._stores = {generation: self.rendezvous.open.remote(generation)}
-
     async def _form(self, form: c.Form) -> None:
         membership, self.has_formed = form.membership, True
         if form.step < self.recorded_step:  # its last holder is lost
             await self.host.on_loaded(form.step, [])
             self.recorded_step = form.step
         if membership.world_size > 1:
-            self._open_store(membership.generation)
-            store = list(await asyncio.wait_for(self._stores[membership.generation], START_STORE_S))
+            store = await self._stores.address(membership.generation)
         else:
             store = None
         heard = [self.workers[w].evaluation for w in membership.workers if w in self.workers]
@@ -395,10 +389,9 @@ class RayCluster:
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""
-        here = ray.get_runtime_context().get_node_id()
-        pids = [r.pid for r in self.workers.values() if r.pid and r.node_id == here]
+        slots = tuple(self.workers.values())
         for worker in tuple(self.workers):
             self.retire(worker)
         self.links.close()
         self.holders.close()
-        await see_off(pids)
+        await see_off(slots)

@@ -7,9 +7,11 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 
 from elastic.control.suspicion import Watch
@@ -65,8 +67,10 @@ def end_process(pid: int) -> None:
         return
 
 
-async def see_off(pids: list[int]) -> None:
-    """Wait until these processes of this node are gone; who stays too long is ended."""
+async def see_off(slots: Iterable["Slot"]) -> None:
+    """Wait until those of this node are gone; who stays too long is ended."""
+    here = ray.get_runtime_context().get_node_id()
+    pids = [slot.pid for slot in slots if slot.pid and slot.node_id == here]
     deadline = time.monotonic() + ENDING_GRACE_S
     while any(is_running(p) for p in pids) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from elastic.cli import main, only_result_on_stdout, print_failure, print_outcome, result_line
+from elastic.cli import main, only_result_on_stdout, result_line
 from elastic.config import RunConfig
 from elastic.control.replay import Entry, Started
 from elastic.control.state import Limits, Tick
 from elastic.control.transition import start, transition
+from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import UserError
 from elastic.resume import config_json
@@ -62,7 +63,7 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", DIGITS, *SIZES, "--workers", "3..2"], "min 3 is above max 2"),
         (["run", DIGITS, *SIZES, "--workers", "9"], "min 9 is above V"),
         (["run", DIGITS, *SIZES, "--micro-batch", "5"], "is not a multiple of micro_batch=5"),
-        (["run", DIGITS, *SIZES, "--parallel", "hsdp:2"], "parallel='hsdp:2' is not available yet"),
+        (["run", DIGITS, *SIZES, "--parallel", "pp:2"], "parallel='pp:2' is not available yet"),
         (["run", DIGITS, *SIZES, "--detect-s", "soon"], "--detect-s 'soon': give seconds, or none"),
         (["run", DIGITS, *SIZES, "--set", "x"], "--set 'x' is no key=value"),
         (["run", DIGITS, *SIZES, "--set", "bogus=1"], "--set does not fit Digits"),

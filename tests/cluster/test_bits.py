@@ -48,7 +48,14 @@ def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, referenc
     assert leftovers(pids) == []
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "forward",
+        "apply",
+        *(pytest.param(where, marks=pytest.mark.slow) for where in ("backward", "applied")),
+    ],
+)
 def test_a_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
     settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
     with start("DiesOnce", workers="2..3", set=settings) as run:

@@ -106,6 +106,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_detached_run_outlives_its_driver_and_can_be_watched(cluster, tmp_path, ray_temp):
     with LiveRun(
         f"{JOBS / 'toy.py'}:Toy",

@@ -138,6 +138,7 @@ def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(sta
     assert (again.directory / "checkpoints" / damaged["kept"] / path.name).exists()
 
 
+@pytest.mark.slow
 def test_with_every_checkpoint_damaged_nothing_is_started_over_silently(start):
     with start("Toy", workers=1, steps=10, checkpoint_every=5) as run:
         assert run.finish()["status"] == 0

@@ -63,6 +63,7 @@ def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start
     assert_as_if_nothing_had_happened(run, end, reference)
 
 
+@pytest.mark.slow
 def test_a_successor_obeys_ctrl_c_and_the_run_resumes(start, reference):
     options = {"steps": STEPS, "checkpoint_every": 100, "set": ["sleep=0.02"]}
     with start("Toy", workers=2, **options) as run:

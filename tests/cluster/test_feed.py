@@ -196,6 +196,7 @@ def test_a_damaged_row_group_ends_the_run_with_its_name(fed, tmp_path, rows_set)
     assert "p3.parquet, row group 2: cannot be read" in end["err"]
 
 
+@pytest.mark.slow
 def test_a_damaged_row_group_is_left_out_and_journaled(fed, tmp_path, rows_set):
     path, settings = damaged(tmp_path / "bad", rows_set), ["on_bad_file='skip'"]
     with fed("skips", path=path, settings=settings, workers=2) as run:

@@ -56,6 +56,7 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start, reference, tmp_path):
     assert catalogue.steps()[-1] == 120
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_that_must_save(start, tmp_path):
     with start("Toy", workers=2, on_storage_error="fail", **OPTIONS) as run:
         run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 20)

@@ -92,6 +92,7 @@ def test_a_cut_link_costs_seconds_and_no_step(hosts, reference, tmp_path, capsys
     assert end["result"]["lost_steps"] == 0
 
 
+@pytest.mark.slow
 def test_chaos_reaches_other_hosts_through_ray(hosts, tmp_path):
     """A worker killed on another host, and a node that is given notice."""
     address = hosts.start_ray()

@@ -24,6 +24,7 @@ def test_a_run_of_replicas_loses_a_shard_and_no_step(start, reference):
     assert end["result"]["lost_steps"] == 0
 
 
+@pytest.mark.slow
 def test_half_precision_with_recomputed_blocks_grows_and_keeps_its_bits(start, reference):
     options = {"precision": "fp16", "activation_checkpointing": True, "clip_norm": 1.0}
     with start("Toy", workers="1..3", parallel="fsdp", set=["sleep=0.01"], **options) as run:

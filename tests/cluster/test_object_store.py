@@ -103,6 +103,7 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
     assert leftovers(again.seen_pids) == []
 
 
+@pytest.mark.slow
 def test_an_outage_costs_saves_but_no_step_and_the_run_says_so(start_remote, s3, reference):
     with start_remote(workers=2, **OPTIONS) as run:
         run.wait_for_checkpoint(20)

@@ -35,6 +35,7 @@ def assert_unharmed(run, end, reference) -> None:
     assert end["result"]["lost_steps"] == 0
 
 
+@pytest.mark.slow
 def test_the_heads_link_is_cut_for_ten_seconds_and_nobody_is_punished(hosts, reference, tmp_path):
     """Driver, controller and Ray's head on one side, all members on the other: they train on."""
     hosts.start_ray()

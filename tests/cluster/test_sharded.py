@@ -30,7 +30,14 @@ def test_a_sharded_run_that_grows_and_loses_members_loses_no_step(start, referen
     assert end["result"]["lost_steps"] == 0
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "forward",
+        "apply",
+        *(pytest.param(where, marks=pytest.mark.slow) for where in ("backward", "applied")),
+    ],
+)
 def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
     settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
     with start("DiesOnce", workers="2..3", parallel="fsdp", set=settings) as run:
@@ -80,6 +87,7 @@ def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(st
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
     """Its peers wait for its rows in the middle of a forward or backward."""
     options = {"steps": 60, "detect_s": 1.5, "set": ["sleep=0.01"]}

@@ -1,0 +1,66 @@
+"""`Writer`: the thread in which a run's files are written, and what becomes of its errors.
+
+What is written is the supervisor's choice, how it is written elastic/store's.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from elastic.checkpoints import Unpublished
+from elastic.storage_trouble import StorageTrouble
+from elastic.store.files import first_line
+from elastic.store.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """One thread, so that things are written in their order. Errors come back in the event loop."""
+
+    def __init__(self, on_failed: Callable[[str], None], on_broken: Callable[[str], None]) -> None:
+        """on_failed: storage did not take something, and this is news. on_broken: a record of ours
+        contradicts itself."""
+        self._on_failed, self._on_broken = on_failed, on_broken
+        self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
+        self.loop: asyncio.AbstractEventLoop
+        """The controller's, once it runs."""
+        self.trouble = StorageTrouble()
+
+    def write(self, function: Any, *arguments: Any) -> "Future[Any]":
+        """In the thread: a decision never waits for storage."""
+        future = self.executor.submit(function, *arguments)
+        future.add_done_callback(self._on_written)
+        return future
+
+    async def settle(self) -> None:
+        """Until all is written that was asked for before."""
+        await self.loop.run_in_executor(self.executor, int)
+
+    def _on_written(self, future: "Future[Any]") -> None:
+        error = future.exception()
+        if isinstance(error, ValueError | AssertionError):
+            self.loop.call_soon_threadsafe(self._on_broken, f"record: {error}")
+        elif error is not None:
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, Unpublished) or self.trouble.hear_write(cause):
+                self.loop.call_soon_threadsafe(self._tell, cause)
+
+    def _tell(self, cause: str) -> None:
+        log.error('storage reason="%s"', cause)
+        self._on_failed(cause)
+
+    def hear_uploads(self, directory: RunDirectory) -> None:
+        cause = directory.upload_error
+        if self.trouble.hear_upload(cause) and cause:
+            self._tell(cause)
+
+    def warning(self, directory: RunDirectory | None, committed: int | None) -> str:
+        """For the end of the run; empty if storage took everything."""
+        if directory is None:
+            return ""
+        self.hear_uploads(directory)
+        spool = "" if directory.folder.local else str(directory.directory)
+        return self.trouble.summary(committed, spool)
