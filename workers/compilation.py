@@ -1,13 +1,13 @@
-"""What torch compiles of the user's model: noticed and said, never asked for.
+"""What torch compiles of the user's model: said in the log, and no hang while it lasts.
 
 `session.model.compile()` is the user's call; who is taken for hung is elastic/control's decision.
+Nothing of torch.compile is imported for it.
 """
 
 import logging
 import sys
+from contextlib import ExitStack
 from typing import Any
-
-from torch import nn
 
 from workers.vitals import Vitals
 
@@ -15,15 +15,26 @@ log = logging.getLogger(__name__)
 
 
 class Compilation:
-    """Of one worker."""
+    """Of one worker: `compile` is its phase while torch.compile is at work in its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, vitals: Vitals) -> None:
+        self._vitals, self._is_heard = vitals, False
+        self._current = ExitStack()
         self._num_graphs = 0
 
-    def begin(self, model: nn.Module, vitals: Vitals) -> None:
-        """A generation has formed: its first forward may compile again, which takes its time."""
-        if any(module._compiled_call_impl is not None for module in model.modules()):
-            vitals.forget("compute")
+    def hear(self) -> None:
+        """From now on, if the user's code has asked for a compilation; cheap to call often."""
+        module = sys.modules.get("torch._dynamo.callback")
+        if module is not None and not self._is_heard:
+            self._is_heard = True
+            module.on_compile_start(self._begin)
+            module.on_compile_end(self._end)
+
+    def _begin(self, _: Any) -> None:
+        self._current.enter_context(self._vitals.aside("compile"))
+
+    def _end(self, _: Any) -> None:
+        self._current.close()
 
     def tell(self, generation: int, step: int) -> None:
         """After a step: log that something was compiled in it."""

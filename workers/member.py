@@ -78,7 +78,7 @@ class Member:
         self.peer_evaluation: tuple[int, int, Any] | None = None
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
-        self._compilation = Compilation()
+        self.compilation = Compilation(vitals)
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
         self._copying = Copying(
@@ -183,7 +183,7 @@ class Member:
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
-        self._compilation.tell(self.generation, replica.step)
+        self.compilation.tell(self.generation, replica.step)
         self.records.add(layout, vector, vote, self, prepared.step_s)
         if self.keeper is not None:
             self.keeper.after_step(replica, self)
@@ -327,7 +327,6 @@ class Member:
         began = time.monotonic()
         if not enter_shard(self, header):
             return False
-        self._compilation.begin(self.replica.model, self.vitals)
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
         return True

@@ -15,7 +15,6 @@ from torch import nn
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers import ballot, evaluation
-from workers.compiling import Compilations
 from workers.loader import LoadedBatch
 from workers.loss import check_loss
 from workers.member import Member
@@ -42,7 +41,6 @@ class Session:
         self._open: Step | None = None
         names = {id(p): n for n, p in member.replica.model.named_parameters()}
         self._parameters = {names[id(p)]: p for p in member.replica.parameters}
-        self._compilations = Compilations(member.vitals)
         self._inspection = Inspection(member, self._parameters)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages."""
@@ -214,7 +212,7 @@ class Step:
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
         self._vitals.begin_step()
-        self._session._compilations.hear()
+        self._member.compilation.hear()
         return self
 
     def __exit__(

@@ -80,10 +80,6 @@ class Vitals:
         self._phase, self._since = PHASES.index(phase), now
         self._write()
 
-    def forget(self, phase: str) -> None:
-        """What is usual in `phase` is not known any more."""
-        self._seen[PHASES.index(phase)].clear()
-
     def begin_step(self) -> None:
         """An attempt at a step."""
         self._own_now_s = 0.0

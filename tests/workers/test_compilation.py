@@ -77,19 +77,13 @@ def test_a_single_parameter_per_block_is_one_slice():
     assert sha256(replica) == sha256(plain)
 
 
-def test_compiling_is_logged_and_has_no_usual_time(caplog):
+def test_compiling_is_logged(caplog):
     torch._dynamo.reset()
     caplog.set_level(logging.INFO)
-    replica, vitals, compilation = build("ddp"), Vitals(), Compilation()
-    for _ in range(20):
-        vitals.enter("compute")
+    replica, compilation = build("ddp"), Compilation(Vitals())
     compilation.tell(1, 1)  # what other tests compiled in this process
     caplog.clear()
-    compilation.begin(replica.model, vitals)
-    assert len(vitals._seen[vitals._phase]) == 19
     replica.model.compile(backend="eager")
-    compilation.begin(replica.model, vitals)
-    assert not vitals._seen[vitals._phase]
     train(replica, Alone(), "ddp", 1)
     compilation.tell(2, 5)
     compilation.tell(2, 6)

@@ -4,7 +4,7 @@ from mmap import PROT_READ, mmap
 
 import torch
 
-from workers.compiling import Compilations
+from workers.compilation import Compilation
 from workers.pulse import read_vitals
 from workers.vitals import PHASES, Vitals
 
@@ -54,15 +54,15 @@ def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
 
 def test_a_compilation_in_the_middle_of_a_step_is_a_phase_of_its_own():
     vitals, seen = Vitals(), []
-    compilations = Compilations(vitals)
-    compilations.hear()
+    compilation = Compilation(vitals)
+    compilation.hear()
 
     def backend(graph, _):
         seen.append(shown(vitals)["phase"])
         return graph.forward
 
     double = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
-    compilations.hear()
+    compilation.hear()
     vitals.enter("compute")
     for size in (3, 3, 4):
         assert double(torch.ones(size)).sum() == 2 * size
