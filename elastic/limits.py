@@ -27,6 +27,7 @@ def limits_of(config: RunConfig) -> Limits:
         can_save=has_checkpoints(config),
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
+        has_copies=is_sharded(config.parallel) and config.snapshot_every == 1,
     )
 
 

@@ -34,6 +34,8 @@ class Limits:
     is_sharded: bool = False
     """Each member holds a part of the state only: what a lost one held may be in peer memory, as
     of an earlier step, or gone. The members find out when they form."""
+    has_copies: bool = False
+    """Peer memory has every part of every committed step."""
 
 
 @dataclass(frozen=True, slots=True)

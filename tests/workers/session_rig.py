@@ -53,6 +53,9 @@ class FakeLink:
     def send(self, kind, payload=b"", **fields):
         self.sent.append((kind, fields, payload))
 
+    def go_back(self, generation, step):
+        self.recorded_step = min(self.recorded_step, step)
+
     def of(self, kind):
         return [(fields, payload) for k, fields, payload in self.sent if k == kind]
 

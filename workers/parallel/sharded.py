@@ -146,6 +146,7 @@ class Sharded:
         device = self.model.device
         self._note_steps()
         claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
+        shards = self._form_axes(mesh, group)  # while all are here: getting rows takes its time
         self.model.reset()
         origin = generation
         references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
@@ -162,7 +163,9 @@ class Sharded:
         position = mesh.position(group.rank)
         self.holding = Holding("rows", step, position, group.world_size, origin)
         self._group = group
-        self._connect(mesh, group, on_lost, gathering)
+        if shards is not None:
+            self.collectives = Collectives(shards, on_lost, gathering)
+            self.model.connect(self.collectives)
         self._replica.norm_of = self._norm
 
     def _new_mesh(self, group: AnyGroup) -> Mesh:
@@ -171,23 +174,17 @@ class Sharded:
             return mesh
         return placed(mesh, gather_json(group, self._spec.node, self.model.device))
 
-    def _connect(
-        self,
-        mesh: Mesh,
-        group: AnyGroup,
-        on_lost: Callable[[PeerLost], NoReturn],
-        gathering: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """The groups of the two axes. Raises PeerLost."""
+    def _form_axes(self, mesh: Mesh, group: AnyGroup) -> AnyGroup | None:
+        """The groups of the two axes; the shards' is returned, None if this rank stands by. Raises
+        PeerLost."""
         self.collectives = self._replicas = None
         rank, timeout_s = group.rank, self._spec.join_timeout_s
         if mesh.is_standby(rank):
-            return
+            return None
         replica, shard = mesh.replica(rank), mesh.shard(rank)
         shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
         self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
-        self.collectives = Collectives(shards, on_lost, gathering)
-        self.model.connect(self.collectives)
+        return shards
 
     def _take_initial(self, mesh: Mesh, rank: int) -> None:
         values = self.local_parameters() if self._is_untouched else None
