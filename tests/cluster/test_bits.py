@@ -127,6 +127,7 @@ def test_a_warm_standby_takes_over(start, reference):
     assert_equals_reference(run, end, reference("Toy", steps=100))
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_found_by_its_heartbeats_and_replaced(start, reference):
     with start("Toy", workers="1..2", steps=150, detect_s=1.5, set=["sleep=0.01"]) as run:
         status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 12)

@@ -30,14 +30,8 @@ def test_a_sharded_run_that_grows_and_loses_members_loses_no_step(start, referen
     assert end["result"]["lost_steps"] == 0
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "forward",
-        "apply",
-        *(pytest.param(where, marks=pytest.mark.slow) for where in ("backward", "applied")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "apply", "applied"])
 def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, reference, tmp_path, where):
     settings = [f"marker='{tmp_path / 'died'}'", f"where={where!r}"]
     with start("DiesOnce", workers="2..3", parallel="fsdp", set=settings) as run:
@@ -74,6 +68,7 @@ def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
 
 
+@pytest.mark.slow
 def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(start):
     """Seven batches over two ranks: one of them evaluates an echo."""
     found = []
