@@ -17,7 +17,7 @@ ATTEMPTS = 4
 GCS_PATIENCE = "retry_limit_seconds=60"
 LARGEST_COPY_BYTES = 5 * 2**30
 """S3 copies no larger object in one request."""
-READS = 10
+READS = 100
 COPY_BLOCK_BYTES = 16 * 2**20
 
 
