@@ -71,16 +71,18 @@ class Ahead:
                 break
             if key in self.held or key in self.running or key < needed:
                 continue
-            used += self._expected_bytes(key)
-            if used > limit:
+            size = self._expected_bytes(key)
+            used += size
+            if used > self._limit(size):
                 break
             start.append(key)
             self.running.add(key)
         return Turn(tuple(start), tuple(forget))
 
-    def _limit(self) -> float:
+    def _limit(self, size: float = 0.0) -> float:
+        """With one more window of `size`; what is being read counts as if it were held."""
         budget = self.plan.source.prefetch_bytes
-        return budget - max(RESERVE * budget, *self.held.values(), 0)
+        return budget - max(RESERVE * budget, size, *self._sizes().values())
 
     def _sizes(self) -> Mapping[WindowKey, float]:
         return {**self.held, **{k: self._expected_bytes(k) for k in self.running}}

@@ -128,6 +128,7 @@ def peak_of(what: Callable[[], None]) -> tuple[int, int]:
     return peak, resident_bytes("VmRSS")
 
 
+@pytest.mark.slow  # resident bytes are what they are only on a quiet machine
 def test_nobody_holds_much_more_than_the_old_or_the_new_rows_while_they_move():
     """Nor, at the start, more than its rows and one module."""
 
