@@ -23,11 +23,11 @@ from tests.bench.harness import (
     elastic_run,
     lines_of,
     machine,
-    percentile,
     record,
     report,
     storage_directory,
 )
+from tests.bench.recovery import summary
 from tests.bench.torchrun_fsdp import MODEL
 
 WORKERS = 4
@@ -113,23 +113,11 @@ def main() -> int:
             for i in range(-(-arguments.kills // arguments.per_run))
         ]
     seconds = [s for of_run, _ in runs for s in of_run]
-    ends = [end for _, end in runs]
-    equal = sum(end["sha"] == sha for end in ends)
-    lost = sum(end["lost_steps"] for end in ends)
-    complete = sum(end["is_complete"] for end in ends)
-    results = {
-        "p50": f"{percentile(seconds, 50):.3f} s",
-        "p90": f"{percentile(seconds, 90):.3f} s",
-        "worst": f"{max(seconds):.3f} s",
-        "lost steps": str(lost),
-        "equal hashes": f"{equal}/{len(runs)} runs",
-        "gapless metrics": f"{complete}/{len(runs)} runs",
-        "median step": f"{median_step_s:.3f} s",
-    }
+    results, is_sound = summary(seconds, [end for _, end in runs], sha, median_step_s)
     report("SIGKILL of one of 4 FSDP ranks", list(results), [list(results.values())])
     setting = f"{len(seconds)} kills in {len(runs)} runs, bitwise, snapshots every step"
     record("fsdp recovery", about=about, setting=setting, results=results)
-    return 0 if equal == complete == len(runs) and not lost else 1
+    return 0 if is_sound else 1
 
 
 if __name__ == "__main__":

@@ -110,6 +110,25 @@ def peer_kill() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def summary(
+    seconds: list[float], ends: list[dict[str, Any]], sha: str, median_step_s: float
+) -> tuple[dict[str, str], bool]:
+    """What is recorded, and whether no run lost a step or a bit."""
+    equal = sum(end["sha"] == sha for end in ends)
+    lost = sum(end["lost_steps"] for end in ends)
+    complete = sum(end["is_complete"] for end in ends)
+    results = {
+        "p50": f"{percentile(seconds, 50):.3f} s",
+        "p90": f"{percentile(seconds, 90):.3f} s",
+        "worst": f"{max(seconds):.3f} s",
+        "lost steps": str(lost),
+        "equal hashes": f"{equal}/{len(ends)} runs",
+        "gapless metrics": f"{complete}/{len(ends)} runs",
+        "median step": f"{median_step_s:.3f} s",
+    }
+    return results, equal == complete == len(ends) and not lost
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
@@ -128,18 +147,7 @@ def main() -> int:
             for i in range(-(-arguments.kills // arguments.per_run))
         ]
     seconds = [s for of_run, _ in runs for s in of_run]
-    ends = [end for _, end in runs]
-    equal = sum(end["sha"] == sha for end in ends)
-    lost = sum(end["lost_steps"] for end in ends)
-    complete = sum(end["is_complete"] for end in ends)
-    results = {
-        "p50": f"{percentile(seconds, 50):.3f} s",
-        "worst": f"{max(seconds):.3f} s",
-        "lost steps": str(lost),
-        "equal hashes": f"{equal}/{len(runs)} runs",
-        "gapless metrics": f"{complete}/{len(runs)} runs",
-        "median step": f"{median_step_s:.3f} s",
-    }
+    results, is_sound = summary(seconds, [end for _, end in runs], sha, median_step_s)
     if not arguments.no_peer:
         peer = peer_kill()
         peer_s = peer["recovery_s"] - peer["median_step_s"]
@@ -152,7 +160,7 @@ def main() -> int:
         setting=f"{len(seconds)} kills in {len(runs)} runs, bitwise",
         results=results,
     )
-    return 0 if equal == complete == len(runs) and not lost else 1
+    return 0 if is_sound else 1
 
 
 if __name__ == "__main__":

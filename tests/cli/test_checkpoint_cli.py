@@ -6,13 +6,10 @@ from torch import nn
 
 from elastic.cli import main
 from elastic.protocol.manifest import MANIFEST
-from elastic.store.catalogue import Catalogue, file_name
-from elastic.store.checkpoint_files import write_part
-from elastic.store.files import open_folder
+from elastic.store.catalogue import file_name
+from tests.workers.checkpoint_samples import save
 from workers.digest import weights_sha256
-from workers.peer import as_bytes
 from workers.replica import Replica
-from workers.saver import share
 
 WORLD_SIZE = 3
 
@@ -25,20 +22,6 @@ def replica(seed):
     model(torch.randn(4, 7)).sum().backward()
     optimizer.step()
     return Replica(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
-
-
-def save(run_dir, step, made):
-    catalogue = Catalogue(open_folder(str(run_dir)).at("checkpoints"))
-    snapshot = made.snapshot()
-    tensors = {name: snapshot.take(name) for name in snapshot.shapes}
-    parts = []
-    for rank in range(WORLD_SIZE):
-        pieces = share(tensors, rank, WORLD_SIZE)
-        contents = (as_bytes(t.contiguous()) if t.numel() else memoryview(b"") for _, t in pieces)
-        name = file_name(1, rank, WORLD_SIZE)
-        parts.append(write_part(catalogue.prepare(step), name, [b for b, _ in pieces], contents))
-    catalogue.publish(step, 1, parts, snapshot.header, {})
-    return catalogue
 
 
 @pytest.fixture

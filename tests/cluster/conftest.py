@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
 
 
@@ -57,3 +58,14 @@ def nodes(ray_temp, monkeypatch):
     found = Cluster(initialize_head=True, head_node_args=head)
     yield found
     found.shutdown()
+
+
+@pytest.fixture
+def hosts(request):
+    """Those of the module's HOSTS; skips where this machine forbids it."""
+    try:
+        made = request.module.HOSTS().__enter__()
+    except Forbidden as reason:
+        pytest.skip(f"no hosts on this machine: {reason}")
+    yield made
+    made.__exit__()

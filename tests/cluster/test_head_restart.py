@@ -5,29 +5,21 @@ Ray keeps what it knows in memory, unless RAY_gcs_storage says rocksdb (or redis
 
 import json
 import time
+from functools import partial
 
 import pytest
 
-from tests.cluster.hosts import Forbidden, Hosts, command_of
+from tests.cluster.hosts import Hosts, command_of
 from tests.cluster.live import JOBS, assert_complete, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+HOSTS = partial(Hosts, 3, head_cpus=0)
+"""A head without slots and two hosts with one each."""
 
 STEPS = 800
 TOY = f"{JOBS / 'toy.py'}:Toy"
 OPTIONS = {"workers": 2, "steps": STEPS, "checkpoint_every": 50, "set": ["sleep=0.02"]}
 LEASE_S = 30.0  # 10 x detect_s
-
-
-@pytest.fixture
-def hosts():
-    """A head without slots and two hosts with one each."""
-    try:
-        made = Hosts(3, head_cpus=0).__enter__()
-    except Forbidden as reason:
-        pytest.skip(f"no hosts on this machine: {reason}")
-    yield made
-    made.__exit__()
 
 
 def begin(hosts, tmp_path):

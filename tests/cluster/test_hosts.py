@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -10,19 +11,10 @@ from tests.cluster.hosts import Forbidden, Hosts
 from tests.cluster.live import JOBS, assert_complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+HOSTS = partial(Hosts, 3)
+"""Three of them with one CPU slot each."""
 
 STEPS = 80
-
-
-@pytest.fixture
-def hosts():
-    """Three of them with one CPU slot each; skips where this machine forbids it."""
-    try:
-        made = Hosts(3).__enter__()
-    except Forbidden as reason:
-        pytest.skip(f"no hosts on this machine: {reason}")
-    yield made
-    made.__exit__()
 
 
 def is_reached(hosts, source: int, target: int) -> bool:

@@ -1,6 +1,7 @@
 """Runs whose head or driver is cut off, and links that lose packets."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -8,22 +9,13 @@ from tests.cluster.hosts import Forbidden, Hosts, command_of
 from tests.cluster.live import JOBS, assert_complete, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+HOSTS = partial(Hosts, 3, head_cpus=0)
+"""A head without slots and two hosts with one each."""
 
 STEPS = 250
 TOY = f"{JOBS / 'toy.py'}:Toy"
 OPTIONS = {"steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.02"]}
 LEASE_S = 20.0  # 10 x detect_s
-
-
-@pytest.fixture
-def hosts():
-    """A head without slots and two hosts with one each; skips where this machine forbids it."""
-    try:
-        made = Hosts(3, head_cpus=0).__enter__()
-    except Forbidden as reason:
-        pytest.skip(f"no hosts on this machine: {reason}")
-    yield made
-    made.__exit__()
 
 
 def assert_unharmed(run, end, reference) -> None:

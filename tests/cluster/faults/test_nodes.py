@@ -5,29 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
-from tests.cluster.hosts import GCS_PORT, Forbidden, Hosts, command_of
+from tests.cluster.hosts import GCS_PORT, Hosts, command_of
 from tests.cluster.live import JOBS, assert_complete
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+HOSTS = partial(Hosts, 4, head_cpus=0)
+"""A head without slots and three hosts with one each."""
 
 STEPS = 150
 OPTIONS = {"workers": "2..3", "steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.03"]}
 LOADED_S = 3.0
 """Where sockets close; 1 s on an idle machine, see tests/bench/faults.py."""
-
-
-@pytest.fixture
-def hosts():
-    """A head without slots and three hosts with one each."""
-    try:
-        made = Hosts(4, head_cpus=0).__enter__()
-    except Forbidden as reason:
-        pytest.skip(f"no hosts on this machine: {reason}")
-    yield made
-    made.__exit__()
 
 
 def kill_raylet(hosts, host: int) -> float:
