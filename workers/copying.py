@@ -5,6 +5,7 @@ What arrives comes through workers/peer.py; who forms what is workers/member.py'
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,11 +30,14 @@ class Copying:
         vitals: Vitals,
         device: torch.device,
         standing: Standing,
-        on_replaced: Callable[[], None],
+        on_replaced: Callable[[dict[str, Any]], None],
+        on_followed: Callable[[dict[str, Any]], None],
     ) -> None:
-        """on_replaced: the state is another worker's now."""
+        """on_replaced: the state is another worker's now; on_followed: it has taken a step. Both
+        are given what the other one knows of steps that are not on record."""
         self._spec, self._replica, self._link = spec, replica, link
-        self._vitals, self._device, self._on_replaced = vitals, device, on_replaced
+        self._vitals, self._device = vitals, device
+        self._on_replaced, self._on_followed = on_replaced, on_followed
         self._following: Following | None = None
         self._standing = standing
 
@@ -69,9 +73,10 @@ class Copying:
             if header["type"] == "snapshot":
                 replica.restore(header, tensors)
                 self._standing.has_state = True
-                self._on_replaced()
+                self._on_replaced(header["records"])
             elif header["step"] == replica.step + 1:
                 replica.apply(Update.from_frame(header, tensors, self._device))
+                self._on_followed(header["records"])
                 following.memory.give(tensors)
             self._vitals.step = replica.step
             if header["queued"] == 0 and not self._standing.is_following:

@@ -81,14 +81,13 @@ class Member:
         self.compilation = Compilation(vitals)
         self._formation: groups.Formation | None = None
         self._followers: list[Follower] = []
-        self._copying = Copying(
-            spec, replica, link, vitals, device, self.standing, self._on_replaced
-        )
         self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
         if replica.sharded is not None:
             replica.sharded.keeper = self.keeper
         delays = self.keeper is not None and self.keeper.delays_commits
-        self.records = Records(link, spec.global_batch, is_delayed=delays)
+        self.records = records = Records(link, spec.global_batch, is_delayed=delays)
+        seams = self.standing, self._on_replaced, records.take
+        self._copying = Copying(spec, replica, link, vitals, device, *seams)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, header: dict[str, Any]) -> None:
@@ -174,9 +173,11 @@ class Member:
             tracked=replica.buffers.tracked,
             log_names=layout.log_names,
         )
+        self.records.add(layout, vector, vote, self, prepared.step_s)
         self._followers = [f for f in self._followers if not f.is_lost]
         if self._followers:
             header, tensors = update.to_frame()
+            header["records"] = self.records.to_frame(is_newest_enough=True)
             for follower in self._followers:
                 follower.offer(header, tensors)
         replica.apply(update)
@@ -184,7 +185,6 @@ class Member:
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = replica.step
         self.compilation.tell(self.generation, replica.step)
-        self.records.add(layout, vector, vote, self, prepared.step_s)
         if self.keeper is not None:
             self.keeper.after_step(replica, self)
         if not vote.is_saving:
@@ -236,6 +236,9 @@ class Member:
             case "load":
                 self._copying.stop()
                 damaged = self._on_load(header["place"], header["recorded_step"])
+                if self.replica.sharded is None:
+                    self.records.go_back(self.replica.step)
+                    self.records.repeat(self, header["recorded_step"])
                 self.standing.has_state = True
                 self.vitals.step = self.replica.step
                 self.link.send(
@@ -258,7 +261,8 @@ class Member:
                 self.saver.save_now(self.replica, self)
                 self.link.send("kept", generation=self.generation, rank=self.rank)
             case "finish":
-                self._end(header)
+                self.end(header)
+                raise RunEnded
             case _:
                 pass  # a pause is kept by `interrupt`; an abort of a dead generation is no news
         return False
@@ -277,10 +281,6 @@ class Member:
             vote=vote[0] if vote else None,
             evaluation=evaluation,
         )
-
-    def _end(self, header: dict[str, Any]) -> None:
-        self.end(header)
-        raise RunEnded
 
     def end(self, header: dict[str, Any]) -> None:
         """Write the final state and say its hash; once more if a member was lost meanwhile."""
@@ -385,14 +385,15 @@ class Member:
             self.standing.is_following = self.standing.has_state = True
             self.link.send("synced", step=self.replica.step)
 
-    def _on_replaced(self) -> None:
-        """The state is another one now, a peer's or a checkpoint's."""
+    def _on_replaced(self, records: dict[str, Any]) -> None:
+        """The state is a peer's now."""
         self.prepared = None
         self.records.forget()
+        self.records.take(records)
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
         newcomers = self.peers.arrived()
         for follower in newcomers:
-            follower.begin(self.replica.snapshot())
+            follower.begin(self.replica.snapshot(), self.records.to_frame())
         self._followers += newcomers

@@ -78,8 +78,9 @@ class Follower:
         self._queued_bytes = 0
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """The state to start from."""
+    def begin(self, snapshot: Snapshot, records: dict[str, Any]) -> None:
+        """The state to start from, and what is known of its last steps."""
+        snapshot.header["records"] = records
         self._snapshot = snapshot
         self._queue.put(snapshot)
 

@@ -1,8 +1,10 @@
 """What a worker knows of committed steps until the controller has them on record.
 
 Every rank keeps it, the lowest reports it: should that one be lost, its successor says it again.
+Who copies a state is told this with it, for it may be the last one that holds the step.
 """
 
+import base64
 import math
 import time
 from collections import deque
@@ -42,9 +44,9 @@ class Records:
     def add(
         self, layout: VoteLayout, vector: np.ndarray, vote: Vote, by: Standing, step_s: float
     ) -> None:
-        """The step that `by` has just committed with this vote; `tell` reports it."""
+        """The step that `by` commits with this vote; `tell` reports it."""
         self.last_vote = dump(layout, vector)
-        step, batch = by.step, self._global_batch
+        step, batch = by.step + 1, self._global_batch
         self._unrecorded.append(
             {
                 "metrics": {
@@ -66,8 +68,27 @@ class Records:
                 },
             }
         )
+        self._drop_recorded()
+
+    def _drop_recorded(self) -> None:
         while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:
             self._unrecorded.popleft()
+
+    def to_frame(self, *, is_newest_enough: bool = False) -> dict[str, Any]:
+        """JSON for who copies the state of the last step here; `take` is its other end.
+
+        is_newest_enough: it has been told the steps before."""
+        layout, content = self.last_vote or (None, b"")
+        steps = list(self._unrecorded)
+        vote = [layout, base64.b64encode(content).decode()]
+        return {"steps": steps[-1:] if is_newest_enough else steps, "vote": vote}
+
+    def take(self, frame: dict[str, Any]) -> None:
+        """What the source of a copied state knows."""
+        self._unrecorded += frame["steps"]
+        self._drop_recorded()
+        layout, content = frame["vote"]
+        self.last_vote = None if layout is None else (layout, base64.b64decode(content))
 
     def tell(self, by: Standing) -> None:
         """The lowest rank says what was committed last, as a member that has joined; all that it
@@ -86,7 +107,11 @@ class Records:
     @property
     def known_step(self) -> int:
         """Up to which this worker could report every step that is not on record."""
-        known = self._link.recorded_step
+        return self.known_from(self._link.recorded_step)
+
+    def known_from(self, recorded_step: int) -> int:
+        """... if the record ends there."""
+        known = recorded_step
         for record in self._unrecorded:
             if step_of(record) == known + 1:
                 known += 1

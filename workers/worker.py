@@ -234,14 +234,17 @@ class Worker:
         """Become the holder of the state that the run goes on from: the newest good checkpoint, or
         what this worker has from peers if that is newer, else the initial state.
 
-        place: the run directory, which need not exist. recorded_step: steps on record there; a
-        later state has a gap behind it. Gives the damaged checkpoints. WrongInput if the workload
-        cannot be trained, or no checkpoint is good; OSError if the storage stays away.
+        place: the run directory, which need not exist. recorded_step: steps on record there; of a
+        later state this worker must know the steps in between. Gives the damaged checkpoints.
+        WrongInput if the workload cannot be trained, or no checkpoint is good; OSError if the
+        storage stays away.
         """
         self._is_warm = True
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
         self._try_microbatch(max([recorded_step, *patiently(catalogue.steps)]))
-        if self._replica.step > recorded_step and self._replica.sharded is None:
+        assert self._member is not None
+        known_step = self._member.records.known_from(recorded_step)
+        if self._replica.step > known_step and self._replica.sharded is None:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         if self._replica.sharded is not None:

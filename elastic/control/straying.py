@@ -11,22 +11,30 @@ from elastic.control.suspicion import Heartbeat, Watch, place_of
 
 def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str]]:
     """Those who wait in another collective than most of their generation wait in as the same one:
-    the program has gone another way there, and all would wait for ever."""
+    the program has gone another way there, and all would wait for ever.
+
+    Nobody is named before a majority waits together, or everybody waits: who is on its way yet
+    may show that the first ones to wait are those who went astray.
+    """
     stuck: dict[tuple[int, int], list[Heartbeat]] = {}
+    sizes: Counter[int] = Counter()
     for w in watches:
         heartbeat = w.heartbeat
-        if heartbeat.waits_for_peers and heartbeat.phase_s > detect_s and heartbeat.collective[0]:
+        sizes[heartbeat.generation] += 1
+        if heartbeat.waits_for_peers and heartbeat.collective[0]:
             place = (heartbeat.generation, heartbeat.collective[0])
             stuck.setdefault(place, []).append(heartbeat)
-    for beats in stuck.values():
+    for (generation, _), beats in stuck.items():
+        size = sizes[generation]
         counts = Counter(h.collective for h in sorted(beats, key=lambda h: h.worker))
         (common, num_common), *others = counts.most_common()
-        for h in beats if others else ():
-            if h.collective != common:
+        is_clear = 2 * num_common > size or len(beats) == size
+        for h in beats if others and is_clear else ():
+            if h.collective != common and h.phase_s > detect_s:
                 yield (
                     h.worker,
                     f"it waits in {words_of(h.collective)} for {h.phase_s:.1f} s, "
-                    f"{place_of(h)}, where {num_common} of {len(beats)} wait in "
+                    f"{place_of(h)}, where {num_common} of {size} wait in "
                     f"{words_of(common)}: it has skipped a collective, or made one alone",
                 )
 

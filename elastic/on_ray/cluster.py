@@ -358,6 +358,8 @@ class RayCluster:
             self.recorded_step = step
             self.host.on_step(line)
             self.say(s.Committed(generation, step, step_s, self.now()))
+        elif step > self.recorded_step:
+            log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 
     def _on_held(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         self.commits.hear_held(header["generation"], header["rank"], header["step"])

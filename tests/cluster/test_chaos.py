@@ -17,7 +17,7 @@ faults:
   - {what: kill, whom: {rank: 1}, when: {step: 15}}
   - {what: stop, for_s: 0.3, when: {after_fault: 1, step: 15}}
   - {what: stop, whom: {rank: 0}, when: {after_fault: 2, step: 15}}
-  - {what: kill, when: {after_fault: 3, phase: forming}}
+  - {what: kill, whom: {rank: 1}, when: {after_fault: 3, phase: forming}}
 """
 
 

@@ -41,8 +41,10 @@ def assert_left_as_planned(run, end, reference, since: float) -> None:
 
 
 def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(start, reference):
-    with start("Toy", **OPTIONS) as run:
-        status = run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
+    with start("Toy", standby=1, **OPTIONS) as run:
+        status = run.wait_for(
+            lambda s: s["world_size"] == 3 and [w["state"] for w in s["standby"]] == ["standby"]
+        )
         leaver = status["workers"][0]
         at = time.time()
         os.kill(leaver["pid"], signal.SIGTERM)
