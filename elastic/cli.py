@@ -17,20 +17,20 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic import (
-    chaos_cli,
-    checkpoint_cli,
-    checkpoint_compare_cli,
-    checkpoint_exchange_cli,
-    data_cli,
-    stop_cli,
+from elastic.commands import (
+    chaos,
+    checkpoint,
+    checkpoint_compare,
+    checkpoint_exchange,
+    data,
+    stop,
 )
+from elastic.commands.progress import Progress, decision_line, is_told, worker_table
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
 from elastic.control.transition import UnexpectedEvent
 from elastic.outcome import print_failure, print_outcome
-from elastic.progress import Progress, decision_line, is_told, worker_table
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import read_past_run
@@ -53,12 +53,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(checkpoint_cli.app, name="checkpoint")
-checkpoint_cli.app.add_typer(checkpoint_exchange_cli.app)
-checkpoint_cli.app.add_typer(checkpoint_compare_cli.app)
-app.add_typer(chaos_cli.app, name="chaos")
-app.add_typer(data_cli.app, name="data")
-app.command()(stop_cli.stop)
+app.add_typer(checkpoint.app, name="checkpoint")
+checkpoint.app.add_typer(checkpoint_exchange.app)
+checkpoint.app.add_typer(checkpoint_compare.app)
+app.add_typer(chaos.app, name="chaos")
+app.add_typer(data.app, name="data")
+app.command()(stop.stop)
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]

@@ -223,7 +223,7 @@ def show_results(faulty: Job, calm: Job, screen: Screen) -> bool:
     """Print everything; True if the weights of both jobs are equal, bit for bit."""
     from elastic.store.catalogue import Catalogue
     from elastic.store.files import open_folder
-    from workers.checkpoint_load import checkpoint_sha256
+    from workers.checkpoint.load import checkpoint_sha256
 
     result, lines = faulty.result(), faulty.metrics()
     curve = loss_curve(lines, calm.metrics())

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from elastic import controller
 from elastic.checkpoints import Checkpoints
+from elastic.commands.curves import Curves
 from elastic.config import RunConfig
 from elastic.control import state as s
 from elastic.control.accounting import account, open_account
 from elastic.control.replay import is_news
 from elastic.control.state import Decision
 from elastic.control.transition import start
-from elastic.curves import Curves
 from elastic.limits import limits_of, worker_spec
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster

@@ -11,11 +11,11 @@ import torch
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers.exchange import gather_json
+from workers.health.nonfinite import Inspection, explain
+from workers.health.verify import verify
 from workers.member import Member
 from workers.microbatches import names_in
-from workers.nonfinite import Inspection, explain
-from workers.reducers import Reduced
-from workers.verify import verify
+from workers.reduction.reducers import Reduced
 from workers.vote import MicrobatchRecord, Prepared, Vote, VoteLayout, decode, encode
 
 

@@ -12,11 +12,11 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
+from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.peer import Following
 from workers.replica import Replica, Update
 from workers.standing import Standing
-from workers.vitals import Vitals
 
 
 class Copying:

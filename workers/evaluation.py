@@ -14,11 +14,11 @@ import torch
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.seams import WorkerSpec
+from workers.data.placement import to_device
 from workers.exchange import gather_json
 from workers.member import Member, RolledBack
-from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.reduction import fold_scalars
+from workers.reduction.tree import fold_scalars
 
 SCALAR = "value"
 EVALUATION_SEED_SALT = 0x6576616C

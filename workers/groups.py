@@ -1,7 +1,7 @@
 """The process group of one generation: forming it, reducing over it, and walking away from it.
 
 Backends are used directly, without torch's global registry of groups: a generation's group is a
-value that is dropped whole. What is reduced lives in workers/reduction.py and gradient_buckets.py.
+value that is dropped whole. What is reduced lives in workers/reduction.
 
 A gloo operation whose peer is frozen cannot be aborted (measured, torch 2.13), so a survivor
 abandons it: waiting ends at once, the group is kept until its threads have come back, and nobody

@@ -18,18 +18,18 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
-from workers.compilation import Compilation
+from workers.checkpoint.saver import Saver
 from workers.copying import Copying
 from workers.groups import AnyGroup
-from workers.keeper import Keeper
+from workers.health.compilation import Compilation
+from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.parallel.entering import enter_shard
 from workers.peer import Follower, PeerServer
+from workers.peer_memory.keeper import Keeper
 from workers.records import Records
 from workers.replica import Replica, Update
-from workers.saver import Saver
 from workers.standing import Standing
-from workers.vitals import Vitals
 from workers.vote import Prepared, Vote, decode
 
 log = logging.getLogger(__name__)

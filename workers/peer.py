@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic.protocol import wire
-from workers.snapshot import HostMemory, Snapshot
+from workers.checkpoint.snapshot import HostMemory, Snapshot
 
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30

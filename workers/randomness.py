@@ -1,6 +1,6 @@
 """Seeds: what torch, numpy and random will draw depends on the sample or micro-batch alone.
 
-Never on a rank or on what the process did before. The sample order is in order.py.
+Never on a rank or on what the process did before. The sample order is in workers/data/order.py.
 """
 
 import random

@@ -12,9 +12,9 @@ from torch import nn
 
 from workers import state
 from workers.buffers import TrackedBuffers
-from workers.norm import clip_coefficient, global_norm
+from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.precision import Casting, LossScale
-from workers.snapshot import Arena, HostMemory, Snapshot
+from workers.reduction.norm import clip_coefficient, global_norm
 
 if TYPE_CHECKING:
     from workers.parallel.sharded import Sharded
@@ -110,7 +110,7 @@ class Replica:
         self.step = 0
         self.skipped_in_a_row = 0
         self.first_nonfinite = ""
-        """Of the step that stops the run: where, in words (workers/nonfinite.py)."""
+        """Of the step that stops the run: where, in words (workers/health/nonfinite.py)."""
         self.log_names: tuple[str, ...] = ()
         """Names given to session.log so far, sorted: the layout of votes."""
         self._agreed = (self.buffers.tracked, self.log_names)

@@ -15,17 +15,17 @@ from torch import nn
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers import ballot, evaluation
-from workers.loader import LoadedBatch
+from workers.checkpoint.saver import Saving
+from workers.data.loader import LoadedBatch
+from workers.data.placement import to_device
+from workers.data.supply import AnyLoader
+from workers.health.nonfinite import Inspection
 from workers.loss import check_loss
 from workers.member import Member
 from workers.microbatches import Microbatches
-from workers.nonfinite import Inspection
 from workers.parallel.strategy import new_reducer
-from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.reducers import Reduced, Reducer
-from workers.saver import Saving
-from workers.supply import AnyLoader
+from workers.reduction.reducers import Reduced, Reducer
 
 
 class Session:

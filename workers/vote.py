@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.reducers import Reduced
-from workers.reduction import fold_scalars
+from workers.reduction.reducers import Reduced
+from workers.reduction.tree import fold_scalars
 
 _COUNTS = 5  # pause, non-finite, unknown log names, untracked buffers, busy savers
 

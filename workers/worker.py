@@ -27,23 +27,23 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import open_folder
-from workers import pulse, stacks
 from workers.build import build_replica
-from workers.checkpoint_load import load_newest, patiently
+from workers.checkpoint.load import load_newest, patiently
+from workers.checkpoint.saver import Saver
+from workers.data.loader import Loader, LoaderLost
+from workers.data.placement import to_device
+from workers.data.supply import OpenFeed, Supply
 from workers.digest import weights_sha256
+from workers.health import pulse, stacks
+from workers.health.notice import Notice
+from workers.health.vitals import Vitals
 from workers.link import Address, ControllerLink
-from workers.loader import Loader, LoaderLost
 from workers.loop import fit
 from workers.loss import check_loss
 from workers.member import Member, RolledBack, RunEnded
-from workers.notice import Notice
 from workers.peer import PeerServer
-from workers.placement import to_device
 from workers.randomness import seed_microbatch
-from workers.saver import Saver
 from workers.session import Session
-from workers.supply import OpenFeed, Supply
-from workers.vitals import Vitals
 from workers.worker_log import WorkerLog
 
 EXIT_WITHOUT_LOADER = 72

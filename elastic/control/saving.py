@@ -1,6 +1,6 @@
 """Checkpoints: a save belongs to one generation and step, and is published once it is whole.
 
-Who writes is workers/saver.py, who publishes is elastic/store/catalogue.py.
+Who writes is workers/checkpoint/saver.py, who publishes is elastic/store/catalogue.py.
 """
 
 from dataclasses import replace

@@ -101,7 +101,7 @@ def of_block(block: Any, first_row: int) -> WindowRows:
 
 
 def open_feed(spec: WorkerSpec, workload: bytes, source: bytes) -> RayFeed:
-    """The run's feed, for one of its workers. source: as workers/supply.py has it."""
+    """The run's feed, for one of its workers. source: as workers/data/supply.py has it."""
     return RayFeed(
         FeedOrder(
             run_id=spec.run_id,

@@ -1,6 +1,6 @@
 """Files and folders that are written for other programs: there whole or not at all.
 
-What is in them is workers/checkpoint_export.py's. Local paths only.
+What is in them is workers/checkpoint/export.py's. Local paths only.
 """
 
 import os

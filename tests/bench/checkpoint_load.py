@@ -25,10 +25,10 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.checkpoints import By, Publisher, replica_of, seconds, spec
 from tests.bench.harness import console, machine, record, storage_directory
-from workers.checkpoint_load import load_newest
+from workers.checkpoint.load import load_newest
+from workers.checkpoint.saver import Saver
 from workers.digest import weights_sha256
 from workers.replica import Replica
-from workers.saver import Saver
 
 SAVED_AT, LOADED_AT = 4, 2
 

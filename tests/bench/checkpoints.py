@@ -35,8 +35,8 @@ from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
+from workers.checkpoint.saver import Saver
 from workers.replica import Replica
-from workers.saver import Saver
 from workers.state import capture
 
 SIZES_MB = (200, 1000)

@@ -13,7 +13,7 @@ import elastic
 from elastic.cli import main
 from elastic.protocol.manifest import MANIFEST
 from tests.workers.checkpoint_samples import build, damage, save
-from workers.checkpoint_diff import Unequal, compare_tensors
+from workers.checkpoint.diff import Unequal, compare_tensors
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from elastic.target import load_target
 from tests.cli.test_checkpoint_export import assert_equal
 from tests.workers.checkpoint_samples import build, save
 from workers.build import build_replica
-from workers.checkpoint_import import ImportSettings
-from workers.checkpoint_load import checkpoint_sha256, read_tensors
+from workers.checkpoint.importing import ImportSettings
+from workers.checkpoint.load import checkpoint_sha256, read_tensors
 from workers.digest import weights_sha256
 from workers.replica import Replica
 

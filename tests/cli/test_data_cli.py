@@ -106,7 +106,7 @@ def test_check_finds_swapped_rows_and_lost_steps(folder, tmp_path, capsys):
 
 
 def test_check_knows_map_style_datasets(folder, tmp_path, capsys):
-    from workers.order import SampleOrder
+    from workers.data.order import SampleOrder
 
     run = record(tmp_path, folder, SampleOrder(ROWS, 4).rows(0, STEPS * BATCH), name="MapStyle")
     assert main(["data", "check", str(run)]) == 0

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from elastic.curves import Curves
-from elastic.progress import Progress, worker_table
+from elastic.commands.curves import Curves
+from elastic.commands.progress import Progress, worker_table
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.cluster.live import JOBS, assert_complete, environment, leftovers
-from workers.checkpoint_load import checkpoint_sha256
+from workers.checkpoint.load import checkpoint_sha256
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from elastic.on_ray.feed import FeedOrder
 from elastic.on_ray.feed_client import RayFeed
 from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment
-from workers.fed_loader import FedLoader
+from workers.data.fed_loader import FedLoader
 
 pytestmark = pytest.mark.cluster
 MiB = 2**20

@@ -10,9 +10,9 @@ import elastic
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
+from workers.checkpoint.saver import share
 from workers.peer import as_bytes
 from workers.replica import Replica
-from workers.saver import share
 
 WORLD_SIZE = 3
 

@@ -8,12 +8,12 @@ from torch import nn
 from elastic.protocol.seams import WorkerSpec
 from tests.workers.fake_groups import ThreadGroup
 from workers.build import build_replica
-from workers.loader import Loader
+from workers.checkpoint.saver import Saver
+from workers.data.loader import Loader
+from workers.health.vitals import Vitals
 from workers.member import Member
 from workers.peer import PeerServer
-from workers.saver import Saver
 from workers.session import Session
-from workers.vitals import Vitals
 
 CPU = torch.device("cpu")
 

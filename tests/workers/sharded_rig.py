@@ -14,7 +14,8 @@ from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.build import build_replica
-from workers.checkpoint_load import load_newest
+from workers.checkpoint.load import load_newest
+from workers.checkpoint.saver import share
 from workers.digest import weights_sha256
 from workers.groups import AnyGroup
 from workers.parallel.sharded import Holding
@@ -22,7 +23,6 @@ from workers.parallel.strategy import new_reducer
 from workers.peer import as_bytes
 from workers.randomness import seed_microbatch
 from workers.replica import Replica, Update
-from workers.saver import share
 
 CPU = torch.device("cpu")
 NUM_MICROBATCHES = 8

@@ -10,7 +10,7 @@ from elastic.protocol.errors import UserError
 from elastic.protocol.membership import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.buffers import TrackedBuffers
-from workers.reduction import FlatLayout, TreeFold, reduce_tree
+from workers.reduction.tree import FlatLayout, TreeFold, reduce_tree
 
 
 class Counting(nn.Module):

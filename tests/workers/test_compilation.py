@@ -7,9 +7,9 @@ import torch
 
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, build, enter, newcomer, sha256, train
-from workers.compilation import Compilation
 from workers.groups import Alone
-from workers.vitals import Vitals
+from workers.health.compilation import Compilation
+from workers.health.vitals import Vitals
 
 SETTINGS = ({}, {"precision": "bf16"}, {"activation_checkpointing": True})
 

@@ -12,8 +12,8 @@ from elastic.data import parquet
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
-from workers.fed_batches import columns_of, samples_of
-from workers.fed_loader import FedLoader
+from workers.data.fed_batches import columns_of, samples_of
+from workers.data.fed_loader import FedLoader
 from workers.randomness import seed_microbatch
 
 

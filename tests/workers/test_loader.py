@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from elastic.protocol.errors import StepCancelled, UserError, WrongInput
-from workers.loader import Loader
-from workers.order import SampleOrder
+from workers.data.loader import Loader
+from workers.data.order import SampleOrder
 from workers.randomness import seed_microbatch, seed_sample
 
 SEED, GLOBAL_BATCH, MICRO_BATCH, NUM_ROWS = 5, 8, 2, 21
@@ -241,7 +241,7 @@ def test_unusual_batches_arrive_whole(make: Any) -> None:
 _ORPHAN = """
 import os, sys
 sys.path.insert(0, {root!r})
-from workers.loader import Loader
+from workers.data.loader import Loader
 class W:
     def dataset(self): return list(range(10))
 loader = Loader(W(), 0, 4, 2, 2)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.norm import clip_coefficient, global_norm, norm_of_rows, row_squares
+from workers.reduction.norm import clip_coefficient, global_norm, norm_of_rows, row_squares
 
 
 def _gradients() -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from workers.order import SampleOrder
+from workers.data.order import SampleOrder
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 4097])

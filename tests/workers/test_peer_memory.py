@@ -10,10 +10,10 @@ import pytest
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import build, catalogue_in, enter, newcomer, sha256, spec, train
 from workers.groups import Alone
-from workers.holder import HolderServer
-from workers.keeper import Keeper
 from workers.parallel.shards import RowsLost
-from workers.shelf import Key
+from workers.peer_memory.holder import HolderServer
+from workers.peer_memory.keeper import Keeper
+from workers.peer_memory.shelf import Key
 
 STEPS = 3
 NEVER = lambda: False  # noqa: E731

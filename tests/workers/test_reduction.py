@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.workers.fake_groups import run_gloo, run_threads
-from workers.reduction import (
+from workers.reduction.tree import (
     Block,
     FlatLayout,
     TreeFold,
@@ -101,7 +101,7 @@ def test_sums_over_gloo_processes_are_the_same_bits(world_size: int, tmp_path: P
 
 def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run_threads(1, lambda g: _reduced(g, 7))[0]
-    monkeypatch.setattr("workers.reduction.PIECE_ELEMENTS", 4)
+    monkeypatch.setattr("workers.reduction.tree.PIECE_ELEMENTS", 4)
     for world_size in (2, 3, 5):
         assert run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
 

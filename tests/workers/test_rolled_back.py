@@ -8,12 +8,12 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from workers.build import build_replica
-from workers.loader import Loader
+from workers.checkpoint.saver import Saver
+from workers.data.loader import Loader
+from workers.health.vitals import Vitals
 from workers.member import Member, RunEnded
 from workers.peer import PeerServer
-from workers.saver import Saver
 from workers.session import Session
-from workers.vitals import Vitals
 from workers.worker import Worker
 
 STEPS = 4

@@ -11,10 +11,10 @@ from elastic.protocol.manifest import check_cover, merge, part_from_json
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.session_rig import spec
-from workers.checkpoint_load import load_newest, patiently
+from workers.checkpoint.load import load_newest, patiently
+from workers.checkpoint.saver import Saver, share
 from workers.digest import weights_sha256
 from workers.replica import Replica
-from workers.saver import Saver, share
 from workers.state import capture
 
 TENSORS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.protocol.pairing import HolderAt, holders_for
-from workers.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
 
 
 def copy(generation, rank, step, content=b"aabbccdd!"):

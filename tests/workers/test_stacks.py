@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.stacks import collect, state_of
+from workers.health.stacks import collect, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import re, sys, threading, time
-from workers import stacks
+from workers.health import stacks
 fd = stacks.arm()
 def background():
     time.sleep(600)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 from elastic.protocol.errors import WrongInput
+from workers.checkpoint.snapshot import Snapshot
 from workers.digest import weights_sha256
-from workers.snapshot import Snapshot
 from workers.state import capture, decode, encode, restore
 
 

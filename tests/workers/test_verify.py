@@ -11,7 +11,7 @@ from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
 from workers.build import build_replica
 from workers.groups import Alone
-from workers.verify import Diverged, combined, compare, fingerprint, fingerprints, verify
+from workers.health.verify import Diverged, combined, compare, fingerprint, fingerprints, verify
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])

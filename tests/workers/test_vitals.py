@@ -4,9 +4,9 @@ from mmap import PROT_READ, mmap
 
 import torch
 
-from workers.compilation import Compilation
-from workers.pulse import read_vitals
-from workers.vitals import PHASES, Vitals
+from workers.health.compilation import Compilation
+from workers.health.pulse import read_vitals
+from workers.health.vitals import PHASES, Vitals
 
 
 def shown(vitals: Vitals) -> dict:

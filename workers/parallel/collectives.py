@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from elastic.protocol.errors import PeerLost
-from workers.reduction import Group, Pending
+from workers.reduction.tree import Group, Pending
 
 
 class FlatGroup(Group, Protocol):
@@ -32,7 +32,7 @@ class Collectives:
         on_lost: Callable[[PeerLost], NoReturn],
         gathering: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """gathering: entered while this rank waits for its peers (workers/vitals.py)."""
+        """gathering: entered while this rank waits for its peers (workers/health/vitals.py)."""
         self._group, self._on_lost, self._gathering = group, on_lost, gathering
         self.rank, self.world_size = group.rank, group.world_size
         self.sent_bytes = 0

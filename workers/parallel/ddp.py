@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from workers.groups import AnyGroup
-from workers.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
 
 
 def ddp_reducer(

@@ -21,8 +21,8 @@ from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
 from workers.parallel.usage import Usage
-from workers.reducers import Reduced
-from workers.reduction import CarryStack
+from workers.reduction.reducers import Reduced
+from workers.reduction.tree import CarryStack
 
 
 class FsdpReducer:

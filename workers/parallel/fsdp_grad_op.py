@@ -15,8 +15,8 @@ from workers.groups import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.usage import Usage
-from workers.reducers import Reduced
-from workers.reduction import Block, FlatLayout, Flats, TreeFold, blocks_of, fold_blocks
+from workers.reduction.reducers import Reduced
+from workers.reduction.tree import Block, FlatLayout, Flats, TreeFold, blocks_of, fold_blocks
 
 
 class FsdpGradOpReducer:

@@ -13,8 +13,8 @@ from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.shards import is_shard, like, local
-from workers.reducers import Reduced
-from workers.reduction import FlatLayout, TreeFold, reduce_tree
+from workers.reduction.reducers import Reduced
+from workers.reduction.tree import FlatLayout, TreeFold, reduce_tree
 
 
 class ReplicaStack:

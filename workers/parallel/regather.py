@@ -1,8 +1,8 @@
 """The newest state that a generation's members can put together: from their live rows, from the
 shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
 
-All rows must be of one step that one generation computed. What is kept is workers/keeper.py's,
-how rows travel among members is reshard.py's.
+All rows must be of one step that one generation computed. What is kept is
+workers/peer_memory/keeper.py's, how rows travel among members is reshard.py's.
 """
 
 import logging
@@ -20,11 +20,11 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
-from workers.holder import ask, connect, read_rows
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, moves_of
 from workers.parallel.shards import Kind, RowsLost
 from workers.peer import as_bytes
-from workers.shelf import DamagedCopy, Key
+from workers.peer_memory.holder import ask, connect, read_rows
+from workers.peer_memory.shelf import DamagedCopy, Key
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
 from workers.parallel.shards import is_shard
-from workers.reduction import Block, fold_blocks
+from workers.reduction.tree import Block, fold_blocks
 
 
 class ReplicatedSums:

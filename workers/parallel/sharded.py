@@ -18,12 +18,10 @@ from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from workers import state
-from workers.checkpoint_load import find_newest, read_tensors
+from workers.checkpoint.load import find_newest, read_tensors
 from workers.digest import hash_of
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
-from workers.keeper import Keeper
-from workers.norm import norm_of_rows, row_squares
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
@@ -33,7 +31,9 @@ from workers.parallel.regather import Label, Offer, Regather, newest_whole
 from workers.parallel.reshard import Place
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
-from workers.reducers import Reducer
+from workers.peer_memory.keeper import Keeper
+from workers.reduction.norm import norm_of_rows, row_squares
+from workers.reduction.reducers import Reducer
 from workers.replica import Replica
 
 

@@ -8,7 +8,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from workers.groups import AnyGroup
 from workers.parallel.ddp import ddp_reducer
-from workers.reducers import Reducer
+from workers.reduction.reducers import Reducer
 from workers.replica import Replica
 
 

@@ -55,9 +55,9 @@ class Faulty(Toy):
 
 def install(workload):
     """Instants that the user's code does not see."""
+    from workers.checkpoint.saver import _Job
     from workers.groups import Group
     from workers.member import Member
-    from workers.saver import _Job
     from workers.session import Session
 
     def before(kind, name, where):

@@ -18,8 +18,8 @@ import numpy as np
 
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
 from elastic.protocol.seams import FedWindow, Feed
-from workers.fed_batches import columns_of, samples_of
-from workers.loader import LoadedBatch
+from workers.data.fed_batches import columns_of, samples_of
+from workers.data.loader import LoadedBatch
 from workers.randomness import seed_microbatch
 
 _POLL_S = 0.002

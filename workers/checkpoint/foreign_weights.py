@@ -1,7 +1,7 @@
 """Weights and optimizer state that others wrote: torch DCP, `torch.save`, safetensors.
 
 Nothing of unknown origin is executed, except by `read_dcp`, whose caller says that it may be. What
-becomes of it is checkpoint_import.py's.
+becomes of it is importing.py's.
 """
 
 import json

@@ -1,7 +1,7 @@
 """This rank's part of checkpoints: copied while the next step computes, written in a thread.
 
 What is replicated the ranks divide evenly, by rows; what is sharded each writes its own of. What a
-checkpoint is made of is elastic/protocol/manifest.py's; loading is in checkpoint_load.py.
+checkpoint is made of is elastic/protocol/manifest.py's; loading is in load.py.
 """
 
 import json
@@ -20,12 +20,12 @@ from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import open_folder
+from workers.checkpoint.snapshot import Arena, Snapshot
 from workers.link import ControllerLink
 from workers.parallel.shards import is_shard, local
 from workers.peer import as_bytes
 from workers.records import Standing
 from workers.replica import Replica
-from workers.snapshot import Arena, Snapshot
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05

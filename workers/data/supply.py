@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from elastic.protocol.seams import Feed, WorkerSpec
-from workers.fed_loader import FedLoader
-from workers.loader import LoadedBatch, Loader
+from workers.data.fed_loader import FedLoader
+from workers.data.loader import LoadedBatch, Loader
 
 OpenFeed = Callable[[bytes], Feed]
 """From a pickled source (empty: `dataset()` is to be called where Ray can be used) to its feed."""

@@ -9,7 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from workers.vitals import Vitals
+from workers.health.vitals import Vitals
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Fast mode: gradients summed over ranks in buckets, while backward still runs.
 
-The order of addition is the backend's. The canonical tree is in reduction.py.
+The order of addition is the backend's. The canonical tree is in tree.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
-from workers.reduction import Group, Pending
+from workers.reduction.tree import Group, Pending
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from workers.gradient_buckets import GradientBuckets
 from workers.groups import AnyGroup
 from workers.parallel.shards import local
-from workers.reduction import FlatLayout, Flats, TreeFold, reduce_tree
+from workers.reduction.buckets import GradientBuckets
+from workers.reduction.tree import FlatLayout, Flats, TreeFold, reduce_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class FastReducer:
 
 
 class BitwiseReducer:
-    """The canonical tree over micro-batch ids (workers/reduction.py)."""
+    """The canonical tree over micro-batch ids (workers/reduction/tree.py)."""
 
     def __init__(
         self,

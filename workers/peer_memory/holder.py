@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.protocol import wire
-from workers.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5

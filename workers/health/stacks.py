@@ -1,7 +1,7 @@
 """The Python stacks of every thread of a worker, taken from another process of its node.
 
-The worker arms itself once; its pulse (workers/pulse.py), which needs neither the worker's GIL nor
-its main thread, collects. Standard library only. When to ask is the controller's decision.
+The worker arms itself once; its pulse (pulse.py), which needs neither the worker's GIL nor its
+main thread, collects. Standard library only. When to ask is the controller's decision.
 """
 
 import faulthandler

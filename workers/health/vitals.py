@@ -1,6 +1,6 @@
 """What a worker shows of itself to its pulse process: step, phase and time, in shared memory.
 
-The pulse (workers/pulse.py) reads it without this process's GIL; nothing here sends anything.
+The pulse (pulse.py) reads it without this process's GIL; nothing here sends anything.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A checkpoint read from outside a run: its state as a tree, its tensors one by one when asked for.
 
-The model that wrote it need not be importable. Restoring a replica is checkpoint_load.py's; the
-formats of others are checkpoint_export.py's.
+The model that wrote it need not be importable. Restoring a replica is load.py's; the
+formats of others are export.py's.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue
-from workers.checkpoint_load import read_tensors
+from workers.checkpoint.load import read_tensors
 from workers.state import decode
 
 OnBytes = Callable[[int], object]

@@ -1,7 +1,7 @@
 """A checkpoint in the formats of others: torch DCP, `torch.save`, Hugging Face safetensors.
 
-Reading is checkpoint_stream.py's, publishing elastic/store/exports.py's, the way back
-checkpoint_import.py's. DCP and safetensors hold one large tensor in memory at a time, `torch.save`
+Reading is stream.py's, publishing elastic/store/exports.py's, the way back
+importing.py's. DCP and safetensors hold one large tensor in memory at a time, `torch.save`
 wants all of them.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import open_folder, sync_directory, write_local
-from workers.checkpoint_stream import CheckpointReader, Reference, filled, size_bytes
+from workers.checkpoint.stream import CheckpointReader, Reference, filled, size_bytes
 from workers.peer import as_bytes
 
 Notes = list[str]

@@ -1,6 +1,6 @@
 """`elastic checkpoint diff | best`: which checkpoint is which, and which to take.
 
-What is compared and how is in workers/checkpoint_diff.py and elastic/checkpoint.py.
+What is compared and how is in workers/checkpoint/diff.py and elastic/checkpoint.py.
 """
 
 import sys
@@ -13,12 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic import checkpoint
-from elastic.checkpoint_cli import RunDir, Step, catalogue_of, chosen, progress_bar, read_manifest
+from elastic.commands.checkpoint import (
+    RunDir,
+    Step,
+    catalogue_of,
+    chosen,
+    progress_bar,
+    read_manifest,
+)
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.store.files import encode
 
 if TYPE_CHECKING:
-    from workers.checkpoint_diff import Difference
+    from workers.checkpoint.diff import Difference
 
 app = typer.Typer()
 AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
@@ -42,8 +49,8 @@ def diff(
     pairs = [(catalogue_of(run_dir), step), (catalogue_of(other), other_step)]
     chosen_pairs = [(catalogue, chosen(catalogue, wanted)) for catalogue, wanted in pairs]
 
-    from workers.checkpoint_diff import compare  # torch loads here
-    from workers.checkpoint_stream import CheckpointReader
+    from workers.checkpoint.diff import compare  # torch loads here
+    from workers.checkpoint.stream import CheckpointReader
 
     try:
         size_bytes = sum(read_manifest(*pair).size_bytes for pair in chosen_pairs)

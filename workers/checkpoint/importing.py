@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from elastic.protocol.errors import WrongInput
 from elastic.store.catalogue import PINNED, Catalogue, file_name
 from elastic.store.checkpoint_files import Box, write_part
-from workers.checkpoint_stream import OnBytes, ignore
+from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
+from workers.checkpoint.saver import share
+from workers.checkpoint.stream import OnBytes, ignore
 from workers.digest import plain_name, tensor_bytes
-from workers.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
 from workers.peer import as_bytes
 from workers.replica import Replica
-from workers.saver import share
 
 SHOWN = 3
 """Names in a message."""

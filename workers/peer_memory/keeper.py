@@ -19,12 +19,12 @@ from elastic.protocol import wire
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from elastic.protocol.seams import WorkerSpec
-from workers.holder import connect
+from workers.checkpoint.snapshot import Arena, Snapshot
 from workers.parallel.shards import Kind, kinds_of, local
 from workers.peer import as_bytes
+from workers.peer_memory.holder import connect
+from workers.peer_memory.shelf import Key, Slice, crc32
 from workers.replica import Replica
-from workers.shelf import Key, Slice, crc32
-from workers.snapshot import Arena, Snapshot
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0

@@ -1,6 +1,6 @@
 """Two checkpoints compared: names, dtypes, shapes, and every element's bits.
 
-Two tensors are in memory at a time. Printing is elastic/checkpoint_compare_cli.py's.
+Two tensors are in memory at a time. Printing is elastic/commands/checkpoint_compare.py's.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.checkpoint_stream import CheckpointReader
+from workers.checkpoint.stream import CheckpointReader
 
 PIECE = 2**22
 """Elements that are compared at a time."""

@@ -1,6 +1,6 @@
 """`elastic checkpoint export | import`: checkpoints to and from programs that are not ours.
 
-The formats are in workers/checkpoint_export.py and workers/foreign_weights.py.
+The formats are in workers/checkpoint/export.py and workers/checkpoint/foreign_weights.py.
 """
 
 import contextlib
@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastic.checkpoint_cli import RunDir, Step, catalogue_of, chosen, progress_bar, read_manifest
+from elastic.commands.checkpoint import (
+    RunDir,
+    Step,
+    catalogue_of,
+    chosen,
+    progress_bar,
+    read_manifest,
+)
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest
 from elastic.store.catalogue import Catalogue
@@ -21,7 +28,7 @@ from elastic.store.files import first_line, open_folder
 from elastic.target import Target, load_target, parse_arguments
 
 if TYPE_CHECKING:
-    from workers.foreign_weights import Foreign
+    from workers.checkpoint.foreign_weights import Foreign
     from workers.replica import Replica
 
 app = typer.Typer()
@@ -60,8 +67,8 @@ def export(
     size_bytes = tensor_bytes(read_manifest(catalogue, step), to)
     try:
         with publishing(path, is_folder=to is not Format.TORCH, overwrite=overwrite) as temporary:
-            from workers import checkpoint_export as formats  # torch loads here
-            from workers.checkpoint_stream import CheckpointReader
+            from workers.checkpoint import export as formats  # torch loads here
+            from workers.checkpoint.stream import CheckpointReader
 
             with progress_bar(f"step {step} to {to}", size_bytes) as on_bytes:
                 reader = CheckpointReader(catalogue, step, on_bytes)
@@ -113,7 +120,7 @@ def import_(
     path, catalogue = Path(source).expanduser().absolute(), free_catalogue(run_dir)
     made = load_target(target, parse_arguments(settings or ()))
 
-    from workers import checkpoint_import as importing  # torch loads here
+    from workers.checkpoint import importing as importing  # torch loads here
 
     replica = build(made, seed)
     found = read_source(path, from_)
@@ -146,14 +153,14 @@ def build(target: Target, seed: int) -> "Replica":
     import torch
 
     from workers.build import build_replica
-    from workers.checkpoint_import import ImportSettings
+    from workers.checkpoint.importing import ImportSettings
 
     with contextlib.chdir(target.folder or Path.cwd()):
         return build_replica(target.workload, ImportSettings(seed), torch.device("cpu"))
 
 
 def read_source(path: Path, form: Format) -> "Foreign":
-    from workers import foreign_weights
+    from workers.checkpoint import foreign_weights
 
     if form is Format.DCP:
         return foreign_weights.read_dcp(path)
@@ -179,7 +186,7 @@ def tensor_bytes(manifest: Manifest, to: Format) -> int:
     """About what an export reads: headers are in the files, too."""
     if to is not Format.SAFETENSORS:
         return manifest.size_bytes
-    from workers.checkpoint_stream import size_bytes
+    from workers.checkpoint.stream import size_bytes
 
     stored = set(manifest.state["weights"].values())
     return sum(size_bytes(t) for t in manifest.tensors if t.name in stored)

@@ -2,7 +2,7 @@
 
 Ids 0..V-1 are the leaves of a balanced binary tree, padded to a power of two with absent leaves;
 a node with one child is that child. Whoever adds, and where, the additions are the same.
-Gradient buckets of the fast mode are in gradient_buckets.py; process groups in groups.py.
+Gradient buckets of the fast mode are in buckets.py; process groups in groups.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

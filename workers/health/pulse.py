@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic.protocol import wire
-from workers.stacks import collect, state_of
-from workers.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
+from workers.health.stacks import collect, state_of
+from workers.health.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from elastic.protocol.errors import StepCancelled, UserError, WrongInput
-from workers import loader_frames as frames
-from workers.loader_process import run
+from workers.data import loader_frames as frames
+from workers.data.loader_process import run
 
 _POLL_S = 0.002
 _ALIVE_CHECK_S = 0.1

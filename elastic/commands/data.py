@@ -135,7 +135,7 @@ def stream_of(config: dict[str, Any], run_dir: str) -> tuple[Iterator[tuple[int,
 
 def map_style(num_rows: int, seed: int) -> Iterator[tuple[int, Any]]:
     """(epoch, row ids) of a map-style dataset's stream."""
-    from workers.order import SampleOrder
+    from workers.data.order import SampleOrder
 
     order, part, position = SampleOrder(num_rows, seed), 4096, 0
     while True:

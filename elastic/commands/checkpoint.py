@@ -1,6 +1,6 @@
 """`elastic checkpoint ls | show | verify | hash`: what a run's checkpoints hold, from outside.
 
-Reading one executes nothing, whoever wrote it. Writing is workers/saver.py's.
+Reading one executes nothing, whoever wrote it. Writing is workers/checkpoint/saver.py's.
 """
 
 import sys
@@ -104,7 +104,7 @@ def verify(run_dir: RunDir, step: Step = None) -> int:
 @app.command("hash")
 def weights_hash(run_dir: RunDir, step: Step = None) -> int:
     """weights_sha256 of the weights in a checkpoint, every byte verified."""
-    from workers.checkpoint_load import checkpoint_sha256  # torch loads here
+    from workers.checkpoint.load import checkpoint_sha256  # torch loads here
 
     catalogue = catalogue_of(run_dir)
     try:

@@ -1,0 +1,1 @@
+"""Checkpoints from the workers' side: written, loaded, compared, brought to other formats."""

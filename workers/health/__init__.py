@@ -1,0 +1,1 @@
+"""What a worker finds out about itself and tells: signs of life, hangs, notices, bad numbers."""

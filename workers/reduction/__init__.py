@@ -1,0 +1,1 @@
+"""How gradients are summed over micro-batches and ranks."""
