@@ -18,6 +18,7 @@ from tests.cluster.live import LiveRun, environment, leftovers
 
 GCS_PORT = 6379
 START_S = 60.0
+RELAY = Path(__file__).parent / "relay.py"
 STORE_BYTES = 100 * 2**20
 
 
@@ -55,6 +56,7 @@ class Hosts:
         self.tag = f"el{os.getpid()}"
         self.switch = f"{self.tag}s"
         self.temp = Path(tempfile.mkdtemp(prefix="eh-", dir="/tmp"))
+        self._relays: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> "Hosts":
         try:
@@ -114,9 +116,36 @@ class Hosts:
         sh("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *shape)
 
     def delay(self, host: int, time_ms: int) -> None:
-        """What the host sends is late. Forbidden where the kernel has no netem."""
+        """Packets in both directions are late; by a relay (once) where the kernel has no netem."""
         how = ("root", "netem", "delay", f"{time_ms}ms")
-        sh("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *how)
+        try:
+            sh("tc", "-n", self.switch, "qdisc", "replace", "dev", f"port{host}", *how)
+            sh("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *how)
+        except Forbidden:
+            self._relay(host, time_ms)
+
+    def _relay(self, host: int, time_ms: int) -> None:
+        """The host keeps its addresses, so its connections live on."""
+        name, outer, inner = self.name(host), f"outer{host}", f"inner{host}"
+        mac = sh("ip", "netns", "exec", name, "cat", "/sys/class/net/eth0/address").strip()
+        command = [sys.executable, str(RELAY), outer, inner, str(time_ms)]
+        relay = subprocess.Popen(
+            ["ip", "netns", "exec", self.switch, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._relays.append(relay)
+        assert relay.stdout is not None
+        if relay.stdout.readline() != "ready\n":
+            raise Forbidden("neither netem nor TAP devices")
+        sh("ip", "-n", self.switch, "link", "delete", f"port{host}")
+        sh("ip", "-n", self.switch, "link", "set", outer, "name", f"port{host}")
+        sh("ip", "-n", self.switch, "link", "set", f"port{host}", "master", "bridge", "up")
+        sh("ip", "-n", self.switch, "link", "set", inner, "netns", name)
+        sh("ip", "-n", name, "link", "set", inner, "name", "eth0", "address", mac)
+        sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        sh("ip", "-n", name, "link", "set", "eth0", "up")
 
     def lose(self, host: int, part: float, *, incoming: bool = True, outgoing: bool = True) -> None:
         """Drop this part of the packets, from 0 to 1, instead of what was dropped before."""
@@ -189,6 +218,8 @@ class Hosts:
         return at
 
     def _remove(self) -> None:
+        for relay in self._relays:
+            relay.communicate(timeout=10)  # the end of its input is its own
         for name, host in [(self.name(h), h) for h in range(self.count)] + [(self.switch, -1)]:
             if host >= 0:
                 self._end_all(host)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -38,6 +39,13 @@ def test_links_are_cut_mended_and_lossy_and_nothing_is_left(hosts):
     assert is_reached(hosts, 0, 1)
     hosts.throttle(1, "10mbit")
     assert is_reached(hosts, 0, 1)
+    quick_s = time.monotonic() - began
+    hosts.delay(2, 200)
+    began = time.monotonic()
+    assert is_reached(hosts, 0, 2)
+    assert time.monotonic() - began > 0.4, "there and back"
+    hosts.cut(2)
+    assert not is_reached(hosts, 0, 2)
     try:
         hosts.lose(1, 1.0, outgoing=False)
     except Forbidden as reason:

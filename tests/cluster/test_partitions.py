@@ -67,6 +67,17 @@ def of_run(hosts, host: int) -> list[int]:
 
 
 @pytest.mark.slow
+def test_a_link_that_delays_every_packet_only_slows_the_run(hosts, reference, tmp_path):
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", workers=2, **OPTIONS) as run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        hosts.delay(1, 30)
+        end = run.finish()
+    assert_unharmed(run, end, reference)
+    assert end["result"]["recoveries"] == []
+
+
+@pytest.mark.slow
 def test_a_link_that_loses_every_tenth_packet_only_slows_the_run(hosts, reference, tmp_path):
     hosts.start_ray()
     with hosts.run(TOY, tmp_path, "run", workers=2, **OPTIONS) as run:
