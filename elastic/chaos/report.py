@@ -99,11 +99,15 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     if done.note:
         return {**row, "result": "nothing happened"}
     loss = loss_of(done, story)
+    episode = next((e for e in story.timeline.episodes if loss in e.losses), None)
+    if episode is None:
+        planned = leave_of(done, story)
+        if planned:
+            return {**row, **planned, "result": "left as planned"}
     if loss is None:
         is_over = row["next_step_s"] is None
         return {**row, "result": "no step followed" if is_over else "no loss followed"}
     row |= {"cause": loss.cause, "detect_s": max(0.0, loss.at - done.at)}
-    episode = next((e for e in story.timeline.episodes if loss in e.losses), None)
     if episode is None:
         return {**row, "result": "lost outside a generation"}
     phases = phases_after(loss, episode)
@@ -134,6 +138,23 @@ def loss_of(done: Done, story: Story) -> WorkerLost | None:
     others = (o for o in story.done if o.worker == done.worker and not o.note)
     is_anothers = any(done.at < other.at <= loss.at + CLOCKS_S for other in others)
     return None if is_anothers else loss
+
+
+def leave_of(done: Done, story: Story) -> dict[str, Any]:
+    """If the fault gave its worker notice: why, after how long that was heard, and the worker gone
+    (None: the journal ends before). Otherwise empty."""
+    line = story.timeline
+    later = (n for n in line.notices if n.at >= done.at - CLOCKS_S)
+    notice = next((n for n in later if worker_name(n.worker) == done.worker), None)
+    if notice is None:
+        return {}
+    life = next((life for life in line.lives if life.worker == notice.worker), None)
+    ended_at = life.ended_at if life else None
+    return {
+        "cause": notice.cause,
+        "detect_s": max(0.0, notice.at - done.at),
+        "left_s": None if ended_at is None else ended_at - done.at,
+    }
 
 
 def next_step_s(at: float, metrics: list[dict[str, Any]]) -> float | None:

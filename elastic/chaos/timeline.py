@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from elastic.control.accounting import Account, Recovery, account, open_account
 from elastic.control.commands import Retire
 from elastic.control.replay import Entry, Started
-from elastic.control.state import Active, Decision, Finished, Loaded, Phase, WorkerLost, WorkerReady
+from elastic.control.state import (
+    Active,
+    Decision,
+    DrainNotice,
+    Finished,
+    Loaded,
+    Phase,
+    WorkerLost,
+    WorkerReady,
+)
 from elastic.control.transition import start, transition
 
 PRODUCTIVE = "productive"  # steps that stayed committed
@@ -64,6 +73,7 @@ class Timeline:
     spans: list[Span] = field(default_factory=list[Span])
     episodes: list[Episode] = field(default_factory=list[Episode])
     losses: list[WorkerLost] = field(default_factory=list[WorkerLost])
+    notices: list[DrainNotice] = field(default_factory=list[DrainNotice])
     lives: list[Life] = field(default_factory=list[Life])
     max_workers: int = 0
     lost_steps: int = 0
@@ -130,6 +140,8 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
         if isinstance(entry.event, WorkerLost):
             line.losses.append(entry.event)
             losses.append(entry.event)
+        elif isinstance(entry.event, DrainNotice):
+            line.notices.append(entry.event)
         roll_back(line, entry, before, decision)
         line.spans += spans_of(known, so_far, before.phase)
         if len(so_far.recoveries) > len(known.recoveries):

@@ -28,6 +28,7 @@ from elastic.control.accounting import account, open_account
 from elastic.control.replay import Entry, Started
 from elastic.control.state import (
     Committed,
+    DrainNotice,
     Ended,
     Event,
     Joined,
@@ -344,6 +345,25 @@ def test_a_fault_without_a_loss_says_so(change, result, tmp_path):
     folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [done])
     assert read_done(folder) == [done]
     assert report(read_story(folder))["faults"][0]["result"] == result
+
+
+def test_a_worker_under_notice_leaves_as_planned(tmp_path):
+    noticed = [
+        DrainNotice(1, "SIGTERM", 12.0, 8.5),
+        Paused(2, 0, 2, 10.5),
+        Paused(2, 1, 2, 10.5),
+        Joined(3, 0, 0.0, 10.7),
+        Committed(3, 3, 1.0, 11.5),
+        Committed(3, 4, 1.0, 12.5),
+    ]
+    end = [LoopDone(3, 0, 4, 12.5), Ended(3, 0, "ab", 13.0)]
+    done = replace(KILLED, what="term")
+    ready = [WorkerReady(2, 10.2)]
+    folder = write_run(tmp_path / "run", [*BEGIN, *noticed[:1], *ready, *noticed[1:], *end], [done])
+    [fault] = report(read_story(folder))["faults"]
+    assert (fault["result"], fault["cause"]) == ("left as planned", "SIGTERM")
+    assert fault["detect_s"] == pytest.approx(0.2)
+    assert fault["left_s"] == pytest.approx(2.4)
 
 
 def test_a_loss_belongs_to_the_last_fault_before_it(tmp_path):
