@@ -175,7 +175,7 @@ class RayCluster:
             log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
             if record.state == "pending":
                 cause = "start_failed"
-        self.lost(worker, cause)
+        self.lost(worker, cause, record.shortage)
 
     def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""
@@ -275,7 +275,7 @@ class RayCluster:
             return
         is_here = record.node_id == ray.get_runtime_context().get_node_id()
         is_gone = is_here and not is_running(record.pid)
-        self.lost(worker, "process_died" if is_gone else "connection_lost")
+        self.lost(worker, "process_died" if is_gone else "connection_lost", record.shortage)
 
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)
@@ -294,6 +294,7 @@ class RayCluster:
         if header["process_state"] != STOPPED:
             record.last_seen = self.now()
         record.step = max(record.step, header["step"])
+        record.memory = tuple(header["memory"])
         recorded_step = min(self.recorded_step, self.host.recorded_step())
         word = {"recorded_step": recorded_step, "formed": self.commits.formed}
         self.links.send(worker, {"type": "word", **word})

@@ -17,6 +17,8 @@ from ray.actor import ActorHandle
 from elastic.control.suspicion import Watch
 
 ENDING_GRACE_S = 3.0
+SHORT = 0.1
+"""If no more than this part of what a process had or could get was left, it may have died of it."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Slot:
     last_seen: float = 0.0
     """When its trainer was last known to be no dead or stopped process."""
     watch: Watch | None = None
+    memory: tuple[int, int] | None = None
+    """Bytes that it held, and that it could still get, in its last heartbeat."""
     failure: str = ""
     """What its user's code raised, in its own words."""
     has_failed: bool = False
@@ -52,6 +56,14 @@ class Slot:
         """Its own seconds per micro-batch, waiting for peers apart; None before its first step."""
         has_stepped = self.watch is not None and self.watch.heartbeat.own_steps
         return self.watch.heartbeat.own_s if self.watch is not None and has_stepped else None
+
+    @property
+    def shortage(self) -> str:
+        """What may explain that its process is gone; empty if there was memory enough."""
+        if self.memory is None or self.memory[1] > SHORT * sum(self.memory):
+            return ""
+        held, left = (size / 1e9 for size in self.memory)
+        return f"perhaps out of memory: it held {held:.2f} GB, and {max(left, 0):.2f} GB were left"
 
     @property
     def shown_state(self) -> str:

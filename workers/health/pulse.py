@@ -21,6 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic.protocol import wire
+from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
 from workers.health.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
 
@@ -86,6 +87,7 @@ def beat(
     wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
     while os.getppid() == parent:
         state = {"process_state": state_of(parent), **read_vitals(memory)}
+        state["memory"] = memory_of(parent)
         wire.send(connection, {"type": "heartbeat", "worker": worker, **state})
         if select.select([connection], [], [], interval_s)[0]:
             question, _ = wire.receive(connection)

@@ -1,6 +1,7 @@
 """Workloads that misbehave: hang in every way there is, are slow in harmless ways."""
 
 import ctypes
+import os
 import re
 import time
 from pathlib import Path
@@ -75,6 +76,23 @@ class Hangs(Misbehaves):
         way = self.due()
         if way is not None:
             WAYS[way]()
+        return super().loss(model, batch)
+
+
+class Hungry(Misbehaves):
+    """Moves into a memory control group, `group`, and takes more than there is."""
+
+    def __init__(self, group, **settings):
+        super().__init__(ways=["eat"], **settings)
+        self.group = Path(group)
+
+    def loss(self, model, batch):
+        if self.due():
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+            eaten = []
+            while True:  # the kernel ends this process
+                eaten.append(os.urandom(2**20))
+                time.sleep(0.01)
         return super().loss(model, batch)
 
 
