@@ -35,8 +35,8 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
         read = list(pool.map(partial(_footer, source), [listed[path] for path in sorted(listed)]))
     files = tuple(file for file, _ in read)
-    schema = _common_schema(source, read)
-    plan = Plan(source, seed, files, schema)
+    types = _common_types(source, read)
+    plan = Plan(source, seed, files, columns_text(types), tuple(types))
     if not plan.num_rows:
         raise WrongInput(f"{where}: the Parquet files hold no row")
     return plan
@@ -132,13 +132,18 @@ def _decoded_bytes(chunk: Any) -> int:
     return chunk.num_values * width
 
 
-def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]) -> str:
-    """Names and types of the columns, which all files must share."""
+def _common_types(
+    source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]
+) -> dict[str, str]:
+    """Types of the columns, which all files must share; their order and whether they may be null
+    need not agree."""
     first: tuple[str, dict[str, str]] | None = None
     for file, schema in read:
         if schema is None or not file.num_rows:  # writers give empty files whatever types
             continue
         types = {field.name: str(field.type) for field in schema}
+        if len(types) < len(schema):
+            raise WrongInput(f"{file.path} has two columns of one name: {schema.names}")
         for name in source.columns or ():
             if name not in types:
                 raise WrongInput(f"{file.path} has no column {name!r}; it has {sorted(types)}")
@@ -147,7 +152,7 @@ def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]
             first = (file.path, types)
         elif types != first[1]:
             raise WrongInput(_drift(first[0], first[1], file.path, types))
-    return columns_text(first[1]) if first else ""
+    return first[1] if first else {}
 
 
 def columns_text(types: Mapping[str, str]) -> str:
@@ -156,14 +161,13 @@ def columns_text(types: Mapping[str, str]) -> str:
 
 
 def _drift(path: str, expected: dict[str, str], other: str, found: dict[str, str]) -> str:
-    for name in sorted(expected.keys() | found.keys()):
-        before, now = expected.get(name, "absent"), found.get(name, "absent")
-        if before != now:
-            return (
-                f"column {name!r} is {before} in {path} and {now} in {other}; make the files "
-                "agree, or leave the column out with columns=[...]"
-            )
-    return f"{other} has its columns in another order than {path}; name them with columns=[...]"
+    names = sorted(expected.keys() | found.keys())
+    name = next(n for n in names if expected.get(n) != found.get(n))
+    before, now = expected.get(name, "absent"), found.get(name, "absent")
+    return (
+        f"column {name!r} is {before} in {path} and {now} in {other}; make the files "
+        "agree, or leave the column out with columns=[...]"
+    )
 
 
 def _line(error: BaseException) -> str:

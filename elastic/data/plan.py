@@ -66,6 +66,8 @@ class Plan:
     files: tuple[PlannedFile, ...]
     schema: str
     """Names and types of the chosen columns."""
+    columns: tuple[str, ...] = ()
+    """Their order in every unit: that of `columns=[...]`, else of the first file that holds rows."""
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

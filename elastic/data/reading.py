@@ -163,7 +163,14 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
             str(unit),
             f"the file changed since the plan was made: columns {plan.schema} before, {found} now",
         )
-    return table
+    return _uniform(plan, table)
+
+
+def _uniform(plan: Plan, table: Any) -> Any:
+    """The columns in the plan's order, any of them nullable: neither depends on the file."""
+    fields = [table.schema.field(name).with_nullable(True) for name in plan.columns]
+    schema = arrow.schema(fields, metadata=table.schema.metadata)
+    return arrow.Table.from_arrays([table.column(name) for name in plan.columns], schema=schema)
 
 
 def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:

@@ -1,0 +1,35 @@
+"""What reading makes of files that differ in what does not matter, and of what goes wrong in it."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
+from tests.data.test_plan import epoch_rows
+
+
+def put(folder: Path, *tables) -> Path:
+    folder.mkdir(exist_ok=True)
+    for i, table in enumerate(tables):
+        pq.write_table(table, folder / f"{i}.parquet")
+    return folder
+
+
+def test_neither_the_order_of_columns_nor_their_nullability_has_to_agree(tmp_path):
+    numbers = pa.schema([pa.field("b", pa.int64(), nullable=False), pa.field("a", pa.int64())])
+    first = pa.table({"a": [0, 1], "b": [10, 11]})
+    second = pa.table({"b": [12], "a": [2]}, schema=numbers)
+    plan = make_plan(parquet(put(tmp_path / "set", first, second)), 3)
+    window, _ = read_window(plan, 0, 0)
+    assert window.table.column_names == ["a", "b"]
+    assert sorted(window.table["a"].to_pylist()) == [0, 1, 2]
+    assert [b - 10 for b in window.table["b"].to_pylist()] == window.table["a"].to_pylist()
+    seen = []
+    source = parquet(tmp_path / "set", transform=lambda t: seen.append(t.schema.names) or t)
+    epoch_rows(make_plan(source, 3), 0, "a")
+    assert seen == [["a", "b"], ["a", "b"]], "a transform sees one order, too"
+    named = make_plan(parquet(tmp_path / "set", columns=["b", "a"]), 3)
+    assert read_window(named, 0, 0)[0].table.column_names == ["b", "a"]
