@@ -116,8 +116,13 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
 
 def _size_of(row_group: Any, columns: Sequence[str] | None) -> int:
     chunks = [row_group.column(i) for i in range(row_group.num_columns)]
-    wanted = [c for c in chunks if columns is None or c.path_in_schema.split(".")[0] in columns]
+    wanted = [c for c in chunks if columns is None or _is_of(c.path_in_schema, columns)]
     return sum(max(c.total_uncompressed_size, _decoded_bytes(c)) for c in wanted)
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf is of one of these columns; their names may have dots, too."""
+    return any(path == name or path.startswith(name + ".") for name in columns)
 
 
 def _decoded_bytes(chunk: Any) -> int:

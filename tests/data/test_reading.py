@@ -33,3 +33,13 @@ def test_neither_the_order_of_columns_nor_their_nullability_has_to_agree(tmp_pat
     assert seen == [["a", "b"], ["a", "b"]], "a transform sees one order, too"
     named = make_plan(parquet(tmp_path / "set", columns=["b", "a"]), 3)
     assert read_window(named, 0, 0)[0].table.column_names == ["b", "a"]
+
+
+def test_a_column_whose_name_has_a_dot_is_planned_by_its_size(tmp_path):
+    table = pa.table({"a.b": list(range(90)), "pair": [{"x": i, "y": i} for i in range(90)]})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=10)
+    plan = make_plan(parquet(tmp_path, columns=["a.b"], window_bytes=100), 3)
+    assert len(plan.windows(0)) == 9
+    both = make_plan(parquet(tmp_path, columns=["a.b", "pair"], window_bytes=100), 3)
+    assert both.units[0].size_bytes == 3 * plan.units[0].size_bytes
+    assert sorted(epoch_rows(plan, 0, "a.b")[0]) == list(range(90))
