@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
@@ -13,7 +14,7 @@ import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.data.plan import Plan, PlannedFile
 from elastic.data.source import ParquetSource
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.remote import from_uri
 
 arrow: Any = pa  # has no type stubs
@@ -85,28 +86,47 @@ def list_files(source: ParquetSource, root: int) -> list[PlannedFile]:
     ]
 
 
-def is_there(filesystem: Any, inside: str) -> bool:
-    """Whether the store answers: what cannot be read in it is missing or damaged then."""
+def is_there(root: str, inside: str) -> bool:
+    """Whether what holds a file answers: what cannot be read in it is missing or damaged then. On
+    a node that lacks a mount, a local path is not there, or is an empty directory."""
+    filesystem, top = open_filesystem(root)
     try:
         filesystem.get_file_info(inside)
+        if filesystem.type_name != "local":
+            return True
+        folder = Path(top).parent if inside == top else Path(top)
+        return any(folder.iterdir())
     except OSError:
         return False
-    return True
 
 
 def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
+    try:
+        return _read_footer(source, file)
+    except MemoryError as error:
+        raise WrongInput(f"{file.path}: no memory to read the footer: {_line(error)}") from error
+    except BadData as error:
+        if not is_there(source.paths[file.root], file.inside):
+            raise WrongInput(str(error)) from error
+        if source.on_bad_file == "raise":
+            what = f'{error}; repair or remove it, or use on_bad_file="skip"'
+            raise WrongInput(what) from error
+    try:  # once more: what passes is no damage
+        return _read_footer(source, file)
+    except BadData as error:
+        return replace(file, problem=str(error)), None
+
+
+def _read_footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
     filesystem, _ = open_filesystem(source.paths[file.root])
     try:
         with filesystem.open_input_file(file.inside) as opened:
             found = parquet.ParquetFile(opened)
             metadata, schema = found.metadata, found.schema_arrow
-    except (OSError, arrow.ArrowInvalid) as error:
-        problem = f"{file.path}: the footer cannot be read: {_line(error)}"
-        if not is_there(filesystem, file.inside):
-            raise WrongInput(problem) from error
-        if source.on_bad_file == "skip":
-            return replace(file, problem=problem), None
-        raise WrongInput(f'{problem}; repair or remove it, or use on_bad_file="skip"') from error
+    except MemoryError:
+        raise
+    except (OSError, arrow.ArrowException, ValueError) as error:
+        raise BadData(file.path, f"the footer cannot be read: {_line(error)}") from error
     groups = tuple(
         (metadata.row_group(g).num_rows, _size_of(metadata.row_group(g), source.columns))
         for g in range(metadata.num_row_groups)

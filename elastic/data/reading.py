@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from socket import gethostname
 from typing import Any, cast
 
 import numpy as np
@@ -68,7 +69,8 @@ class Skipped:
 
 
 class Unreachable(BadData):
-    """The store does not answer: this says nothing about the file, which is not left out."""
+    """The store does not answer, or memory is short: this says nothing about the file, which is not
+    left out."""
 
 
 def read_window(
@@ -87,7 +89,7 @@ def read_window(
             skipped.append(Skipped(unit.index, ""))
             continue
         try:
-            table = _read_unit(plan, unit)
+            table = _read_patiently(plan, unit)
         except BadData as error:
             if plan.source.on_bad_file == "raise" or isinstance(error, Unreachable):
                 raise
@@ -133,6 +135,16 @@ def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
     return unit.first_row + np.arange(count, dtype=np.int64)
 
 
+def _read_patiently(plan: Plan, unit: Unit) -> Any:
+    """Once more before it is left out: what passes is no damage."""
+    try:
+        return _read_unit(plan, unit)
+    except Unreachable:
+        raise
+    except BadData:
+        return _read_unit(plan, unit)
+
+
 def _read_unit(plan: Plan, unit: Unit) -> Any:
     filesystem, _ = open_filesystem(plan.source.paths[unit.file.root])
     columns = None if plan.source.columns is None else list(plan.source.columns)
@@ -147,10 +159,13 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
                 )
             file = parquet.ParquetFile(opened, **options)
             table = file.read_row_group(unit.row_group, columns=columns, use_threads=False)
-    except (OSError, arrow.ArrowException) as error:
+    except MemoryError as error:
+        raise Unreachable(str(unit), f"no memory to read it: {error}") from error
+    except (OSError, arrow.ArrowException, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        kind = BadData if is_there(filesystem, unit.file.inside) else Unreachable
-        raise kind(str(unit), f"cannot be read: {line}") from error
+        if is_there(plan.source.paths[unit.file.root], unit.file.inside):
+            raise BadData(str(unit), f"cannot be read: {line}") from error
+        raise Unreachable(str(unit), f"cannot be read: {line}; on {gethostname()}") from error
     if table.num_rows != unit.num_rows:
         raise BadData(
             str(unit),

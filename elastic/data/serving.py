@@ -11,8 +11,12 @@ from typing import Any
 
 from elastic.data.ahead import Ahead
 from elastic.data.reading import Skipped
-from elastic.data.record import FeedRecord
+from elastic.data.record import NAME, FeedRecord
 from elastic.data.stream import Place, Stream, WindowKey
+from elastic.protocol.errors import BadData
+
+RECORD_WAIT_S, RECORD_RETRY_S = 60.0, 1.0
+"""How long a window waits for its record to be written, where row groups were left out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,25 @@ class Server:
             self._front = (_key(behind), _key(found))
             self._take_turn(*self._front)
             if isinstance(found, Place) and found.key in self._rows:
-                return found, self._rows[found.key]
+                rows = self._rows[found.key]
+                await self._settle()
+                return found, rows
             await asyncio.shield(self._reads[_key(found)])
+
+    async def _settle(self) -> None:
+        """Nobody uses a window before the run directory knows what has been left out: a feed that
+        is started again must leave out the same. (A run that has no directory yet has no step.)
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RECORD_WAIT_S
+        while not self.record.has_published_skips:
+            try:
+                return await asyncio.to_thread(self.record.write)
+            except OSError as error:
+                if loop.time() > deadline:
+                    what = f"cannot be written, and row groups were left out: {error}"
+                    raise BadData(NAME, what) from error
+            await asyncio.sleep(RECORD_RETRY_S)
 
     def _take_turn(self, oldest: WindowKey, needed: WindowKey) -> None:
         turn = self.ahead.turn(oldest, needed)
@@ -74,6 +95,10 @@ class Server:
     async def _read_one(self, key: WindowKey) -> None:
         try:
             read = await self._read(key, self.record.skipped.get(key, ()))
+            new = [s for s in read.skipped if s.problem]
+            if new and key in self.record.counts:
+                what = "was read before, and cannot be left out now"
+                raise BadData(new[0].problem, what)
             self.ahead.stream.record(key, read.count)
         except BaseException:
             self.ahead.failed(key)
@@ -85,7 +110,8 @@ class Server:
         if self.record.add(key, read.count, (s.unit for s in read.skipped)):
             for each in read.skipped:
                 where = {"epoch": key.epoch, "window": key.window}
-                self._note({"skipped": each.problem, **where})
+                so_far = self.record.num_left_out
+                self._note({"skipped": each.problem, **where, "row_groups_left_out": so_far})
         if self._front is not None:
             self._take_turn(*self._front)
 
