@@ -46,7 +46,7 @@ class Server:
         for key, count in record.counts.items():
             stream.record(key, count)
         self.ahead = Ahead(record.plan, stream)
-        self._reads: dict[WindowKey, asyncio.Task[None]] = {}
+        self._reads: dict[WindowKey, asyncio.Task[Read]] = {}
         self._rows: dict[WindowKey, Any] = {}
         self._front: tuple[WindowKey, WindowKey] | None = None
 
@@ -66,7 +66,11 @@ class Server:
                 rows = self._rows[found.key]
                 await self._settle()
                 return found, rows
-            await asyncio.shield(self._reads[_key(found)])
+            read = await asyncio.shield(self._reads[_key(found)])
+            again = stream.find(element)
+            if isinstance(again, Place) and again.key == _key(found):  # even if it had to go since
+                await self._settle()
+                return again, read.rows
 
     async def _settle(self) -> None:
         """Nobody uses a window before the run directory knows what has been left out: a feed that
@@ -92,7 +96,7 @@ class Server:
             task.add_done_callback(lambda t: t.cancelled() or t.exception())  # said to who waits
             self._reads[key] = task
 
-    async def _read_one(self, key: WindowKey) -> None:
+    async def _read_one(self, key: WindowKey) -> Read:
         try:
             read = await self._read(key, self.record.skipped.get(key, ()))
             new = [s for s in read.skipped if s.problem]
@@ -114,6 +118,7 @@ class Server:
                 self._note({"skipped": each.problem, **where, "row_groups_left_out": so_far})
         if self._front is not None:
             self._take_turn(*self._front)
+        return read
 
 
 def _key(found: Place | WindowKey) -> WindowKey:

@@ -207,3 +207,15 @@ def test_a_window_that_is_late_is_asked_for_once(make):
     while firsts[-1] <= feed.asked[-1]:
         firsts.append(feed.feed.window_at(firsts[-1], 0, never).end)
     assert feed.asked == firsts[: len(feed.asked)]
+
+
+def test_a_worker_keeps_few_passed_windows_of_a_long_step(make):
+    feed, sizes = make()._feed, {"global_batch": 180, "micro_batch": 3}
+    loader = FedLoader(feed, seed=SEED, kept_bytes=1000, **sizes)
+    loader.assign(0, range(60))
+    rows = [loader.next(0, i, never).rows.tolist() for i in range(60)]
+    kept = [w.rows.size_bytes for w in loader._windows]
+    assert 300 < sum(kept) <= 1000 + 3 * max(kept)
+    loader.assign(0, range(60))
+    assert [loader.next(0, i, never).rows.tolist() for i in range(60)] == rows
+    loader.close()

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
+from cloudpickle import loads
+
 from elastic.protocol.seams import Feed, WorkerSpec
-from workers.data.fed_loader import FedLoader
+from workers.data.fed_loader import KEPT_SHARE, FedLoader
 from workers.data.loader import LoadedBatch, Loader
 
 OpenFeed = Callable[[bytes], Feed]
@@ -46,8 +48,11 @@ class Supply:
         if source is None:
             return self._loader
         self._loader.close()
+        feed = self._open_feed(source)
+        kept = {"kept_bytes": int(KEPT_SHARE * loads(source).prefetch_bytes)} if source else {}
         return FedLoader(
-            self._open_feed(source),
+            feed,
+            **kept,
             seed=self._spec.seed,
             global_batch=self._spec.global_batch,
             micro_batch=self._spec.micro_batch,
