@@ -98,7 +98,8 @@ def pack_tokens(
     epoch and end in the next.
 
     column: the documents: text, or lists of token ids.
-    encode: a document to its token ids; None: the ids in a list column, the UTF-8 bytes of a text.
+    encode: a document to its token ids (torch, numpy and `random` are seeded by (seed, epoch,
+        window) before the first); None: the ids in a list column, the UTF-8 bytes of a text.
     separator: a token id put after each document; None for none.
     """
     if length < 1:

@@ -6,8 +6,9 @@ A function of (plan, epoch, window): whoever reads it again gets the same rows i
 import random
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from socket import gethostname
 from typing import Any, cast
@@ -28,7 +29,8 @@ UNIT_SHIFT = 32
 """Where transforms may change the number of rows, an id is unit << 32 | place in its output."""
 DOCUMENT_SHIFT = 20
 """The id of a token is its document's id << 20, plus its place in it; of a row of packed tokens,
-its first token's. (Ids of very long documents may coincide; they are for records only.)"""
+its first token's. They are for records only: ids of very long documents, or of many units, may
+coincide. Those of documents (`WindowRows.ids`) never do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def _joined(
         table, rows = table.take(arrow.array(order)), rows[order]
     if plan.source.packing is None:
         return WindowRows(table.combine_chunks(), rows, None)
-    tokens, starts = plan.source.packing.tokens_of(table)
+    packing = plan.source.packing
+    tokens, starts = _seeded(lambda: packing.tokens_of(table), plan.seed, epoch, f"window {window}")
     return WindowRows(arrow.table({TOKENS: tokens}), rows, starts)
 
 
@@ -190,9 +193,9 @@ def _uniform(plan: Plan, table: Any) -> Any:
 
 def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:
     for transform in plan.source.transforms:
-        seed_transform(plan.seed, epoch, unit.index)
+        call = partial(transform, table)
         try:
-            table = transform(table)
+            table = _seeded(call, plan.seed, epoch, unit.index)
             if isinstance(table, dict):
                 table = _tabled(cast("dict[str, Any]", table))
         except BadData:
@@ -224,7 +227,18 @@ def _tensors(values: Any) -> Any:
     return arrow.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
 
 
-def seed_transform(seed: int, epoch: int, unit: int) -> None:
+def _seeded(call: Callable[[], Any], seed: int, epoch: int, unit: int | str) -> Any:
+    """Called again where it has just loaded torch, whose generator could not be seeded before."""
+    had_torch = "torch" in sys.modules
+    seed_transform(seed, epoch, unit)
+    found = call()
+    if had_torch or "torch" not in sys.modules:
+        return found
+    seed_transform(seed, epoch, unit)
+    return call()
+
+
+def seed_transform(seed: int, epoch: int, unit: int | str) -> None:
     """What a transform draws depends on the unit, not on the process or on who reads it."""
     digest = blake2b(
         f"{seed}:{epoch}:{unit}".encode(), digest_size=24, person=b"transform"

@@ -1,11 +1,15 @@
 """What reading makes of files that differ in what does not matter, and of what goes wrong in it."""
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic.data import parquet
+from elastic.data import pack_tokens, parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
 from tests.data.test_plan import epoch_rows
@@ -43,3 +47,42 @@ def test_a_column_whose_name_has_a_dot_is_planned_by_its_size(tmp_path):
     both = make_plan(parquet(tmp_path, columns=["a.b", "pair"], window_bytes=100), 3)
     assert both.units[0].size_bytes == 3 * plan.units[0].size_bytes
     assert sorted(epoch_rows(plan, 0, "a.b")[0]) == list(range(90))
+
+
+def test_what_encode_draws_depends_on_the_window_alone(tmp_path):
+    put(tmp_path / "set", pa.table({"text": ["a", "b", "c"]}))
+    packing = pack_tokens(length=2, encode=lambda d: [np.random.randint(1000), random.randrange(9)])
+    plan = make_plan(parquet(tmp_path / "set", transform=packing), 3)
+    first, again, other = (epoch_rows(plan, epoch, "tokens")[0] for epoch in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+LAZY = """
+import sys
+from elastic.data import pack_tokens, parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import read_window
+
+def drawn(table):
+    import torch
+    return {"x": torch.rand(table.num_rows).numpy()}
+
+def encoded(document):
+    import torch
+    return torch.randint(1000, (3,)).numpy()
+
+transform, column = (drawn, "x") if sys.argv[2] == "x" else (
+    pack_tokens(length=2, encode=encoded), "tokens")
+plan = make_plan(parquet(sys.argv[1], transform=transform), 3)
+assert "torch" not in sys.modules
+first, again = (read_window(plan, 0, 0)[0].table[column].to_pylist() for _ in range(2))
+assert first == again, (first, again)
+"""
+
+
+def test_torch_is_seeded_even_where_a_transform_has_just_loaded_it(tmp_path):
+    put(tmp_path / "set", pa.table({"text": ["a", "b", "c"]}))
+    for column in ("x", "tokens"):
+        arguments = [sys.executable, "-c", LAZY, str(tmp_path / "set"), column]
+        assert subprocess.run(arguments, timeout=60).returncode == 0
