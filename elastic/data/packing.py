@@ -27,13 +27,23 @@ class TokenPacking:
     encode: Callable[[Any], Any] | None
     separator: int | None
 
-    def tokens_of(self, table: Any) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens of the documents in order, and where each document starts (int64)."""
+    def tokens_of(
+        self, table: Any, where: Callable[[int], str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens of the documents in order, and where each document starts (int64).
+
+        where: from a document's row in the table to words, for BadData.
+        """
         if self.column not in table.column_names:
-            raise BadData(
-                "pack_tokens", f"there is no column {self.column!r} in {table.column_names}"
-            )
-        parts = [self._document(value) for value in table.column(self.column)]
+            what = f"there is no column {self.column!r} in {table.column_names}"
+            raise BadData(f"{where(0)}: pack_tokens", what)
+        parts: list[np.ndarray] = []
+        for row, document in enumerate(table.column(self.column)):
+            try:
+                parts.append(self._document(document))
+            except BadData as error:
+                place = f"{where(row)}: {error.place}"
+                raise BadData(place, error.what, error.traceback_text) from None
         sizes = np.array([len(part) for part in parts], np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])[: len(parts)]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)

@@ -20,7 +20,7 @@ import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 from elastic.data.footers import columns_text, is_there, open_filesystem
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
-from elastic.data.plan import Plan, Unit
+from elastic.data.plan import MAX_TOLD, Plan, Unit
 from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
@@ -108,6 +108,7 @@ def _joined(
 ) -> WindowRows:
     if not tables:
         return WindowRows(arrow.table({}), np.zeros(0, np.int64), None)
+    rows = np.concatenate(ids)
     try:
         table = arrow.concat_tables(tables)
     except arrow.ArrowInvalid as error:
@@ -115,20 +116,48 @@ def _joined(
             f"epoch {epoch}, window {window}",
             "the transform gives differing columns: " + " ".join(str(error).split()),
         ) from error
-    rows = np.concatenate(ids)
-    if plan.source.shuffle:
-        order = permutation(len(rows), "rows", plan.seed, epoch, window)
-        table, rows = table.take(arrow.array(order)), rows[order]
-    if plan.source.packing is None:
-        return WindowRows(table.combine_chunks(), rows, None)
+    try:
+        if plan.source.shuffle:
+            order = permutation(len(rows), "rows", plan.seed, epoch, window)
+            table, rows = table.take(arrow.array(order)), rows[order]
+        if plan.source.packing is None:
+            return WindowRows(table.combine_chunks(), rows, None)
+    except arrow.ArrowException as error:
+        raise BadData(
+            units_text(plan.windows(epoch)[window]),
+            f"cannot be joined: {' '.join(str(error).split())}; with more than 2 GiB of text take a "
+            "smaller window_bytes or smaller row groups, or cast to large_string in a transform",
+        ) from error
     packing = plan.source.packing
-    tokens, starts = _seeded(lambda: packing.tokens_of(table), plan.seed, epoch, f"window {window}")
+    where = partial(_row_text, plan, plan.windows(epoch)[window], rows)
+    call = partial(packing.tokens_of, table, where)
+    tokens, starts = _seeded(call, plan.seed, epoch, f"window {window}")
     return WindowRows(arrow.table({TOKENS: tokens}), rows, starts)
 
 
+def units_text(units: Sequence[Unit]) -> str:
+    """For an error that any of them may have caused."""
+    more = f" and {len(units) - MAX_TOLD} more" if len(units) > MAX_TOLD else ""
+    return "; ".join(str(unit) for unit in units[:MAX_TOLD]) + more
+
+
+def _row_text(plan: Plan, units: Sequence[Unit], rows: np.ndarray, row: int) -> str:
+    """Which row of the data a window's row is, by its id."""
+    if row >= len(rows):
+        return units_text(units)
+    if _keeps_rows(plan):
+        unit = next(u for u in units if 0 <= rows[row] - u.first_row < u.num_rows)
+        return f"{unit}, row {rows[row] - unit.first_row}"
+    index, place = divmod(int(rows[row]), 1 << UNIT_SHIFT)
+    return f"{plan.units[index]}, row {place} of what the transform gives"
+
+
+def _keeps_rows(plan: Plan) -> bool:
+    return plan.source.keeps_rows or not plan.source.transforms
+
+
 def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
-    source = plan.source
-    if source.transforms and not source.keeps_rows:
+    if not _keeps_rows(plan):
         return (unit.index << UNIT_SHIFT) + np.arange(count, dtype=np.int64)
     if count != unit.num_rows:
         raise BadData(

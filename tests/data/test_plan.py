@@ -217,8 +217,18 @@ def by_first_row(table, column):
         (lambda t: {"a": [1], "b": [1, 2]}, r"row group \d: the transform raised ArrowInvalid"),
         (lambda t: by_first_row(t, t["x"]), "window 0: the transform gives differing columns: Sch"),
         (pack_tokens(length=4, column="z"), "there is no column 'z' in \\['x', 'text'\\]"),
-        (pack_tokens(length=4, column="x"), "column 'x': has type int64, and pack_tokens takes"),
-        (pack_tokens(length=4, encode=lambda d: 1 / 0), "encode raised ZeroDivisionError"),
+        (
+            pack_tokens(length=4, column="x"),
+            r"row group \d, row \d+: column 'x': has type int64, and pack_tokens takes",
+        ),
+        (
+            pack_tokens(length=4, encode=lambda d: 1 / 0),
+            r"row group \d, row \d+: pack_tokens: encode raised ZeroDivisionError",
+        ),
+        (
+            (lambda t: t.slice(1), pack_tokens(length=4, encode=lambda d: 1 / 0)),
+            r"row group \d, row \d+ of what the transform gives: pack_tokens: encode raised Zero",
+        ),
         (pack_tokens(length=4, encode=lambda d: "ab"), "encode gave <U2 of shape \\(\\); return"),
         (pack_tokens(length=4, encode=lambda d: [0.5]), "encode gave float64 of shape \\(1,\\)"),
     ],

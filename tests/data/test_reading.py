@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from elastic.data import pack_tokens, parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
+from elastic.protocol.errors import BadData, WrongInput
 from tests.data.test_plan import epoch_rows
 
 
@@ -86,3 +88,25 @@ def test_torch_is_seeded_even_where_a_transform_has_just_loaded_it(tmp_path):
     for column in ("x", "tokens"):
         arguments = [sys.executable, "-c", LAZY, str(tmp_path / "set"), column]
         assert subprocess.run(arguments, timeout=60).returncode == 0
+
+
+def test_more_text_than_an_offset_can_tell_is_named_with_its_row_groups(tmp_path):
+    chunk = pa.array(["x" * 2**26])
+
+    def long(table):
+        return pa.table({"text": pa.chunked_array([chunk] * 33)})
+
+    put(tmp_path / "set", pa.table({"text": ["a"]}))
+    plan = make_plan(parquet(tmp_path / "set", transform=long), 3)
+    with pytest.raises(BadData, match=r"0.parquet, row group 0: cannot be joined: offset overfl"):
+        read_window(plan, 0, 0)
+
+
+def test_a_footer_that_arrow_does_not_know_is_named(tmp_path, monkeypatch):
+    def unknown(*_, **__):
+        raise pa.ArrowNotImplementedError("an encryption of tomorrow")
+
+    put(tmp_path / "set", pa.table({"text": ["a"]}))
+    monkeypatch.setattr(pq, "ParquetFile", unknown)
+    with pytest.raises(WrongInput, match="0.parquet: the footer cannot be read: an encryption"):
+        make_plan(parquet(tmp_path / "set"), 3)

@@ -80,6 +80,21 @@ def test_a_column_that_is_no_tensor_is_named(values, why):
         columns_of([pa.table({"c": values})], 1)
 
 
+def test_lists_of_dictionaries_values_are_decoded():
+    values = pa.array([1.5, 2.5, 1.5, 1.5]).dictionary_encode()
+    table = pa.table({"c": pa.FixedSizeListArray.from_arrays(values, 2)})
+    assert columns_of([table], 1)["c"].tolist() == [[1.5, 2.5], [1.5, 1.5]]
+
+
+def nulls(table):
+    return {"row": pa.array([None] * table.num_rows, pa.int64())}
+
+
+def test_a_column_that_is_no_tensor_is_found_at_its_stream_positions(make):
+    with pytest.raises(WrongInput, match=r"stream positions 3\.\.5, column 'row': has nulls"):
+        make(transform=nulls).fetch(0, 1)
+
+
 def test_all_worlds_cut_the_same_rows(make):
     first = make()
     streams = []

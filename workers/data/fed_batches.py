@@ -49,7 +49,9 @@ def _column(name: str, column: Any) -> Any:
     if column.null_count:
         raise BadData(f"column {name!r}", "has nulls; fill or drop them in a transform")
     if pa.types.is_dictionary(kind):
-        return _column(name, pa.chunked_array([c.dictionary_decode() for c in column.chunks]))
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        decoded = [c.dictionary_decode() for c in chunks]
+        return _column(name, pa.chunked_array(decoded, kind.value_type))
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if isinstance(column, pa.ChunkedArray):  # of no chunk

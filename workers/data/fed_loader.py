@@ -216,7 +216,11 @@ class FedLoader:
             here = starts[(starts >= at) & (starts < stop)]
             ids.append(window.rows.ids_of(here - window.first))
             at = stop
-        return np.concatenate(ids), columns_of(tables, length)
+        try:
+            return np.concatenate(ids), columns_of(tables, length)
+        except BadData as error:
+            where = f"stream positions {first // length}..{end // length - 1}, {error.place}"
+            raise BadData(where, error.what, error.traceback_text) from error
 
     def _window_at(self, element: int, assignment: _Assignment) -> FedWindow:
         """Held, or fetched while nobody assigns anything else. The one after it is asked for."""
