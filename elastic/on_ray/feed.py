@@ -10,6 +10,7 @@ and goes on where the workers ask.
 import asyncio
 import functools
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,7 +21,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from elastic.data.footers import make_plan
-from elastic.data.reading import Skipped, WindowRows, read_window
+from elastic.data.patience import MAX_TRIES, Late, Patience
+from elastic.data.plan import Plan
+from elastic.data.reading import Skipped, WindowRows, read_window, units_text
 from elastic.data.record import FeedRecord, open_record
 from elastic.data.serving import Read, Server
 from elastic.data.source import ParquetSource
@@ -33,6 +36,10 @@ LAST_WRITE_S = 5.0
 WRITE_EVERY_S = 0.5
 WRITE_REMOTE_EVERY_S = 5.0
 STORE_SHARE = 0.5
+LATE_CHECK_S = 1.0
+WAITS = "a process to read data"
+BEGIN_S = 5.0
+"""A task that is not answered for so long begins all the same: the feed is being started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,7 @@ class FeedActor:
         self._lock = asyncio.Lock()
         self._server: Server | None = None
         self._tasks: list[asyncio.Future[None]] = []
+        self._patience = Patience()
 
     async def window_at(self, element: int, committed: int) -> Served:
         """See Server.window_at; raises WrongInput, too, as planning does."""
@@ -83,6 +91,10 @@ class FeedActor:
         if self._server is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._server.record.write)
+
+    async def began(self, epoch: int, window: int) -> bool:
+        """Said by a task before it reads; False: it shall give up."""
+        return self._patience.began(WindowKey(epoch, window), time.monotonic())
 
     async def held_bytes(self) -> int:
         """What the windows take that are held now."""
@@ -109,23 +121,45 @@ class FeedActor:
         self._tasks = [
             asyncio.ensure_future(keep_written(record)),
             asyncio.ensure_future(end_when_alone(order.run_id)),
+            asyncio.ensure_future(self._tell_late(plan)),
         ]
         return Server(record, self._read, self._note)
 
     async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
-        folder = self._order.folder
-        rows, told = self._task.remote(folder, self._plan, key.epoch, key.window, left_out)
+        folder, here = self._order.folder, ray.get_runtime_context().current_actor
+        self._patience.asked(key, time.monotonic())
+        ask = self._task.remote
+        rows, told = ask(folder, self._plan, here, key.epoch, key.window, left_out)
         try:
             return Read(rows, *await told)
         except RayTaskError as error:
             if isinstance(error.cause, BadData):
                 raise error.cause from None
             raise
+        finally:
+            self._patience.ended(key, time.monotonic())
+
+    async def _tell_late(self, plan: Plan) -> None:
+        while True:
+            await asyncio.sleep(LATE_CHECK_S)
+            for late in self._patience.late(time.monotonic()):
+                self._note(late_note(plan, late))
 
     def _note(self, fields: dict[str, Any]) -> None:
         controller = find_actor(f"{self._order.run_id}-controller")
         if controller is not None:
             cast(Any, controller).note.remote(fields)
+
+
+def late_note(plan: Plan, late: Late) -> dict[str, Any]:
+    """For the journal."""
+    if not late.has_begun:
+        cpus = plan.source.cpus_per_read
+        what = f"a CPU to read data (cpus_per_read={cpus}; 0 needs none)" if cpus else WAITS
+        return {"waiting_for": what, "waited_s": round(late.waited_s)}
+    units = units_text(plan.windows(late.key.epoch)[late.key.window])
+    times = {"reading_s": round(late.waited_s), "usual_s": round(late.usual_s, 2)}
+    return {"slow_read": units, **times}
 
 
 def within_stores(source: ParquetSource) -> ParquetSource:
@@ -163,11 +197,25 @@ def _plan_of(pickled: bytes) -> Any:
 
 
 def read_task(
-    folder: str | None, plan: bytes, epoch: int, window: int, left_out: tuple[int, ...]
+    folder: str | None,
+    plan: bytes,
+    feed: ActorHandle[Any],
+    epoch: int,
+    window: int,
+    left_out: tuple[int, ...],
 ) -> tuple[WindowRows, tuple[int, int, list[Skipped]]]:
-    """A Ray task: a window's rows, and apart from them what the feed must know."""
+    """A Ray task: a window's rows, and apart from them what the feed must know. Ray begins it again
+    for as long as its process dies, so it asks first."""
     see_folder(folder)
-    rows, skipped = read_window(_plan_of(plan), epoch, window, left_out)
+    found: Plan = _plan_of(plan)
+    with suppress(RayError):
+        if not ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S):
+            raise BadData(
+                units_text(found.windows(epoch)[window]),
+                f"the process that reads it was killed or crashed {MAX_TRIES} times; a node may be "
+                "out of memory (smaller row groups or window_bytes), or the transform crashes",
+            )
+    rows, skipped = read_window(found, epoch, window, left_out)
     return rows, (rows.count, rows.size_bytes, skipped)
 
 
