@@ -91,6 +91,11 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
     found = read_json(folder, NAME)
     if found is None:
         return record
+    if "plan_sha256" not in found:
+        raise WrongInput(
+            f"the run {place} began with a dataset of {found['num_rows']} samples, and not with "
+            "Parquet files; use another --name"
+        )
     if found["plan_sha256"] != plan.hash:
         changes = told(differences(found["plan"], plan.to_json()))
         raise WrongInput(
