@@ -1,7 +1,7 @@
 """From a source to its plan: lists the files and reads their footers, a few bytes of each file."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ parquet: Any = pa_parquet
 arrow_fs: Any = pa_fs
 SUFFIXES = (".parquet", ".pq", ".parq")
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
+LOCAL = ("/", "file://")
 MAX_FOOTERS = 16
 """Footers that are read at the same time."""
 
@@ -30,6 +31,7 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
     roots = range(len(source.paths))
     listed = {found.path: found for root in roots for found in list_files(source, root)}
+    _refuse_twins(listed.values())
     where = " and ".join(shown(path) for path in source.paths)
     if not listed:
         raise WrongInput(f"{where}: no Parquet file there ({SUFFIXES})")
@@ -41,6 +43,15 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     if not plan.num_rows:
         raise WrongInput(f"{where}: the Parquet files hold no row")
     return plan
+
+
+def _refuse_twins(files: Collection[PlannedFile]) -> None:
+    """WrongInput if a file is named as a local path and as a URI: its rows would be used twice."""
+    local = {f.inside: f.path for f in files if f.path.startswith(LOCAL)}
+    for file in files:
+        twin = local.get(file.inside, file.path)
+        if twin != file.path and file.path.startswith(LOCAL):
+            raise WrongInput(f"{file.path} and {twin} are one file; name it once")
 
 
 @lru_cache(maxsize=16)

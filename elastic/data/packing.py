@@ -16,6 +16,7 @@ from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
 TOKENS, STARTS = "tokens", "starts"
+COLUMN = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ class TokenPacking:
     column: str
     encode: Callable[[Any], Any] | None
     separator: int | None
+
+    def to_json(self) -> list[Any]:
+        """For the plan's record, which names the column if it is not the usual one."""
+        found: list[Any] = [self.length, self.separator]
+        return found if self.column == COLUMN else [*found, self.column]
 
     def tokens_of(
         self, table: Any, where: Callable[[int], str]
@@ -97,7 +103,7 @@ def _fitting(tokens: np.ndarray, separator: int) -> Any:
 def pack_tokens(
     *,
     length: int,
-    column: str = "text",
+    column: str = COLUMN,
     encode: Callable[[Any], Any] | None = None,
     separator: int | None = None,
 ) -> TokenPacking:

@@ -102,7 +102,6 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """For the run directory: later starts compare with it."""
         source = self.source
-        packing = source.packing
         return {
             "layout": DOTTED_LAYOUT if "." in "".join(source.columns or ()) else LAYOUT,
             "seed": self.seed,
@@ -110,7 +109,7 @@ class Plan:
             "window_bytes": source.window_bytes,
             "keeps_rows": source.keeps_rows,
             "num_transforms": len(source.transforms),
-            "packing": None if packing is None else [packing.length, packing.separator],
+            "packing": None if source.packing is None else source.packing.to_json(),
             "schema": self.schema,
             "files": {
                 f.path: [f.size_bytes, [rows for rows, _ in f.row_groups]] for f in self.files

@@ -129,6 +129,18 @@ def test_packed_tokens_are_all_documents_one_after_the_other(folder):
         assert f"document {document}\0".encode()[place] == tokens[element]
 
 
+def test_a_file_named_as_path_and_as_uri_is_refused(folder):
+    file = folder / "part-00.parquet"
+    with pytest.raises(WrongInput, match=r"/set/part-00.parquet are one file; name it once"):
+        make_plan(parquet([folder, f"file://{file}"]), 0)
+
+
+def test_the_column_of_the_documents_is_part_of_the_plan(folder):
+    packings = [pack_tokens(length=4), pack_tokens(length=4, column="x")]
+    usual, other = (make_plan(parquet(folder, transform=p), 0).to_json() for p in packings)
+    assert (usual["packing"], other["packing"]) == ([4, None], [4, None, "x"])
+
+
 def test_changed_files_are_told_apart(folder):
     plan = make_plan(parquet(folder), 7)
     write(folder, (100, 0, 38, 251))

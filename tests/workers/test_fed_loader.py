@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from elastic.data import parquet
+from elastic.data import pack_tokens, parquet
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
@@ -84,6 +84,16 @@ def test_lists_of_dictionaries_values_are_decoded():
     values = pa.array([1.5, 2.5, 1.5, 1.5]).dictionary_encode()
     table = pa.table({"c": pa.FixedSizeListArray.from_arrays(values, 2)})
     assert columns_of([table], 1)["c"].tolist() == [[1.5, 2.5], [1.5, 1.5]]
+
+
+def test_rows_of_one_token_are_packed_rows_too(make):
+    loader = make(transform=(texts, pack_tokens(length=1)))
+    batch = loader.fetch(0, 0).batch
+    assert (batch["tokens"].dtype, batch["tokens"].shape) == (torch.int64, (MICRO_BATCH, 1))
+
+
+def texts(table):
+    return {"text": ["ab"] * table.num_rows}
 
 
 def nulls(table):

@@ -208,16 +208,17 @@ class FedLoader:
         tables: list[Any] = []
         ids: list[np.ndarray] = []
         starts = np.arange(first, end, length)  # of the rows
-        at = first
+        at, is_packed = first, False
         while at < end:
             window = self._window_at(at, assignment)
+            is_packed = window.rows.starts is not None
             stop = min(end, window.end)
             tables.append(window.rows.table.slice(at - window.first, stop - at))
             here = starts[(starts >= at) & (starts < stop)]
             ids.append(window.rows.ids_of(here - window.first))
             at = stop
         try:
-            return np.concatenate(ids), columns_of(tables, length)
+            return np.concatenate(ids), columns_of(tables, length, is_packed=is_packed)
         except BadData as error:
             where = f"stream positions {first // length}..{end // length - 1}, {error.place}"
             raise BadData(where, error.what, error.traceback_text) from error
