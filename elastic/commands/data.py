@@ -97,8 +97,10 @@ def check(
     except BadData as error:
         raise WrongInput(f"the data cannot be read again: {error}") from error
     if committed and found.steps < committed[-1]["step"] and not found.findings:
-        print(f"NOT exactly once: {committed[-1]['step']} steps are committed, and the record has "
-              f"{found.steps}")
+        print(
+            f"NOT exactly once: {committed[-1]['step']} steps are committed, and the record has "
+            f"{found.steps}"
+        )
         return 1
     for finding in found.findings[:MAX_SHOWN]:
         print(finding)

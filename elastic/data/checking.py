@@ -92,7 +92,9 @@ def planned_stream(record: FeedRecord) -> Iterator[tuple[int, np.ndarray]]:
             elements = np.arange(-place % length, rows.count, length)
             ids = rows.ids_of(elements) if len(elements) else np.empty(0, np.int64)
             place += rows.count
-            seen.append(rows.ids)  # documents' where tokens are packed: those of tokens can coincide
+            seen.append(
+                rows.ids
+            )  # documents' where tokens are packed: those of tokens can coincide
             yield epoch, ids
         whole = np.concatenate(seen)
         if len(np.unique(whole)) != len(whole):

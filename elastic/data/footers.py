@@ -168,9 +168,7 @@ def _decoded_bytes(chunk: Any) -> int:
     return chunk.num_values * width
 
 
-def _common_types(
-    source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]
-) -> dict[str, str]:
+def _common_types(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]) -> dict[str, str]:
     """Types of the columns, which all files must share; their order and whether they may be null
     need not agree."""
     first: tuple[str, dict[str, str]] | None = None

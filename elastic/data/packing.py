@@ -33,9 +33,7 @@ class TokenPacking:
         found: list[Any] = [self.length, self.separator]
         return found if self.column == COLUMN else [*found, self.column]
 
-    def tokens_of(
-        self, table: Any, where: Callable[[int], str]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def tokens_of(self, table: Any, where: Callable[[int], str]) -> tuple[np.ndarray, np.ndarray]:
         """All tokens of the documents in order, and where each document starts (int64).
 
         where: from a document's row in the table to words, for BadData.

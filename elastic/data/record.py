@@ -93,8 +93,7 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
         return record
     if "plan_sha256" not in found:
         raise WrongInput(
-            f"the run {place} began with a dataset of {found['num_rows']} samples, and not with "
-            "Parquet files; use another --name"
+            f"the run {place} began with other data than Parquet files; use another --name"
         )
     if found["plan_sha256"] != plan.hash:
         changes = told(differences(found["plan"], plan.to_json()))

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -103,7 +104,7 @@ class FeedActor:
     async def _open(self) -> Server:
         order = self._order
         see_folder(order.folder)
-        source = within_stores(cloudpickle.loads(order.source))
+        source = within_stores(cloudpickle.loads(order.source), self._note)
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(None, make_plan, source, order.seed)
         record = await loop.run_in_executor(None, open_record, plan, order.place)
@@ -146,9 +147,14 @@ class FeedActor:
                 self._note(late_note(plan, late))
 
     def _note(self, fields: dict[str, Any]) -> None:
-        controller = find_actor(f"{self._order.run_id}-controller")
-        if controller is not None:
-            cast(Any, controller).note.remote(fields)
+        note(self._order.run_id, fields)
+
+
+def note(run_id: str, fields: dict[str, Any]) -> None:
+    """Into the run's journal, if the run is alive."""
+    controller = find_actor(f"{run_id}-controller")
+    if controller is not None:
+        cast(Any, controller).note.remote(fields)
 
 
 def late_note(plan: Plan, late: Late) -> dict[str, Any]:
@@ -162,14 +168,14 @@ def late_note(plan: Plan, late: Late) -> dict[str, Any]:
     return {"slow_read": units, **times}
 
 
-def within_stores(source: ParquetSource) -> ParquetSource:
+def within_stores(source: ParquetSource, note: Callable[[dict[str, Any]], None]) -> ParquetSource:
     """With a budget that no node's object store has to spill for; says so where that is less."""
     sizes = [n["Resources"].get("object_store_memory") for n in ray.nodes() if n["Alive"]]
     most = int(STORE_SHARE * min((size for size in sizes if size), default=0))
     if not most or source.prefetch_bytes <= most:
         return source
     what = f"{source.prefetch_bytes} is more than half of a node's object store"
-    print(f"prefetch_bytes={most} reason={what!r}", file=sys.stderr, flush=True)
+    note({"prefetch_bytes": most, "reason": what})
     return replace(source, prefetch_bytes=most)
 
 

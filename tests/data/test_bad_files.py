@@ -88,7 +88,9 @@ def test_a_run_that_left_rows_out_does_not_go_on_without_the_setting(source, tmp
     walk(feed)
     feed.close()
     strict = parquet(tmp_path / "set", window_bytes=300)
-    with pytest.raises(WrongInput, match=r'left out row groups in \d+ windows; go on with on_bad_fil'):
+    with pytest.raises(
+        WrongInput, match=r"left out row groups in \d+ windows; go on with on_bad_fil"
+    ):
         open_record(make_plan(strict, SEED), str(tmp_path))
 
 

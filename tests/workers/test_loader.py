@@ -229,7 +229,9 @@ def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:
         def dataset(self) -> Any:
             return Failing(-1)
 
-    with pytest.raises(UserError, match="cannot be passed on to the feed: TypeError: cannot pickle"):
+    with pytest.raises(
+        UserError, match="cannot be passed on to the feed: TypeError: cannot pickle"
+    ):
         make(Unpicklable()).source()
     with pytest.raises(UserError, match="raised SystemExit: no data today"):
         make(Ends()).source()
