@@ -37,8 +37,8 @@ def compare_facts(folder: Folder, facts: DatasetFacts) -> bool:
     changes = facts.differences(DatasetFacts(**found[KEY]))
     if changes:
         raise WrongInput(
-            f"the ray.data.Dataset changed since the run began: {changes}. Bring it back as it was, "
-            "or use another --name"
+            f"the ray.data.Dataset changed since the run began: {changes}. Bring it back as it "
+            "was, or use another --name"
         )
     return True
 

@@ -1,6 +1,6 @@
 """`Patience`: what the reading of windows has come to, and what is worth a word about it.
 
-Decisions only, of what it is told with the time; who reads and who says it is elastic/on_ray/feed.py.
+Decisions only, of what it is told with the time; the rest is elastic/on_ray/feed.py's.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from elastic.data.stream import WindowKey
 
 MAX_TRIES = 4
-"""So often a window's reading may begin; then what ends the process is taken for its data's fault."""
+"""So often a window's reading may begin; then what ends the process is taken for its fault."""
 WAIT_S = 10.0
 """A read that has not begun after so long is waiting for something."""
 SLOW_S, SLOW_TIMES = 10.0, 10

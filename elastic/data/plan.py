@@ -68,7 +68,7 @@ class Plan:
     schema: str
     """Names and types of the chosen columns."""
     columns: tuple[str, ...] = ()
-    """Their order in every unit: that of `columns=[...]`, else of the first file that holds rows."""
+    """Their order in every unit: that of `columns=[...]`, else of the first file with rows."""
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

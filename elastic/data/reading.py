@@ -125,8 +125,8 @@ def _joined(
     except arrow.ArrowException as error:
         raise BadData(
             units_text(plan.windows(epoch)[window]),
-            f"cannot be joined: {' '.join(str(error).split())}; with more than 2 GiB of text take a "
-            "smaller window_bytes or smaller row groups, or cast to large_string in a transform",
+            f"cannot be joined: {' '.join(str(error).split())}; with more than 2 GiB of text "
+            "take a smaller window_bytes or smaller row groups, or cast to large_string",
         ) from error
     packing = plan.source.packing
     where = partial(_row_text, plan, plan.windows(epoch)[window], rows)

@@ -80,7 +80,8 @@ class Server:
         deadline = loop.time() + RECORD_WAIT_S
         while not self.record.has_published_skips:
             try:
-                return await asyncio.to_thread(self.record.write)
+                await asyncio.to_thread(self.record.write)
+                return
             except OSError as error:
                 if loop.time() > deadline:
                     what = f"cannot be written, and row groups were left out: {error}"

@@ -3,8 +3,9 @@
 """The feed of a `ray.data.Dataset`: Ray Data executes it in its own order, once per epoch.
 
 There is no plan, so it can only be walked: going on at a row means executing the epoch from its
-start and dropping what lies before. Its length is asked for once per start (`dataset.count()`, which
-executes the pipeline unless the files' footers tell), and compared with the run's record. Parquet's feed (feed.py) is the one that can jump.
+start and dropping what lies before. Its length is asked for at each start (`dataset.count()`, which
+executes the pipeline unless the files' footers tell it) and compared with the run's record.
+Parquet's feed (feed.py) is the one that can jump.
 """
 
 import asyncio
@@ -116,11 +117,11 @@ class DatasetFeedActor:
         options = dataset.context.execution_options
         options.preserve_order = True
         options.resource_limits = options.resource_limits.copy(object_store_memory=PREFETCH_BYTES)
-        schema = dataset.schema()
-        columns = {n: str(t) for n, t in zip(schema.names, schema.types, strict=True)}
         self._num_rows = dataset.count()
         if not self._num_rows:
             raise WrongInput("dataset() returned a ray.data.Dataset without a row")
+        schema = dataset.schema()
+        columns = {n: str(t) for n, t in zip(schema.names, schema.types, strict=True)}
         self._facts = DatasetFacts(self._num_rows, columns_text(columns))
         self._is_recorded = compare_facts(open_folder(self._order.place), self._facts)
         if not self._is_recorded:

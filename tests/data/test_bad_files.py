@@ -1,4 +1,4 @@
-"""`on_bad_file="skip"`: what is left out, what only looks bad, and how a later start knows of it."""
+"""`on_bad_file="skip"`: what is left out, what only looks bad, how a later start knows."""
 
 import json
 import threading

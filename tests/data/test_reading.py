@@ -108,5 +108,5 @@ def test_a_footer_that_arrow_does_not_know_is_named(tmp_path, monkeypatch):
 
     put(tmp_path / "set", pa.table({"text": ["a"]}))
     monkeypatch.setattr(pq, "ParquetFile", unknown)
-    with pytest.raises(WrongInput, match="0.parquet: the footer cannot be read: an encryption"):
+    with pytest.raises(WrongInput, match=r"0.parquet: the footer cannot be read: an encryption"):
         make_plan(parquet(tmp_path / "set"), 3)

@@ -235,7 +235,7 @@ def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:
         make(Unpicklable()).source()
     with pytest.raises(UserError, match="raised SystemExit: no data today"):
         make(Ends()).source()
-    with pytest.raises(UserError, match="the length of what dataset.. returned: ValueError"):
+    with pytest.raises(UserError, match=r"the length of what dataset\(\) returned: ValueError"):
         make(Sizeless()).source()
 
 

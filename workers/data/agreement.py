@@ -26,8 +26,8 @@ def compare(folder: Folder, num_rows: int) -> bool:
         raise WrongInput("the run began with data from a feed, and dataset() now is map-style")
     if found[KEY] != num_rows:
         raise WrongInput(
-            f"dataset() has {num_rows} samples here, and {found[KEY]} in another worker or when the "
-            "run began; it must be the same data everywhere (or use another --name)"
+            f"dataset() has {num_rows} samples here, and {found[KEY]} in another worker or when "
+            "the run began; it must be the same data everywhere (or use another --name)"
         )
     return True
 
