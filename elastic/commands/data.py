@@ -84,6 +84,7 @@ def check(
     config = read_json(folder, "config.json")
     if config is None:
         raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    committed = read_lines(folder, "metrics.jsonl")  # first: a live run writes on
     lines = read_lines(folder, "samples.jsonl")
     if not lines:
         raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
@@ -95,6 +96,12 @@ def check(
         return 1
     except BadData as error:
         raise WrongInput(f"the data cannot be read again: {error}") from error
+    if committed and found.steps < committed[-1]["step"] and not found.findings:
+        print(
+            f"NOT exactly once: {committed[-1]['step']} steps are committed, and the record has "
+            f"{found.steps}"
+        )
+        return 1
     for finding in found.findings[:MAX_SHOWN]:
         print(finding)
     if found.findings:

@@ -5,6 +5,7 @@ Decisions only; who carries them out is elastic/on_ray/feed.py's.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from elastic.data.plan import Plan
 from elastic.data.stream import Stream, WindowKey
@@ -49,8 +50,9 @@ class Ahead:
 
     def turn(self, oldest: WindowKey, needed: WindowKey) -> Turn:
         """oldest: what lies before it has been committed. needed: somebody waits for it, so it is
-        read whatever the budget says; others make room, the last of the stream first. The caller
-        does all of it before the next turn.
+        read whatever the budget says; others make room: first what this step has passed (it is read
+        again if the step fails, or if another worker is not there yet), then the last of the
+        stream. The caller does all of it before the next turn.
         """
         oldest = min(oldest, needed)
         forget = sorted(k for k in self.held if k < oldest)
@@ -60,12 +62,8 @@ class Ahead:
         self.running.update(start)
         if self.growth is None:
             return Turn(tuple(start), tuple(forget))
-        used, limit = sum(self._sizes().values()), self._limit()
-        for key in sorted((k for k in self.held if k > needed), reverse=True):
-            if used <= limit:
-                break
-            used -= self.held.pop(key)
-            forget.append(key)
+        forget += self._make_room(needed)
+        used = sum(self._sizes().values())
         for key in self.stream.follow(oldest):
             if len(self.running) >= self.plan.source.max_reads:
                 break
@@ -78,6 +76,22 @@ class Ahead:
             start.append(key)
             self.running.add(key)
         return Turn(tuple(start), tuple(forget))
+
+    def _make_room(self, needed: WindowKey) -> list[WindowKey]:
+        """What has to go, for the needed one and one more after it."""
+        _, after = islice(self.stream.follow(needed), 2)
+        is_here = after in self.held or after in self.running
+        wanted = 0.0 if is_here else self._expected_bytes(after)
+        used, limit = sum(self._sizes().values()), self._limit(wanted)
+        last_first = sorted(self.held, reverse=True)
+        passed = [k for k in last_first if k < needed]
+        gone: list[WindowKey] = []
+        for key in [*passed, *(k for k in last_first if k > needed)]:
+            if used + (wanted if key < needed else 0.0) <= limit:
+                break
+            used -= self.held.pop(key)
+            gone.append(key)
+        return gone
 
     def _limit(self, size: float = 0.0) -> float:
         """With one more window of `size`; what is being read counts as if it were held."""

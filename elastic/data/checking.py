@@ -81,7 +81,8 @@ def check(
 def planned_stream(record: FeedRecord) -> Iterator[tuple[int, np.ndarray]]:
     """(epoch, ids of consecutive rows) of the stream, without end.
 
-    Repeated if an id comes twice in an epoch. BadData for what cannot be read again.
+    Repeated if a row, or a document, comes twice in an epoch. BadData for what cannot be read
+    again.
     """
     plan, length = record.plan, record.plan.source.row_length
     place, epoch = 0, 0
@@ -92,7 +93,7 @@ def planned_stream(record: FeedRecord) -> Iterator[tuple[int, np.ndarray]]:
             elements = np.arange(-place % length, rows.count, length)
             ids = rows.ids_of(elements) if len(elements) else np.empty(0, np.int64)
             place += rows.count
-            seen.append(ids)
+            seen.append(rows.ids)  # documents', where tokens are packed: theirs never coincide
             yield epoch, ids
         whole = np.concatenate(seen)
         if len(np.unique(whole)) != len(whole):

@@ -1,10 +1,11 @@
 """From a source to its plan: lists the files and reads their footers, a few bytes of each file."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
@@ -13,7 +14,7 @@ import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.data.plan import Plan, PlannedFile
 from elastic.data.source import ParquetSource
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.remote import from_uri
 
 arrow: Any = pa  # has no type stubs
@@ -21,6 +22,7 @@ parquet: Any = pa_parquet
 arrow_fs: Any = pa_fs
 SUFFIXES = (".parquet", ".pq", ".parq")
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
+LOCAL = ("/", "file://")
 MAX_FOOTERS = 16
 """Footers that are read at the same time."""
 
@@ -29,17 +31,27 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
     roots = range(len(source.paths))
     listed = {found.path: found for root in roots for found in list_files(source, root)}
+    _refuse_twins(listed.values())
     where = " and ".join(shown(path) for path in source.paths)
     if not listed:
         raise WrongInput(f"{where}: no Parquet file there ({SUFFIXES})")
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
         read = list(pool.map(partial(_footer, source), [listed[path] for path in sorted(listed)]))
     files = tuple(file for file, _ in read)
-    schema = _common_schema(source, read)
-    plan = Plan(source, seed, files, schema)
+    types = _common_types(source, read)
+    plan = Plan(source, seed, files, columns_text(types), tuple(types))
     if not plan.num_rows:
         raise WrongInput(f"{where}: the Parquet files hold no row")
     return plan
+
+
+def _refuse_twins(files: Collection[PlannedFile]) -> None:
+    """WrongInput if a file is named as a local path and as a URI: its rows would be used twice."""
+    local = {f.inside: f.path for f in files if f.path.startswith(LOCAL)}
+    for file in files:
+        twin = local.get(file.inside, file.path)
+        if twin != file.path and file.path.startswith(LOCAL):
+            raise WrongInput(f"{file.path} and {twin} are one file; name it once")
 
 
 @lru_cache(maxsize=16)
@@ -85,28 +97,47 @@ def list_files(source: ParquetSource, root: int) -> list[PlannedFile]:
     ]
 
 
-def is_there(filesystem: Any, inside: str) -> bool:
-    """Whether the store answers: what cannot be read in it is missing or damaged then."""
+def is_there(root: str, inside: str) -> bool:
+    """Whether what holds a file answers: what cannot be read in it is missing or damaged then. On
+    a node that lacks a mount, a local path is not there, or is an empty directory."""
+    filesystem, top = open_filesystem(root)
     try:
         filesystem.get_file_info(inside)
+        if filesystem.type_name != "local":
+            return True
+        folder = Path(top).parent if inside == top else Path(top)
+        return any(folder.iterdir())
     except OSError:
         return False
-    return True
 
 
 def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
+    try:
+        return _read_footer(source, file)
+    except MemoryError as error:
+        raise WrongInput(f"{file.path}: no memory to read the footer: {_line(error)}") from error
+    except BadData as error:
+        if not is_there(source.paths[file.root], file.inside):
+            raise WrongInput(str(error)) from error
+        if source.on_bad_file == "raise":
+            what = f'{error}; repair or remove it, or use on_bad_file="skip"'
+            raise WrongInput(what) from error
+    try:  # once more: what passes is no damage
+        return _read_footer(source, file)
+    except BadData as error:
+        return replace(file, problem=str(error)), None
+
+
+def _read_footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
     filesystem, _ = open_filesystem(source.paths[file.root])
     try:
         with filesystem.open_input_file(file.inside) as opened:
             found = parquet.ParquetFile(opened)
             metadata, schema = found.metadata, found.schema_arrow
-    except (OSError, arrow.ArrowInvalid) as error:
-        problem = f"{file.path}: the footer cannot be read: {_line(error)}"
-        if not is_there(filesystem, file.inside):
-            raise WrongInput(problem) from error
-        if source.on_bad_file == "skip":
-            return replace(file, problem=problem), None
-        raise WrongInput(f'{problem}; repair or remove it, or use on_bad_file="skip"') from error
+    except MemoryError:
+        raise
+    except (OSError, arrow.ArrowException, ValueError) as error:
+        raise BadData(file.path, f"the footer cannot be read: {_line(error)}") from error
     groups = tuple(
         (metadata.row_group(g).num_rows, _size_of(metadata.row_group(g), source.columns))
         for g in range(metadata.num_row_groups)
@@ -116,8 +147,13 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
 
 def _size_of(row_group: Any, columns: Sequence[str] | None) -> int:
     chunks = [row_group.column(i) for i in range(row_group.num_columns)]
-    wanted = [c for c in chunks if columns is None or c.path_in_schema.split(".")[0] in columns]
+    wanted = [c for c in chunks if columns is None or _is_of(c.path_in_schema, columns)]
     return sum(max(c.total_uncompressed_size, _decoded_bytes(c)) for c in wanted)
+
+
+def _is_of(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf is of one of these columns; their names may have dots, too."""
+    return any(path == name or path.startswith(name + ".") for name in columns)
 
 
 def _decoded_bytes(chunk: Any) -> int:
@@ -132,13 +168,16 @@ def _decoded_bytes(chunk: Any) -> int:
     return chunk.num_values * width
 
 
-def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]) -> str:
-    """Names and types of the columns, which all files must share."""
+def _common_types(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]]) -> dict[str, str]:
+    """Types of the columns, which all files must share; their order and whether they may be null
+    need not agree."""
     first: tuple[str, dict[str, str]] | None = None
     for file, schema in read:
         if schema is None or not file.num_rows:  # writers give empty files whatever types
             continue
         types = {field.name: str(field.type) for field in schema}
+        if len(types) < len(schema):
+            raise WrongInput(f"{file.path} has two columns of one name: {schema.names}")
         for name in source.columns or ():
             if name not in types:
                 raise WrongInput(f"{file.path} has no column {name!r}; it has {sorted(types)}")
@@ -147,7 +186,7 @@ def _common_schema(source: ParquetSource, read: Sequence[tuple[PlannedFile, Any]
             first = (file.path, types)
         elif types != first[1]:
             raise WrongInput(_drift(first[0], first[1], file.path, types))
-    return columns_text(first[1]) if first else ""
+    return first[1] if first else {}
 
 
 def columns_text(types: Mapping[str, str]) -> str:
@@ -156,14 +195,13 @@ def columns_text(types: Mapping[str, str]) -> str:
 
 
 def _drift(path: str, expected: dict[str, str], other: str, found: dict[str, str]) -> str:
-    for name in sorted(expected.keys() | found.keys()):
-        before, now = expected.get(name, "absent"), found.get(name, "absent")
-        if before != now:
-            return (
-                f"column {name!r} is {before} in {path} and {now} in {other}; make the files "
-                "agree, or leave the column out with columns=[...]"
-            )
-    return f"{other} has its columns in another order than {path}; name them with columns=[...]"
+    names = sorted(expected.keys() | found.keys())
+    name = next(n for n in names if expected.get(n) != found.get(n))
+    before, now = expected.get(name, "absent"), found.get(name, "absent")
+    return (
+        f"column {name!r} is {before} in {path} and {now} in {other}; make the files "
+        "agree, or leave the column out with columns=[...]"
+    )
 
 
 def _line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
 TOKENS, STARTS = "tokens", "starts"
+COLUMN = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +28,26 @@ class TokenPacking:
     encode: Callable[[Any], Any] | None
     separator: int | None
 
-    def tokens_of(self, table: Any) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens of the documents in order, and where each document starts (int64)."""
+    def to_json(self) -> list[Any]:
+        """For the plan's record, which names the column if it is not the usual one."""
+        found: list[Any] = [self.length, self.separator]
+        return found if self.column == COLUMN else [*found, self.column]
+
+    def tokens_of(self, table: Any, where: Callable[[int], str]) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens of the documents in order, and where each document starts (int64).
+
+        where: from a document's row in the table to words, for BadData.
+        """
         if self.column not in table.column_names:
-            raise BadData(
-                "pack_tokens", f"there is no column {self.column!r} in {table.column_names}"
-            )
-        parts = [self._document(value) for value in table.column(self.column)]
+            what = f"there is no column {self.column!r} in {table.column_names}"
+            raise BadData(f"{where(0)}: pack_tokens", what)
+        parts: list[np.ndarray] = []
+        for row, document in enumerate(table.column(self.column)):
+            try:
+                parts.append(self._document(document))
+            except BadData as error:
+                place = f"{where(row)}: {error.place}"
+                raise BadData(place, error.what, error.traceback_text) from None
         sizes = np.array([len(part) for part in parts], np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])[: len(parts)]
         whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
@@ -87,7 +101,7 @@ def _fitting(tokens: np.ndarray, separator: int) -> Any:
 def pack_tokens(
     *,
     length: int,
-    column: str = "text",
+    column: str = COLUMN,
     encode: Callable[[Any], Any] | None = None,
     separator: int | None = None,
 ) -> TokenPacking:
@@ -98,7 +112,8 @@ def pack_tokens(
     epoch and end in the next.
 
     column: the documents: text, or lists of token ids.
-    encode: a document to its token ids; None: the ids in a list column, the UTF-8 bytes of a text.
+    encode: a document to its token ids (torch, numpy and `random` are seeded by (seed, epoch,
+        window) before the first); None: the ids in a list column, the UTF-8 bytes of a text.
     separator: a token id put after each document; None for none.
     """
     if length < 1:

@@ -14,8 +14,9 @@ from typing import Any, cast
 from elastic.data.permutation import permutation
 from elastic.data.source import ParquetSource
 
-LAYOUT = 2
-"""Grows when the same files and settings make other windows than before."""
+LAYOUT, DOTTED_LAYOUT = 2, 3
+"""Grows when the same files and settings make other windows than before. The second where a name
+in `columns=[...]` has a dot: such columns had no size before."""
 MAX_TOLD = 5
 """Differences that are named in an error; of the others it says how many."""
 
@@ -66,6 +67,8 @@ class Plan:
     files: tuple[PlannedFile, ...]
     schema: str
     """Names and types of the chosen columns."""
+    columns: tuple[str, ...] = ()
+    """Their order in every unit: that of `columns=[...]`, else of the first file with rows."""
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -99,15 +102,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """For the run directory: later starts compare with it."""
         source = self.source
-        packing = source.packing
         return {
-            "layout": LAYOUT,
+            "layout": DOTTED_LAYOUT if "." in "".join(source.columns or ()) else LAYOUT,
             "seed": self.seed,
             "shuffle": source.shuffle,
             "window_bytes": source.window_bytes,
             "keeps_rows": source.keeps_rows,
             "num_transforms": len(source.transforms),
-            "packing": None if packing is None else [packing.length, packing.separator],
+            "packing": None if source.packing is None else source.packing.to_json(),
             "schema": self.schema,
             "files": {
                 f.path: [f.size_bytes, [rows for rows, _ in f.row_groups]] for f in self.files

@@ -6,9 +6,11 @@ A function of (plan, epoch, window): whoever reads it again gets the same rows i
 import random
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from socket import gethostname
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +20,7 @@ import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 from elastic.data.footers import columns_text, is_there, open_filesystem
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
-from elastic.data.plan import Plan, Unit
+from elastic.data.plan import MAX_TOLD, Plan, Unit
 from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
@@ -27,7 +29,8 @@ UNIT_SHIFT = 32
 """Where transforms may change the number of rows, an id is unit << 32 | place in its output."""
 DOCUMENT_SHIFT = 20
 """The id of a token is its document's id << 20, plus its place in it; of a row of packed tokens,
-its first token's. (Ids of very long documents may coincide; they are for records only.)"""
+its first token's. They are for records only: ids of very long documents, or of many units, may
+coincide. Those of documents (`WindowRows.ids`) never do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ class Skipped:
 
 
 class Unreachable(BadData):
-    """The store does not answer: this says nothing about the file, which is not left out."""
+    """The store does not answer, or memory is short: this says nothing about the file, which is not
+    left out."""
 
 
 def read_window(
@@ -87,7 +91,7 @@ def read_window(
             skipped.append(Skipped(unit.index, ""))
             continue
         try:
-            table = _read_unit(plan, unit)
+            table = _read_patiently(plan, unit)
         except BadData as error:
             if plan.source.on_bad_file == "raise" or isinstance(error, Unreachable):
                 raise
@@ -104,6 +108,7 @@ def _joined(
 ) -> WindowRows:
     if not tables:
         return WindowRows(arrow.table({}), np.zeros(0, np.int64), None)
+    rows = np.concatenate(ids)
     try:
         table = arrow.concat_tables(tables)
     except arrow.ArrowInvalid as error:
@@ -111,19 +116,48 @@ def _joined(
             f"epoch {epoch}, window {window}",
             "the transform gives differing columns: " + " ".join(str(error).split()),
         ) from error
-    rows = np.concatenate(ids)
-    if plan.source.shuffle:
-        order = permutation(len(rows), "rows", plan.seed, epoch, window)
-        table, rows = table.take(arrow.array(order)), rows[order]
-    if plan.source.packing is None:
-        return WindowRows(table.combine_chunks(), rows, None)
-    tokens, starts = plan.source.packing.tokens_of(table)
+    try:
+        if plan.source.shuffle:
+            order = permutation(len(rows), "rows", plan.seed, epoch, window)
+            table, rows = table.take(arrow.array(order)), rows[order]
+        if plan.source.packing is None:
+            return WindowRows(table.combine_chunks(), rows, None)
+    except arrow.ArrowException as error:
+        raise BadData(
+            units_text(plan.windows(epoch)[window]),
+            f"cannot be joined: {' '.join(str(error).split())}; with more than 2 GiB of text "
+            "take a smaller window_bytes or smaller row groups, or cast to large_string",
+        ) from error
+    packing = plan.source.packing
+    where = partial(_row_text, plan, plan.windows(epoch)[window], rows)
+    call = partial(packing.tokens_of, table, where)
+    tokens, starts = _seeded(call, plan.seed, epoch, f"window {window}")
     return WindowRows(arrow.table({TOKENS: tokens}), rows, starts)
 
 
+def units_text(units: Sequence[Unit]) -> str:
+    """For an error that any of them may have caused."""
+    more = f" and {len(units) - MAX_TOLD} more" if len(units) > MAX_TOLD else ""
+    return "; ".join(str(unit) for unit in units[:MAX_TOLD]) + more
+
+
+def _row_text(plan: Plan, units: Sequence[Unit], rows: np.ndarray, row: int) -> str:
+    """Which row of the data a window's row is, by its id."""
+    if row >= len(rows):
+        return units_text(units)
+    if _keeps_rows(plan):
+        unit = next(u for u in units if 0 <= rows[row] - u.first_row < u.num_rows)
+        return f"{unit}, row {rows[row] - unit.first_row}"
+    index, place = divmod(int(rows[row]), 1 << UNIT_SHIFT)
+    return f"{plan.units[index]}, row {place} of what the transform gives"
+
+
+def _keeps_rows(plan: Plan) -> bool:
+    return plan.source.keeps_rows or not plan.source.transforms
+
+
 def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
-    source = plan.source
-    if source.transforms and not source.keeps_rows:
+    if not _keeps_rows(plan):
         return (unit.index << UNIT_SHIFT) + np.arange(count, dtype=np.int64)
     if count != unit.num_rows:
         raise BadData(
@@ -131,6 +165,16 @@ def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
             f"the transform gives {count} rows for {unit.num_rows}, although keeps_rows=True",
         )
     return unit.first_row + np.arange(count, dtype=np.int64)
+
+
+def _read_patiently(plan: Plan, unit: Unit) -> Any:
+    """Once more before it is left out: what passes is no damage."""
+    try:
+        return _read_unit(plan, unit)
+    except Unreachable:
+        raise
+    except BadData:
+        return _read_unit(plan, unit)
 
 
 def _read_unit(plan: Plan, unit: Unit) -> Any:
@@ -147,10 +191,13 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
                 )
             file = parquet.ParquetFile(opened, **options)
             table = file.read_row_group(unit.row_group, columns=columns, use_threads=False)
-    except (OSError, arrow.ArrowException) as error:
+    except MemoryError as error:
+        raise Unreachable(str(unit), f"no memory to read it: {error}") from error
+    except (OSError, arrow.ArrowException, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        kind = BadData if is_there(filesystem, unit.file.inside) else Unreachable
-        raise kind(str(unit), f"cannot be read: {line}") from error
+        if is_there(plan.source.paths[unit.file.root], unit.file.inside):
+            raise BadData(str(unit), f"cannot be read: {line}") from error
+        raise Unreachable(str(unit), f"cannot be read: {line}; on {gethostname()}") from error
     if table.num_rows != unit.num_rows:
         raise BadData(
             str(unit),
@@ -163,14 +210,21 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
             str(unit),
             f"the file changed since the plan was made: columns {plan.schema} before, {found} now",
         )
-    return table
+    return _uniform(plan, table)
+
+
+def _uniform(plan: Plan, table: Any) -> Any:
+    """The columns in the plan's order, any of them nullable: neither depends on the file."""
+    fields = [table.schema.field(name).with_nullable(True) for name in plan.columns]
+    schema = arrow.schema(fields, metadata=table.schema.metadata)
+    return arrow.Table.from_arrays([table.column(name) for name in plan.columns], schema=schema)
 
 
 def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:
     for transform in plan.source.transforms:
-        seed_transform(plan.seed, epoch, unit.index)
+        call = partial(transform, table)
         try:
-            table = transform(table)
+            table = _seeded(call, plan.seed, epoch, unit.index)
             if isinstance(table, dict):
                 table = _tabled(cast("dict[str, Any]", table))
         except BadData:
@@ -202,7 +256,18 @@ def _tensors(values: Any) -> Any:
     return arrow.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
 
 
-def seed_transform(seed: int, epoch: int, unit: int) -> None:
+def _seeded(call: Callable[[], Any], seed: int, epoch: int, unit: int | str) -> Any:
+    """Called again where it has just loaded torch, whose generator could not be seeded before."""
+    had_torch = "torch" in sys.modules
+    seed_transform(seed, epoch, unit)
+    found = call()
+    if had_torch or "torch" not in sys.modules:
+        return found
+    seed_transform(seed, epoch, unit)
+    return call()
+
+
+def seed_transform(seed: int, epoch: int, unit: int | str) -> None:
     """What a transform draws depends on the unit, not on the process or on who reads it."""
     digest = blake2b(
         f"{seed}:{epoch}:{unit}".encode(), digest_size=24, person=b"transform"

@@ -4,6 +4,7 @@
 window gives is a function of the plan, so it holds for every later start of the run.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ NAME = "data.json"
 
 @dataclass
 class FeedRecord:
-    """The record of one run, in memory; `write` publishes it."""
+    """The record of one run, in memory; `write` publishes it. Any thread may call its methods."""
 
     plan: Plan
     folder: Folder
@@ -27,24 +28,49 @@ class FeedRecord:
         default_factory=dict[WindowKey, tuple[int, ...]]
     )
     """Units that were left out of a window when it was read first."""
-    is_written: bool = False
+    version: int = 1
+    """Grows with what is news; `written` is the last one that has been published."""
+    written: int = 0
+    last_skip: int = 0
+    """The version in which a row group was left out last."""
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_written(self) -> bool:
+        return self.written == self.version
+
+    @property
+    def has_published_skips(self) -> bool:
+        return self.last_skip <= self.written
 
     def add(self, key: WindowKey, count: int, skipped: Iterable[int]) -> bool:
         """A window has been read; True if that is news (what was planned never is)."""
         if key in self.counts or self.plan.source.has_planned_counts:
             return False
-        self.counts[key] = count
-        if units := tuple(skipped):
-            self.skipped[key] = units
-        self.is_written = False
+        with self.changing:
+            self.counts[key] = count
+            self.version += 1
+            if units := tuple(skipped):
+                self.skipped[key] = units
+                self.last_skip = self.version
         return True
 
+    @property
+    def num_left_out(self) -> int:
+        """Row groups that were left out of some window."""
+        return len({unit for units in self.skipped.values() for unit in units})
+
     def write(self) -> None:
-        """Publish what is news, once there is a run directory."""
-        if self.is_written or not self.folder.exists("config.json"):
-            return
-        write_json(self.folder, NAME, self.to_json())
-        self.is_written = True
+        """Publish what is news, once there is a run directory; what came before the call has been
+        published when it returns."""
+        with self.writing:
+            if self.is_written or not self.folder.exists("config.json"):
+                return
+            with self.changing:
+                version, content = self.version, self.to_json()
+            write_json(self.folder, NAME, content)
+            self.written = version
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,13 +91,22 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
     found = read_json(folder, NAME)
     if found is None:
         return record
+    if "plan_sha256" not in found:
+        raise WrongInput(
+            f"the run {place} began with other data than Parquet files; use another --name"
+        )
     if found["plan_sha256"] != plan.hash:
         changes = told(differences(found["plan"], plan.to_json()))
         raise WrongInput(
             f"the data changed since the run {place} began: {changes}. Bring it back as it was, "
             "or use another --name"
         )
+    if found["skipped"] and plan.source.on_bad_file == "raise":
+        raise WrongInput(
+            f"the run {place} left out row groups in {len(found['skipped'])} windows; go on with "
+            'on_bad_file="skip", or use another --name'
+        )
     record.counts = {WindowKey(epoch, window): n for epoch, window, n in found["counts"]}
     record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in found["skipped"]}
-    record.is_written = True
+    record.written = record.version
     return record

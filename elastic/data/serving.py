@@ -11,8 +11,12 @@ from typing import Any
 
 from elastic.data.ahead import Ahead
 from elastic.data.reading import Skipped
-from elastic.data.record import FeedRecord
+from elastic.data.record import NAME, FeedRecord
 from elastic.data.stream import Place, Stream, WindowKey
+from elastic.protocol.errors import BadData
+
+RECORD_WAIT_S, RECORD_RETRY_S = 60.0, 1.0
+"""How long a window waits for its record to be written, where row groups were left out of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Server:
         for key, count in record.counts.items():
             stream.record(key, count)
         self.ahead = Ahead(record.plan, stream)
-        self._reads: dict[WindowKey, asyncio.Task[None]] = {}
+        self._reads: dict[WindowKey, asyncio.Task[Read]] = {}
         self._rows: dict[WindowKey, Any] = {}
         self._front: tuple[WindowKey, WindowKey] | None = None
 
@@ -59,8 +63,30 @@ class Server:
             self._front = (_key(behind), _key(found))
             self._take_turn(*self._front)
             if isinstance(found, Place) and found.key in self._rows:
-                return found, self._rows[found.key]
-            await asyncio.shield(self._reads[_key(found)])
+                rows = self._rows[found.key]
+                await self._settle()
+                return found, rows
+            read = await asyncio.shield(self._reads[_key(found)])
+            again = stream.find(element)
+            if isinstance(again, Place) and again.key == _key(found):  # even if it had to go since
+                await self._settle()
+                return again, read.rows
+
+    async def _settle(self) -> None:
+        """Nobody uses a window before the run directory knows what has been left out: a feed that
+        is started again must leave out the same. (A run that has no directory yet has no step.)
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RECORD_WAIT_S
+        while not self.record.has_published_skips:
+            try:
+                await asyncio.to_thread(self.record.write)
+                return
+            except OSError as error:
+                if loop.time() > deadline:
+                    what = f"cannot be written, and row groups were left out: {error}"
+                    raise BadData(NAME, what) from error
+            await asyncio.sleep(RECORD_RETRY_S)
 
     def _take_turn(self, oldest: WindowKey, needed: WindowKey) -> None:
         turn = self.ahead.turn(oldest, needed)
@@ -71,9 +97,13 @@ class Server:
             task.add_done_callback(lambda t: t.cancelled() or t.exception())  # said to who waits
             self._reads[key] = task
 
-    async def _read_one(self, key: WindowKey) -> None:
+    async def _read_one(self, key: WindowKey) -> Read:
         try:
             read = await self._read(key, self.record.skipped.get(key, ()))
+            new = [s for s in read.skipped if s.problem]
+            if new and key in self.record.counts:
+                what = "was read before, and cannot be left out now"
+                raise BadData(new[0].problem, what)
             self.ahead.stream.record(key, read.count)
         except BaseException:
             self.ahead.failed(key)
@@ -85,9 +115,11 @@ class Server:
         if self.record.add(key, read.count, (s.unit for s in read.skipped)):
             for each in read.skipped:
                 where = {"epoch": key.epoch, "window": key.window}
-                self._note({"skipped": each.problem, **where})
+                so_far = self.record.num_left_out
+                self._note({"skipped": each.problem, **where, "row_groups_left_out": so_far})
         if self._front is not None:
             self._take_turn(*self._front)
+        return read
 
 
 def _key(found: Place | WindowKey) -> WindowKey:

@@ -3,27 +3,33 @@
 """The feed of a `ray.data.Dataset`: Ray Data executes it in its own order, once per epoch.
 
 There is no plan, so it can only be walked: going on at a row means executing the epoch from its
-start and dropping what lies before. Parquet's feed (feed.py) is the one that can jump.
+start and dropping what lies before. Its length is asked for at each start (`dataset.count()`, which
+executes the pipeline unless the files' footers tell it) and compared with the run's record.
+Parquet's feed (feed.py) is the one that can jump.
 """
 
 import asyncio
-import random
-import sys
+import os
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
-import numpy as np
 
-from elastic.on_ray.feed import FeedOrder, Served, end_when_alone, see_folder
+from elastic.data.dataset_record import DatasetFacts, compare_facts, write_facts
+from elastic.data.footers import columns_text
+from elastic.data.patience import WAIT_S
+from elastic.on_ray.feed import FeedOrder, Served, end_when_alone, note, see_folder
 from elastic.protocol.errors import BadData, WrongInput
+from elastic.store.files import open_folder
 
 KEPT_BEHIND = 2
 """Windows that are kept although they are committed: for a newcomer that tries a batch of them."""
 PREFETCH_BYTES = 256 * 2**20
 """What Ray Data may take of the object store, about."""
+WAITS = "a CPU to read data, if the cluster is full of trainers: Ray Data needs one per task"
 COST = (
     "dataset() returned a ray.data.Dataset: each epoch has the rows in Ray Data's own order "
     "(preserve_order), and a resume or a restarted feed executes the epoch again up to its place. "
@@ -42,6 +48,9 @@ class DatasetFeedActor:
         self._blocks: Iterator[tuple[Any, int]] = iter(())
         self._epoch, self._end = -1, 0  # of what has been taken from _blocks
         self._executor = ThreadPoolExecutor(1)
+        self._facts: DatasetFacts | None = None
+        self._is_recorded = False
+        self._has_told_waiting = False
         self._alone: asyncio.Task[None] | None = None
 
     async def window_at(self, element: int, committed: int) -> Served:
@@ -49,10 +58,21 @@ class DatasetFeedActor:
         if self._alone is None:
             self._alone = asyncio.create_task(end_when_alone(self._order.run_id))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._serve, element, committed)
+        asked = loop.run_in_executor(self._executor, self._serve, element, committed)
+        done, _ = await asyncio.wait([asked], timeout=WAIT_S)
+        if not done and not self._has_told_waiting:
+            self._has_told_waiting = True
+            note(self._order.run_id, {"waiting_for": WAITS, "waited_s": round(WAIT_S)})
+        return await asked
 
     async def write_record(self) -> None:
-        """There is none: Ray Data plans nothing that could be compared."""
+        """The length and the columns, unless they are there."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._write)
+
+    def _write(self) -> None:
+        if self._facts is not None and not self._is_recorded:
+            self._is_recorded = write_facts(open_folder(self._order.place), self._facts)
 
     def _serve(self, element: int, committed: int) -> Served:
         if self._dataset is None:
@@ -73,13 +93,16 @@ class DatasetFeedActor:
     def _open(self) -> None:
         from ray.data import DataContext
 
+        from workers.randomness import seed_dataset
+
         context = DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
         see_folder(self._order.folder)
         workload, _ = cloudpickle.loads(self._order.workload)
-        random.seed(self._order.seed)
-        np.random.seed(self._order.seed % 2**32)
+        if self._order.folder is not None:
+            os.chdir(self._order.folder)  # as in a worker
+        seed_dataset(self._order.seed)
         try:
             dataset = workload.dataset()
         except Exception as error:
@@ -94,10 +117,15 @@ class DatasetFeedActor:
         options = dataset.context.execution_options
         options.preserve_order = True
         options.resource_limits = options.resource_limits.copy(object_store_memory=PREFETCH_BYTES)
-        print(COST, file=sys.stderr, flush=True)
         self._num_rows = dataset.count()
         if not self._num_rows:
             raise WrongInput("dataset() returned a ray.data.Dataset without a row")
+        schema = dataset.schema()
+        columns = {n: str(t) for n, t in zip(schema.names, schema.types, strict=True)}
+        self._facts = DatasetFacts(self._num_rows, columns_text(columns))
+        self._is_recorded = compare_facts(open_folder(self._order.place), self._facts)
+        if not self._is_recorded:
+            note(self._order.run_id, {"ray_dataset": COST})
         self._dataset = dataset
 
     def _start_epoch(self, epoch: int) -> None:
@@ -124,6 +152,8 @@ class DatasetFeedActor:
             self._epoch += 1
             self._blocks = self._executed()
             return
+        with suppress(OSError):  # a store that is away: with a later block
+            self._write()
         first, self._end = self._end, self._end + count
         if count and self._end > oldest:
             self._held.append(Served(first, count, [reference], first % self._num_rows))

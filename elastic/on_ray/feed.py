@@ -10,6 +10,8 @@ and goes on where the workers ask.
 import asyncio
 import functools
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -20,7 +22,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from elastic.data.footers import make_plan
-from elastic.data.reading import Skipped, WindowRows, read_window
+from elastic.data.patience import MAX_TRIES, Late, Patience
+from elastic.data.plan import Plan
+from elastic.data.reading import Skipped, WindowRows, read_window, units_text
 from elastic.data.record import FeedRecord, open_record
 from elastic.data.serving import Read, Server
 from elastic.data.source import ParquetSource
@@ -33,6 +37,10 @@ LAST_WRITE_S = 5.0
 WRITE_EVERY_S = 0.5
 WRITE_REMOTE_EVERY_S = 5.0
 STORE_SHARE = 0.5
+LATE_CHECK_S = 1.0
+WAITS = "a process to read data"
+BEGIN_S = 5.0
+"""A task that is not answered for so long begins all the same: the feed is being started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,7 @@ class FeedActor:
         self._lock = asyncio.Lock()
         self._server: Server | None = None
         self._tasks: list[asyncio.Future[None]] = []
+        self._patience = Patience()
 
     async def window_at(self, element: int, committed: int) -> Served:
         """See Server.window_at; raises WrongInput, too, as planning does."""
@@ -84,6 +93,10 @@ class FeedActor:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._server.record.write)
 
+    async def began(self, epoch: int, window: int) -> bool:
+        """Said by a task before it reads; False: it shall give up."""
+        return self._patience.began(WindowKey(epoch, window), time.monotonic())
+
     async def held_bytes(self) -> int:
         """What the windows take that are held now."""
         return 0 if self._server is None else sum(self._server.ahead.held.values())
@@ -91,7 +104,7 @@ class FeedActor:
     async def _open(self) -> Server:
         order = self._order
         see_folder(order.folder)
-        source = within_stores(cloudpickle.loads(order.source))
+        source = within_stores(cloudpickle.loads(order.source), self._note)
         loop = asyncio.get_running_loop()
         plan = await loop.run_in_executor(None, make_plan, source, order.seed)
         record = await loop.run_in_executor(None, open_record, plan, order.place)
@@ -109,33 +122,60 @@ class FeedActor:
         self._tasks = [
             asyncio.ensure_future(keep_written(record)),
             asyncio.ensure_future(end_when_alone(order.run_id)),
+            asyncio.ensure_future(self._tell_late(plan)),
         ]
         return Server(record, self._read, self._note)
 
     async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
-        folder = self._order.folder
-        rows, told = self._task.remote(folder, self._plan, key.epoch, key.window, left_out)
+        folder, here = self._order.folder, ray.get_runtime_context().current_actor
+        self._patience.asked(key, time.monotonic())
+        ask = self._task.remote
+        rows, told = ask(folder, self._plan, here, key.epoch, key.window, left_out)
         try:
             return Read(rows, *await told)
         except RayTaskError as error:
             if isinstance(error.cause, BadData):
                 raise error.cause from None
             raise
+        finally:
+            self._patience.ended(key, time.monotonic())
+
+    async def _tell_late(self, plan: Plan) -> None:
+        while True:
+            await asyncio.sleep(LATE_CHECK_S)
+            for late in self._patience.late(time.monotonic()):
+                self._note(late_note(plan, late))
 
     def _note(self, fields: dict[str, Any]) -> None:
-        controller = find_actor(f"{self._order.run_id}-controller")
-        if controller is not None:
-            cast(Any, controller).note.remote(fields)
+        note(self._order.run_id, fields)
 
 
-def within_stores(source: ParquetSource) -> ParquetSource:
+def note(run_id: str, fields: dict[str, Any]) -> None:
+    """Into the run's journal, if the run is alive."""
+    controller = find_actor(f"{run_id}-controller")
+    if controller is not None:
+        cast(Any, controller).note.remote(fields)
+
+
+def late_note(plan: Plan, late: Late) -> dict[str, Any]:
+    """For the journal."""
+    if not late.has_begun:
+        cpus = plan.source.cpus_per_read
+        what = f"a CPU to read data (cpus_per_read={cpus}; 0 needs none)" if cpus else WAITS
+        return {"waiting_for": what, "waited_s": round(late.waited_s)}
+    units = units_text(plan.windows(late.key.epoch)[late.key.window])
+    times = {"reading_s": round(late.waited_s), "usual_s": round(late.usual_s, 2)}
+    return {"slow_read": units, **times}
+
+
+def within_stores(source: ParquetSource, note: Callable[[dict[str, Any]], None]) -> ParquetSource:
     """With a budget that no node's object store has to spill for; says so where that is less."""
     sizes = [n["Resources"].get("object_store_memory") for n in ray.nodes() if n["Alive"]]
     most = int(STORE_SHARE * min((size for size in sizes if size), default=0))
     if not most or source.prefetch_bytes <= most:
         return source
     what = f"{source.prefetch_bytes} is more than half of a node's object store"
-    print(f"prefetch_bytes={most} reason={what!r}", file=sys.stderr, flush=True)
+    note({"prefetch_bytes": most, "reason": what})
     return replace(source, prefetch_bytes=most)
 
 
@@ -163,11 +203,25 @@ def _plan_of(pickled: bytes) -> Any:
 
 
 def read_task(
-    folder: str | None, plan: bytes, epoch: int, window: int, left_out: tuple[int, ...]
+    folder: str | None,
+    plan: bytes,
+    feed: ActorHandle[Any],
+    epoch: int,
+    window: int,
+    left_out: tuple[int, ...],
 ) -> tuple[WindowRows, tuple[int, int, list[Skipped]]]:
-    """A Ray task: a window's rows, and apart from them what the feed must know."""
+    """A Ray task: a window's rows, and apart from them what the feed must know. Ray begins it again
+    for as long as its process dies, so it asks first."""
     see_folder(folder)
-    rows, skipped = read_window(_plan_of(plan), epoch, window, left_out)
+    found: Plan = _plan_of(plan)
+    with suppress(RayError):
+        if not ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S):
+            raise BadData(
+                units_text(found.windows(epoch)[window]),
+                f"the process that reads it was killed or crashed {MAX_TRIES} times; a node may be "
+                "out of memory (smaller row groups or window_bytes), or the transform crashes",
+            )
+    rows, skipped = read_window(found, epoch, window, left_out)
     return rows, (rows.count, rows.size_bytes, skipped)
 
 

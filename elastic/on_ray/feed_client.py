@@ -9,16 +9,18 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 from ray.exceptions import ObjectLostError as RayObjectLost
 
 from elastic.data.reading import WindowRows
-from elastic.on_ray.feed import FeedOrder, Served, see_folder, start_feed
+from elastic.on_ray.feed import FeedOrder, Served, find_actor, see_folder, start_feed
 from elastic.protocol.errors import BadData, StepCancelled, WrongInput
 from elastic.protocol.seams import FedWindow, WorkerSpec
 
 POLL_S = 0.25
 """How soon a wait for the feed notices that nobody wants its window any more."""
+AGAIN_S = 3.0
+"""A feed that is dead for good is started again after so long."""
 PATIENCE_S = 0.5
 """A window that is read and does not come for so long is asked for again."""
 
@@ -41,6 +43,7 @@ class RayFeed:
     def __init__(self, order: FeedOrder) -> None:
         see_folder(order.folder)
         self.row_length = cloudpickle.loads(order.source).row_length if order.source else 1
+        self._order = order
         self._actor: Any = start_feed(order)
 
     def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
@@ -53,13 +56,25 @@ class RayFeed:
                 )
                 handed[served.rows[0]] = served
                 found = self._first_of(handed, is_over)
-            except (RayObjectLost, RayActorError):  # its owner or its node is gone: ask again
+            except (RayObjectLost, RayActorError) as error:  # its owner or node is gone: ask again
                 handed.clear()
                 if is_over():
                     raise StepCancelled from None
+                if isinstance(error, ActorDiedError):  # Ray has given it up
+                    self._start_again(is_over)
                 continue
             if found is not None:
                 return found
+
+    def _start_again(self, is_over: Callable[[], bool]) -> None:
+        """After a while: it may have been ended because the run is, and this worker is next."""
+        deadline = time.monotonic() + AGAIN_S
+        while time.monotonic() < deadline:
+            if is_over():
+                raise StepCancelled
+            time.sleep(POLL_S)
+        if find_actor(f"{self._order.run_id}-controller") is not None:
+            self._actor = start_feed(self._order)
 
     def _first_of(
         self, handed: Mapping[Any, Served], is_over: Callable[[], bool]

@@ -105,6 +105,14 @@ def test_check_finds_swapped_rows_and_lost_steps(folder, tmp_path, capsys):
     assert "step 5: the record goes on with step 6" in capsys.readouterr().out
 
 
+def test_check_misses_steps_that_were_committed_and_are_not_on_record(folder, tmp_path, capsys):
+    run = record(tmp_path, folder, planned_ids(folder))
+    steps = [json.dumps({"step": i + 1}) for i in range(STEPS + 2)]
+    (run / "metrics.jsonl").write_text("\n".join(steps) + "\n")
+    assert main(["data", "check", str(run)]) == 1
+    assert "17 steps are committed, and the record has 15" in capsys.readouterr().out
+
+
 def test_check_knows_map_style_datasets(folder, tmp_path, capsys):
     from workers.data.order import SampleOrder
 

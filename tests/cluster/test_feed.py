@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.cli import main
 from elastic.data import parquet
 from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window
@@ -205,6 +206,21 @@ def test_a_damaged_row_group_is_left_out_and_journaled(fed, tmp_path, rows_set):
     notes = [line["data"] for line in run.lines("journal.jsonl") if "data" in line]
     assert {n["epoch"] for n in notes} >= {0, 1, 2}
     assert all("p3.parquet, row group 2: cannot be read" in n["skipped"] for n in notes)
+
+
+SMALL = ["limit_bytes=200_000", "context=32", "width=16", "heads=2", "layers=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), [("FedDigits", []), ("FedCharLM", SMALL)])
+def test_a_shipped_workload_is_fed_and_its_record_checked(tmp_path, ray_temp, name, settings):
+    settings = [f"folder={str(tmp_path / 'data')!r}", *settings]
+    target = f"workers.workloads.fed:{name}"
+    with LiveRun(target, tmp_path, "shipped", ray_temp, workers=2, steps=40, set=settings) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert_complete(run, 40)
+    assert main(["data", "check", str(run.directory)]) == 0
 
 
 def test_an_iterable_dataset_is_refused_with_the_reason(fed):

@@ -1,5 +1,7 @@
 """What the feed takes of Ray's object store, and how its windows get to consumers of any pace."""
 
+import os
+import signal
 import time
 from contextlib import closing
 
@@ -10,8 +12,10 @@ import ray
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
-from elastic.on_ray.feed import FeedOrder
+from elastic.on_ray.actors import NAMESPACE
+from elastic.on_ray.feed import FeedOrder, feed_name
 from elastic.on_ray.feed_client import RayFeed
+from elastic.protocol.errors import BadData
 from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment
 from workers.data.fed_loader import FedLoader
@@ -85,3 +89,27 @@ def test_consumers_far_apart_get_every_window(one_node, tmp_path):
     plan = make_plan(source, 0)
     rows = np.concatenate([read_window(plan, 0, w)[0].ids for w in range(len(plan.windows(0)))])
     assert used.tolist() == rows[: STEPS * MICRO_BATCH * V].tolist()
+
+
+def deadly(table):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_window_that_ends_each_process_is_named(one_node, tmp_path):
+    """Ray alone would begin it for ever."""
+    folder = floats(tmp_path / "set", 1, 2000, 250)
+    with feed_of(parquet(folder, transform=deadly), "deadly") as order:
+        what = r"row group \d.*: the process that reads it was killed or crashed 4 times"
+        with pytest.raises(BadData, match=what):
+            RayFeed(order).window_at(0, 0, never)
+
+
+@pytest.mark.slow
+def test_a_feed_that_ray_has_given_up_is_started_again(one_node, tmp_path):
+    folder = floats(tmp_path / "set", 1, 2000, 250)
+    with feed_of(parquet(folder, window_bytes=70_000), "given-up") as order:
+        feed = RayFeed(order)
+        before = feed.window_at(0, 0, never)
+        ray.kill(ray.get_actor(feed_name("given-up"), namespace=NAMESPACE), no_restart=True)
+        assert feed.window_at(before.end, 0, never).first == before.end

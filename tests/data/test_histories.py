@@ -1,5 +1,7 @@
 """Whatever happens to the workers and to the feed: the same rows in the same order, each once."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,38 @@ def test_a_slow_consumer_never_makes_the_feed_exceed_its_budget(tmp_path):
         feed.window_at(position, position, lambda: False)
     assert 1000 < feed.peak_bytes <= 3000
     feed.close()
+
+
+def test_a_step_of_many_windows_does_not_exceed_the_budget_either(tmp_path):
+    source = parquet(write_rows(tmp_path / "set"), window_bytes=300, prefetch_bytes=3000)
+    feed = LocalFeed(source, tmp_path)
+    for position in range(0, 2 * ROWS, 5):
+        feed.window_at(position, 0, lambda: False)
+    assert 1000 < feed.peak_bytes <= 3000
+    assert len(feed.reads) == len(set(feed.reads)), "what is passed goes, and not what comes"
+    key = feed.server.ahead.stream.find(ROWS).key
+    assert key not in feed.server.ahead.held
+    again = feed.window_at(ROWS, 0, lambda: False)
+    assert (again.first, feed.reads.count(key)) == (ROWS, 2), "a failed step reads it again"
+    feed.close()
+
+
+def test_workers_at_far_places_of_a_step_all_go_on_within_a_small_budget(tmp_path):
+    source = parquet(write_rows(tmp_path / "set"), window_bytes=300, prefetch_bytes=700)
+    feed = LocalFeed(source, tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        walks = pool.map(lambda first: rows_between(feed, first, first + 50), range(0, 200, 50))
+        rows = [row for walk in walks for row in walk]
+    assert sorted(rows) == sorted(rows_between(feed, 0, 200))
+    feed.close()
+
+
+def rows_between(feed, first: int, end: int) -> list[int]:
+    rows = []
+    for position in range(first, end):
+        window = feed.window_at(position, 0, lambda: False)
+        rows.append(window.rows.table["row"][position - window.first].as_py())
+    return rows
 
 
 def test_going_on_in_the_middle_reads_nothing_that_lies_before(tmp_path):

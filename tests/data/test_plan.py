@@ -129,6 +129,18 @@ def test_packed_tokens_are_all_documents_one_after_the_other(folder):
         assert f"document {document}\0".encode()[place] == tokens[element]
 
 
+def test_a_file_named_as_path_and_as_uri_is_refused(folder):
+    file = folder / "part-00.parquet"
+    with pytest.raises(WrongInput, match=r"/set/part-00.parquet are one file; name it once"):
+        make_plan(parquet([folder, f"file://{file}"]), 0)
+
+
+def test_the_column_of_the_documents_is_part_of_the_plan(folder):
+    packings = [pack_tokens(length=4), pack_tokens(length=4, column="x")]
+    usual, other = (make_plan(parquet(folder, transform=p), 0).to_json() for p in packings)
+    assert (usual["packing"], other["packing"]) == ([4, None], [4, None, "x"])
+
+
 def test_changed_files_are_told_apart(folder):
     plan = make_plan(parquet(folder), 7)
     write(folder, (100, 0, 38, 251))
@@ -217,8 +229,18 @@ def by_first_row(table, column):
         (lambda t: {"a": [1], "b": [1, 2]}, r"row group \d: the transform raised ArrowInvalid"),
         (lambda t: by_first_row(t, t["x"]), "window 0: the transform gives differing columns: Sch"),
         (pack_tokens(length=4, column="z"), "there is no column 'z' in \\['x', 'text'\\]"),
-        (pack_tokens(length=4, column="x"), "column 'x': has type int64, and pack_tokens takes"),
-        (pack_tokens(length=4, encode=lambda d: 1 / 0), "encode raised ZeroDivisionError"),
+        (
+            pack_tokens(length=4, column="x"),
+            r"row group \d, row \d+: column 'x': has type int64, and pack_tokens takes",
+        ),
+        (
+            pack_tokens(length=4, encode=lambda d: 1 / 0),
+            r"row group \d, row \d+: pack_tokens: encode raised ZeroDivisionError",
+        ),
+        (
+            (lambda t: t.slice(1), pack_tokens(length=4, encode=lambda d: 1 / 0)),
+            r"row group \d, row \d+ of what the transform gives: pack_tokens: encode raised Zero",
+        ),
         (pack_tokens(length=4, encode=lambda d: "ab"), "encode gave <U2 of shape \\(\\); return"),
         (pack_tokens(length=4, encode=lambda d: [0.5]), "encode gave float64 of shape \\(1,\\)"),
     ],

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from elastic.data import parquet
+from elastic.data import pack_tokens, parquet
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
@@ -78,6 +78,31 @@ def test_columns_become_tensors_and_texts_stay_lists():
 def test_a_column_that_is_no_tensor_is_named(values, why):
     with pytest.raises(BadData, match=f"column 'c': {why}"):
         columns_of([pa.table({"c": values})], 1)
+
+
+def test_lists_of_dictionaries_values_are_decoded():
+    values = pa.array([1.5, 2.5, 1.5, 1.5]).dictionary_encode()
+    table = pa.table({"c": pa.FixedSizeListArray.from_arrays(values, 2)})
+    assert columns_of([table], 1)["c"].tolist() == [[1.5, 2.5], [1.5, 1.5]]
+
+
+def test_rows_of_one_token_are_packed_rows_too(make):
+    loader = make(transform=(texts, pack_tokens(length=1)))
+    batch = loader.fetch(0, 0).batch
+    assert (batch["tokens"].dtype, batch["tokens"].shape) == (torch.int64, (MICRO_BATCH, 1))
+
+
+def texts(table):
+    return {"text": ["ab"] * table.num_rows}
+
+
+def nulls(table):
+    return {"row": pa.array([None] * table.num_rows, pa.int64())}
+
+
+def test_a_column_that_is_no_tensor_is_found_at_its_stream_positions(make):
+    with pytest.raises(WrongInput, match=r"stream positions 3\.\.5, column 'row': has nulls"):
+        make(transform=nulls).fetch(0, 1)
 
 
 def test_all_worlds_cut_the_same_rows(make):
@@ -207,3 +232,15 @@ def test_a_window_that_is_late_is_asked_for_once(make):
     while firsts[-1] <= feed.asked[-1]:
         firsts.append(feed.feed.window_at(firsts[-1], 0, never).end)
     assert feed.asked == firsts[: len(feed.asked)]
+
+
+def test_a_worker_keeps_few_passed_windows_of_a_long_step(make):
+    feed, sizes = make()._feed, {"global_batch": 180, "micro_batch": 3}
+    loader = FedLoader(feed, seed=SEED, kept_bytes=1000, **sizes)
+    loader.assign(0, range(60))
+    rows = [loader.next(0, i, never).rows.tolist() for i in range(60)]
+    kept = [w.rows.size_bytes for w in loader._windows]
+    assert 300 < sum(kept) <= 1000 + 3 * max(kept)
+    loader.assign(0, range(60))
+    assert [loader.next(0, i, never).rows.tolist() for i in range(60)] == rows
+    loader.close()

@@ -2,11 +2,14 @@
 
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from elastic.data import parquet
 from elastic.protocol.errors import StepCancelled, UserError, WrongInput
+from workers.data.fed_source import is_rays_own
 from workers.data.loader import Loader
 from workers.data.order import SampleOrder
 from workers.randomness import seed_microbatch, seed_sample
@@ -209,6 +214,45 @@ def test_wrong_datasets_are_refused_in_one_line(make: Any) -> None:
         _ = make(Workload(iter([1]))).num_rows
 
 
+def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:
+    lock = threading.Lock()
+
+    class Unpicklable:
+        def dataset(self) -> Any:
+            return parquet("somewhere", transform=lambda t: lock and t)
+
+    class Ends:
+        def dataset(self) -> Any:
+            sys.exit("no data today")
+
+    class Sizeless:
+        def dataset(self) -> Any:
+            return Failing(-1)
+
+    with pytest.raises(
+        UserError, match="cannot be passed on to the feed: TypeError: cannot pickle"
+    ):
+        make(Unpicklable()).source()
+    with pytest.raises(UserError, match="raised SystemExit: no data today"):
+        make(Ends()).source()
+    with pytest.raises(UserError, match=r"the length of what dataset\(\) returned: ValueError"):
+        make(Sizeless()).source()
+
+
+def test_a_users_folder_named_ray_is_not_rays_own(tmp_path: Path) -> None:
+    path = tmp_path / "ray" / "session" / "job.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("open('/no/such/file')")
+
+    def error_of(call: Callable[[], Any]) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call()
+        return caught.value
+
+    assert not is_rays_own(error_of(lambda: runpy.run_path(str(path))))
+    assert is_rays_own(error_of(lambda: import_module("ray").remote(3)))
+
+
 def test_unusual_batches_arrive_whole(make: Any) -> None:
     class Odd(Workload):
         def collate(self, samples: list[Any]) -> Any:
@@ -241,6 +285,7 @@ def test_unusual_batches_arrive_whole(make: Any) -> None:
 _ORPHAN = """
 import os, sys
 sys.path.insert(0, {root!r})
+from workers.data.fed_source import is_rays_own
 from workers.data.loader import Loader
 class W:
     def dataset(self): return list(range(10))

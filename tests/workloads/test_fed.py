@@ -49,6 +49,15 @@ def test_fed_text_is_the_library_in_rows_of_one_length(tmp_path):
     assert type(workload).evaluate is CharLM.evaluate
 
 
+def test_fed_text_is_as_long_as_it_was_set_to_be_whatever_was_made_before(tmp_path):
+    small, large = (
+        FedCharLM(folder=str(tmp_path), limit_bytes=limit).dataset()
+        for limit in (50_000, 2_000_000)
+    )
+    sizes = [sum(u.size_bytes for u in make_plan(s, 3).units) for s in (small, large)]
+    assert 10 * sizes[0] < sizes[1]
+
+
 @given(st.text(max_size=50))
 def test_every_byte_has_one_id(text):
     ids = character_ids(text)

@@ -14,10 +14,13 @@ from elastic.data.packing import TOKENS
 from elastic.protocol.errors import BadData
 
 
-def columns_of(pieces: Sequence[Any], row_length: int) -> dict[str, Any]:
-    """pieces: consecutive parts of the stream, pyarrow tables. BadData names a column that cannot
+def columns_of(
+    pieces: Sequence[Any], row_length: int, *, is_packed: bool | None = None
+) -> dict[str, Any]:
+    """pieces: consecutive parts of the stream, pyarrow tables. is_packed: they are tokens; None: if
+    a row is more than one element. BadData names a column that cannot
     be a tensor, or that only some parts have."""
-    if row_length > 1:
+    if row_length > 1 if is_packed is None else is_packed:
         tokens = np.concatenate([p.column(TOKENS).to_numpy() for p in pieces]).astype(np.int64)
         return {TOKENS: torch.from_numpy(tokens.reshape(-1, row_length))}
     if any(p.column_names != pieces[0].column_names for p in pieces):
@@ -49,7 +52,9 @@ def _column(name: str, column: Any) -> Any:
     if column.null_count:
         raise BadData(f"column {name!r}", "has nulls; fill or drop them in a transform")
     if pa.types.is_dictionary(kind):
-        return _column(name, pa.chunked_array([c.dictionary_decode() for c in column.chunks]))
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        decoded = [c.dictionary_decode() for c in chunks]
+        return _column(name, pa.chunked_array(decoded, kind.value_type))
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if isinstance(column, pa.ChunkedArray):  # of no chunk

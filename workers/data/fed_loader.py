@@ -28,6 +28,9 @@ _STALL_S = 0.5
 """After this long `next` says that it waits for the feed."""
 _AHEAD = 4  # micro-batches that may wait for the worker, beside a step's own
 _CLOSE_S = 5.0
+KEPT_SHARE = 1 / 8
+"""Of `prefetch_bytes`: passed windows of a step that a worker keeps, for a step that fails."""
+_KEPT_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,12 @@ class FedLoader:
         micro_batch: int,
         collate: Callable[[list[Any]], Any] | None = None,
         on_stall: Callable[[], None] = lambda: None,
+        kept_bytes: int = _KEPT_BYTES,
     ) -> None:
+        """kept_bytes: what passed windows of the step at hand may take."""
         self._feed, self._collate, self._on_stall = feed, collate, on_stall
         self._seed, self._global_batch, self._micro_batch = seed, global_batch, micro_batch
+        self._kept_bytes = kept_bytes
         self._assignment = _Assignment(0, 0, range(0), 0)
         self._changed = threading.Condition()
         self._cuts: queue.Queue[_Cut] = queue.Queue()
@@ -202,20 +208,25 @@ class FedLoader:
         tables: list[Any] = []
         ids: list[np.ndarray] = []
         starts = np.arange(first, end, length)  # of the rows
-        at = first
+        at, is_packed = first, False
         while at < end:
             window = self._window_at(at, assignment)
+            is_packed = window.rows.starts is not None
             stop = min(end, window.end)
             tables.append(window.rows.table.slice(at - window.first, stop - at))
             here = starts[(starts >= at) & (starts < stop)]
             ids.append(window.rows.ids_of(here - window.first))
             at = stop
-        return np.concatenate(ids), columns_of(tables, length)
+        try:
+            return np.concatenate(ids), columns_of(tables, length, is_packed=is_packed)
+        except BadData as error:
+            where = f"stream positions {first // length}..{end // length - 1}, {error.place}"
+            raise BadData(where, error.what, error.traceback_text) from error
 
     def _window_at(self, element: int, assignment: _Assignment) -> FedWindow:
         """Held, or fetched while nobody assigns anything else. The one after it is asked for."""
         committed = self._step * self._global_batch * self._feed.row_length
-        self._windows = [w for w in self._windows if w.end > min(committed, element)]
+        self._windows = self._kept(min(committed, element), element)
         for window in self._windows:
             if window.first <= element < window.end:
                 return window
@@ -233,6 +244,17 @@ class FedLoader:
             self._fetcher.submit(self._feed.window_at, window.end, committed, is_closed),
         )
         return window
+
+    def _kept(self, oldest: int, element: int) -> list[FedWindow]:
+        """The windows that are worth their memory: none before `oldest`, few before `element`."""
+        kept: list[FedWindow] = []
+        room = self._kept_bytes
+        for window in self._windows:
+            is_passed = window.end <= element
+            if window.end > oldest and (not is_passed or window.rows.size_bytes <= room):
+                kept.append(window)
+                room -= window.rows.size_bytes if is_passed else 0
+        return kept
 
     def _asked_window(self, element: int, is_over: Callable[[], bool]) -> FedWindow | None:
         """The window that was asked for in advance, if it is the one; waits for it, because asking

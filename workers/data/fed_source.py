@@ -1,6 +1,7 @@
 """What a loader process recognises in `dataset()`: sources that are fed from elsewhere."""
 
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ def fed_source(dataset: Any) -> bytes | None:
     return b"" if is_ray_data else None
 
 
-def is_rays_own(error: Exception) -> bool:
-    """`dataset()` called Ray, which a forked process cannot use."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("ray" in Path(frame.filename).parts for frame in frames)
+def is_rays_own(error: BaseException) -> bool:
+    """`dataset()` called Ray, which a forked process cannot use. A user's own folder may be named
+    `ray`, too."""
+    spec = find_spec("ray")  # imports nothing
+    places = [Path(p) for p in (spec and spec.submodule_search_locations) or ()]
+    called = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    return any(file.is_relative_to(place) for file in called for place in places)

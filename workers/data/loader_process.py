@@ -38,26 +38,37 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
     torch.set_num_threads(1)
     seed_dataset(plan.seed)
     plan.enter_child()
+    found = _dataset(connection, workload)
+    if found is None:
+        return
+    with torch.inference_mode(False):
+        _LoaderProcess(connection, workload, found[0], plan).serve()
+
+
+def _dataset(connection: socket.socket, workload: Any) -> tuple[Any] | None:
+    """What is loaded here; None if the worker has been told that nothing is."""
+    what = "dataset() raised"
     try:
         dataset = workload.dataset()
-    except Exception as error:
-        if is_rays_own(error):
+        what = "what dataset() returned cannot be passed on to the feed:"
+        source = fed_source(dataset)
+        what = "the length of what dataset() returned:"
+        refusal = None if source is not None else _refusal(dataset)
+    except BaseException as error:  # also sys.exit: an end without a word would look like a loss
+        if what == "dataset() raised" and is_rays_own(error):
             frames.send(connection, frames.FED, b"")
-            return
-        failure = f"dataset() raised {type(error).__name__}: {error}", traceback.format_exc()
+            return None
+        failure = f"{what} {type(error).__name__}: {error}", traceback.format_exc()
         frames.send(connection, frames.FAILED, failure)
-        return
-    source = fed_source(dataset)
+        return None
     if source is not None:
         frames.send(connection, frames.FED, source)
-        return
-    refusal = _refusal(dataset)
-    if refusal:
+    elif refusal:
         frames.send(connection, frames.REFUSED, refusal)
-        return
-    frames.send(connection, frames.READY, len(dataset))
-    with torch.inference_mode(False):
-        _LoaderProcess(connection, workload, dataset, plan).serve()
+    else:
+        frames.send(connection, frames.READY, len(dataset))
+        return (dataset,)
+    return None
 
 
 def _refusal(dataset: Any) -> str | None:

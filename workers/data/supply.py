@@ -10,8 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
+from cloudpickle import loads
+
+from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.seams import Feed, WorkerSpec
-from workers.data.fed_loader import FedLoader
+from workers.data.agreement import watch_length
+from workers.data.fed_loader import KEPT_SHARE, FedLoader
 from workers.data.loader import LoadedBatch, Loader
 
 OpenFeed = Callable[[bytes], Feed]
@@ -31,6 +35,7 @@ class Supply:
     ) -> None:
         self._workload, self._spec = workload, spec
         self._open_feed, self._on_stall, self._loader = open_feed, on_stall, loader
+        self._refusals: list[WrongInput] = []
         self._chosen: Future[Loader | FedLoader] = Future()
         threading.Thread(target=self._choose, name="supply", daemon=True).start()
 
@@ -44,10 +49,15 @@ class Supply:
     def _choice(self) -> Loader | FedLoader:
         source = self._loader.source()
         if source is None:
+            if self._spec.place:
+                watch_length(self._spec.place, self._loader.num_rows, self._refusals.append)
             return self._loader
         self._loader.close()
+        feed = self._open_feed(source)
+        kept = {"kept_bytes": int(KEPT_SHARE * loads(source).prefetch_bytes)} if source else {}
         return FedLoader(
-            self._open_feed(source),
+            feed,
+            **kept,
             seed=self._spec.seed,
             global_batch=self._spec.global_batch,
             micro_batch=self._spec.micro_batch,
@@ -60,7 +70,9 @@ class Supply:
         self._chosen.result().assign(step, ids)
 
     def next(self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]) -> LoadedBatch:
-        """See Loader.next."""
+        """See Loader.next. UserError, too, if another worker has another dataset."""
+        if self._refusals:
+            raise UserError(str(self._refusals[0]), "")
         return self._chosen.result().next(step, microbatch_id, is_cancelled)
 
     def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:

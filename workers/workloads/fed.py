@@ -6,8 +6,10 @@ charlm.py's. No Ray here.
 """
 
 import os
+import platform
 import tempfile
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ class FedDigits(Digits):
         self.folder = folder
 
     def dataset(self) -> Any:
-        place = Path(self.folder or shared_folder("digits"))
         images, labels = digits()
+        place = Path(self.folder or shared_folder(f"digits-{version('scikit-learn')}"))
         pixels = (images[VALIDATION_SAMPLES:] * 16).to(torch.uint8).reshape(-1, 64).numpy()
         table = pa.table(
             {
@@ -61,7 +63,8 @@ class FedCharLM(CharLM):
         self.folder = folder
 
     def dataset(self) -> Any:
-        place = Path(self.folder or shared_folder("charlm"))
+        made_of = f"python-{platform.python_version()}-{self.limit_bytes}"
+        place = Path(self.folder or shared_folder("charlm")) / made_of
         write_once(place, documents(self.limit_bytes), DOCUMENTS_PER_GROUP)
         packed = elastic.data.pack_tokens(
             length=self.context + 1, encode=character_ids, separator=SEPARATOR

@@ -1,0 +1,157 @@
+"""`on_bad_file="skip"`: what is left out, what only looks bad, how a later start knows."""
+
+import json
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic.data import parquet
+from elastic.data.footers import make_plan
+from elastic.data.reading import Unreachable, read_window
+from elastic.data.record import FeedRecord, open_record
+from elastic.data.stream import WindowKey
+from elastic.protocol.errors import BadData, WrongInput
+from elastic.store.files import open_folder
+from tests.data.histories import ROWS, SEED, LocalFeed, write_rows
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return parquet(write_rows(tmp_path / "set"), window_bytes=300, on_bad_file="skip")
+
+
+def damage(folder) -> None:
+    """One row group of p2.parquet: its bytes are overwritten."""
+    path = folder / "p2.parquet"
+    content = bytearray(path.read_bytes())
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start + 4 : start + 60] = bytes(56)
+    path.write_bytes(content)
+
+
+def walk(feed) -> list[int]:
+    """The rows of an epoch and a half, window by window."""
+    found, at = [], 0
+    while at < 3 * ROWS // 2:
+        window = feed.window_at(at, at, lambda: False)
+        found += window.rows.table["row"].to_pylist()
+        at = window.end
+    return found
+
+
+def test_a_window_with_rows_left_out_is_served_once_the_run_directory_knows(source, tmp_path):
+    damage(tmp_path / "set")
+    feed, at, left_out = LocalFeed(source, tmp_path), 0, {}
+    while not left_out:
+        left_out = dict(feed.record.skipped)
+        at = feed.window_at(at, at, lambda: False).end
+    known = json.loads((tmp_path / "data.json").read_text())  # a killed feed writes no more
+    feed.close()
+    expected = [[k.epoch, k.window, *units] for k, units in left_out.items()]
+    assert [entry for entry in expected if entry not in known["skipped"]] == []
+
+
+def test_row_groups_that_are_left_out_are_counted_and_stay_out_when_they_are_repaired(
+    source, tmp_path
+):
+    content = (tmp_path / "set" / "p2.parquet").read_bytes()
+    damage(tmp_path / "set")
+    feed = LocalFeed(source, tmp_path)
+    rows = walk(feed)
+    feed.close()
+    assert {note["row_groups_left_out"] for note in feed.notes} == {1}
+    assert {note["epoch"] for note in feed.notes} >= {0}
+    (tmp_path / "set" / "p2.parquet").write_bytes(content)
+    again = LocalFeed(source, tmp_path)
+    assert walk(again)[:ROWS] == rows[:ROWS]
+    again.close()
+
+
+def test_what_was_used_is_not_left_out_later_and_the_reason_is_the_file(source, tmp_path):
+    feed = LocalFeed(source, tmp_path)
+    walk(feed)
+    feed.close()
+    damage(tmp_path / "set")
+    again = LocalFeed(source, tmp_path)
+    with pytest.raises(BadData, match=r"p2.parquet, row group 1: cannot be read.*was read before"):
+        walk(again)
+    again.close()
+
+
+def test_a_run_that_left_rows_out_does_not_go_on_without_the_setting(source, tmp_path):
+    damage(tmp_path / "set")
+    feed = LocalFeed(source, tmp_path)
+    walk(feed)
+    feed.close()
+    strict = parquet(tmp_path / "set", window_bytes=300)
+    with pytest.raises(
+        WrongInput, match=r"left out row groups in \d+ windows; go on with on_bad_fil"
+    ):
+        open_record(make_plan(strict, SEED), str(tmp_path))
+
+
+class Passing(pq.ParquetFile):
+    """pyarrow's, that cannot read a few times."""
+
+    troubles: list[Exception] = []  # noqa: RUF012
+
+    def read_row_group(self, *args, **options):
+        if self.troubles:
+            raise self.troubles.pop()
+        return super().read_row_group(*args, **options)
+
+
+def all_rows(plan) -> list[int]:
+    windows = [read_window(plan, 0, w)[0] for w in range(len(plan.windows(0)))]
+    return sorted(np.concatenate([w.table["row"].to_numpy() for w in windows]).tolist())
+
+
+def test_trouble_that_passes_leaves_nothing_out(source, monkeypatch):
+    plan = make_plan(source, SEED)
+    monkeypatch.setattr(pq, "ParquetFile", Passing)
+    monkeypatch.setattr(Passing, "troubles", [OSError("stale file handle")])
+    assert all_rows(plan) == list(range(ROWS))
+    monkeypatch.setattr(Passing, "troubles", [pa.ArrowMemoryError("malloc failed")])
+    with pytest.raises(Unreachable, match=r"p\d.parquet, row group \d+: no memory to read it: mal"):
+        read_window(plan, 0, 0)
+
+
+def test_a_mount_that_a_node_lacks_is_no_bad_file(source, tmp_path):
+    plan = make_plan(source, SEED)
+    (tmp_path / "set").rename(tmp_path / "elsewhere")
+    with pytest.raises(Unreachable, match=r"p\d.parquet, row group \d+: cannot be read"):
+        read_window(plan, 0, 0)
+    (tmp_path / "set").mkdir()
+    with pytest.raises(Unreachable, match=r"p\d.parquet, row group \d+: cannot be read"):
+        read_window(plan, 0, 0)
+    (tmp_path / "elsewhere").rename(tmp_path / "set")
+    (tmp_path / "set" / "p2.parquet").unlink()
+    skipped = [s for w in range(len(plan.windows(0))) for s in read_window(plan, 0, w)[1]]
+    assert {plan.units[s.unit].file.path for s in skipped} == {str(tmp_path / "set/p2.parquet")}
+
+
+def test_what_happens_while_the_record_is_written_is_written_the_next_time(source, tmp_path):
+    plan = make_plan(source, SEED)
+
+    class Slow(FeedRecord):
+        """Something is read while its file is being written."""
+
+        def to_json(self):
+            found = super().to_json()
+            threading.Thread(target=self.add, args=(WindowKey(0, len(self.counts)), 7, ())).start()
+            return found
+
+    record = Slow(plan, open_folder(str(tmp_path)))
+    record.add(WindowKey(0, 0), 5, [3])
+    record.write()
+    while len(record.counts) < 2:
+        pass
+    record.write()
+    known = json.loads((tmp_path / "data.json").read_text())
+    assert known["counts"][:2] == [[0, 0, 5], [0, 1, 7]]
+    assert known["skipped"] == [[0, 0, 3]]

@@ -1,0 +1,59 @@
+"""That all workers, and every later start of the run, have a map-style dataset of one length.
+
+The sample order is a function of it. It is kept in the run's `data.json`, where a fed run has its
+plan (elastic/data/record.py).
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, open_folder, read_json, write_json
+
+NAME, KEY = "data.json", "num_rows"
+LOOK_S, LOOK_REMOTE_S = 0.5, 5.0
+"""Between looks. Workers that find no record write theirs, the last one stays, and each of them
+looks once more: so a difference is seen by one of them."""
+
+
+def compare(folder: Folder, num_rows: int) -> bool:
+    """Whether the length is on record; WrongInput if there is another."""
+    found = read_json(folder, NAME)
+    if found is None:
+        return False
+    if KEY not in found:
+        raise WrongInput("the run began with data from a feed, and dataset() now is map-style")
+    if found[KEY] != num_rows:
+        raise WrongInput(
+            f"dataset() has {num_rows} samples here, and {found[KEY]} in another worker or when "
+            "the run began; it must be the same data everywhere (or use another --name)"
+        )
+    return True
+
+
+def keep_comparing(folder: Folder, num_rows: int, refuse: Callable[[WrongInput], None]) -> None:
+    """In a thread, until the length has been found on record twice."""
+    pause, seen = threading.Event(), 0
+    while seen < 2:
+        pause.wait(LOOK_S if folder.local else LOOK_REMOTE_S)
+        with suppress(OSError):  # a store that is away: later
+            try:
+                if compare(folder, num_rows):
+                    seen += 1
+                elif folder.exists("config.json"):  # a run that begins nothing leaves nothing
+                    write_json(folder, NAME, {KEY: num_rows})
+            except WrongInput as error:
+                return refuse(error)
+    return None
+
+
+def watch_length(place: str, num_rows: int, refuse: Callable[[WrongInput], None]) -> None:
+    """WrongInput if the run began with another length; `refuse` is told what is found later."""
+    folder = open_folder(place)
+    is_known = False
+    with suppress(OSError):
+        is_known = compare(folder, num_rows)
+    if not is_known:
+        arguments = (folder, num_rows, refuse)
+        threading.Thread(target=keep_comparing, args=arguments, name="length", daemon=True).start()
