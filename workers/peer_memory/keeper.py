@@ -19,10 +19,11 @@ from elastic.protocol import wire
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from elastic.protocol.seams import WorkerSpec
-from workers.checkpoint.snapshot import Arena, Snapshot
+from workers.checkpoint.snapshot import Snapshot
 from workers.parallel.shards import Kind, kinds_of, local
 from workers.peer import as_bytes
 from workers.peer_memory.holder import connect
+from workers.peer_memory.shared import SharedArena
 from workers.peer_memory.shelf import Key, Slice, crc32
 from workers.replica import Replica
 
@@ -46,10 +47,14 @@ class Standing(Protocol):
 class Shadow:
     """This rank's shard after `step` steps, on the host once it is copied."""
 
-    def __init__(self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: Arena) -> None:
+    def __init__(
+        self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: SharedArena
+    ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
         self.held_by: HolderAt | None = None
+        self.shared_with: HolderAt | None = None
+        """A holder that reads it where it is."""
         self.num_jobs = 0
         """That read it; under the keeper's lock."""
         self.kinds: list[Kind] = []
@@ -105,7 +110,10 @@ class Keeper:
         self.holders: tuple[HolderAt, ...] = ()
         """The best first."""
         self._failed: dict[HolderAt, float] = {}  # when
-        self._arenas: list[Arena] = []
+        self._arenas: list[SharedArena] = []
+        self._lent: list[Shadow] = []
+        """What a holder of this node may still read."""
+        self._can_share = True
         self._generation = 0
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -152,7 +160,9 @@ class Keeper:
         settled: tuple[int, int] | None,
     ) -> None:
         self._let_go(shadows)
-        arena = self._arenas.pop() if self._arenas else Arena()
+        with self._changed:
+            arena = self._arenas.pop() if self._arenas else SharedArena()
+        arena.give({})
         mesh = Mesh(self._spec.parallel, by.world_size)
         assert replica.sharded is not None
         key = Key(by.generation, replica.sharded.mesh.position(by.rank), replica.step)
@@ -170,9 +180,15 @@ class Keeper:
         with self._changed:  # what is still being sent keeps its memory
             idle = [s for s in self.shadows if s not in kept and not s.num_jobs]
             self.shadows = list(kept)
-        for shadow in idle:
-            shadow.arena.give(shadow.tensors)
-            self._arenas.append(shadow.arena)
+            self._lent += [s for s in idle if s.shared_with is not None]
+            self._arenas += [s.arena for s in idle if s.shared_with is None]
+
+    def _take_back(self, holder: HolderAt, settled: tuple[int, int] | None) -> None:
+        """What was lent is free once its holder has let go of it, or another one is in charge."""
+        with self._changed:
+            still = [s for s in self._lent if s.shared_with == holder and not is_older(s, settled)]
+            self._arenas += [s.arena for s in self._lent if s not in still]
+            self._lent = still
 
     def finished(self) -> list[Shadow]:
         """Those that are whole on the host, the newest first."""
@@ -243,6 +259,7 @@ class Keeper:
                 continue
             try:
                 self._send_copy(holder, header, shadow)
+                self._take_back(holder, settled)
                 return holder
             except (OSError, ValueError) as error:
                 self._close()
@@ -258,19 +275,35 @@ class Keeper:
             self._connected_to = holder
             self._connection.settimeout(TRANSFER_S)
         connection = self._connection
+        is_near = self._can_share and holder.node == self._spec.node
+        shared = shadow.arena.describe(shadow.tensors) if is_near else None
+        shadow.shared_with = None if shared is None else holder
         tensors = shadow.tensors.values()
-        wire.send_header(connection, header, sum(t.nbytes for t in tensors))
+        size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
+        wire.send_header(connection, {**header, "shared": shared}, size_bytes)
         sums: list[int] = []
         for tensor in tensors:
             view = as_bytes(tensor) if tensor.numel() else memoryview(b"")
             sums.append(crc32(view))
-            connection.sendall(view)
+            if shared is None:
+                connection.sendall(view)
         wire.send(connection, {"type": "sums", "sums": sums})
         answer, _ = wire.receive(connection)
-        if answer["type"] != "held":
+        if answer["type"] == "unshared":
+            log.warning(
+                'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer["reason"]
+            )
+            self._can_share = False
+            self._send_copy(holder, header, shadow)
+        elif answer["type"] != "held":
             raise ValueError(answer["reason"])
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._connected_to = None
+
+
+def is_older(shadow: Shadow, settled: tuple[int, int] | None) -> bool:
+    """Whether a holder that has heard `settled` has dropped its copy."""
+    return settled is not None and (shadow.key.generation, shadow.key.step) < settled
