@@ -92,6 +92,9 @@ class HolderServer:
         match asked["type"]:
             case "push":
                 self._take(connection, asked, payload_bytes, mapped)
+            case "settle":
+                with self._lock:
+                    self.shelf.settle(*asked["settled"])
             case "have":
                 wire.send(connection, self._have())
             case "describe":

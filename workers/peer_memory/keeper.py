@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 TRANSFER_S = 5.0
 """How long a holder may be silent in the middle of a push before another one is tried."""
+PIECE_BYTES = 8 * 2**20
 RETRY_S = 30.0
 """A holder that failed is not tried again for so long."""
 _POLL_S = 0.02
@@ -121,6 +122,10 @@ class Keeper:
         self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._connected_to: HolderAt | None = None
+        self._sending: socket.socket | None = None
+        """The connection while a copy is on its way."""
+        self._settled = 0
+        """The last generation whose holders know that all its first copies are held."""
         threading.Thread(target=self._work, name="keeper", daemon=True).start()
 
     @property
@@ -135,21 +140,33 @@ class Keeper:
         origin: the generation that computed the step it begins with.
         """
         self._generation = by.generation
-        if self._num_open and self._connection is not None:
+        sending = self._sending
+        if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
-                self._connection.shutdown(socket.SHUT_RDWR)
+                sending.shutdown(socket.SHUT_RDWR)
         same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, replica.step)]
         self._keep(same[-1:], replica, origin, by, None)
 
     def after_step(self, replica: Replica, by: Standing) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
-        if replica.step % self._spec.snapshot_every:
-            return
         last = self.shadows[-1:]
-        settled = last[0].key if last else None
-        is_of_this = settled is not None and settled.generation == by.generation
-        since = (by.generation, settled.step) if is_of_this and settled is not None else None
-        self._keep(last, replica, by.generation, by, since)
+        since = self._since(by)
+        if replica.step % self._spec.snapshot_every == 0:
+            self._keep(last, replica, by.generation, by, since)
+        elif since is not None and self._settled < by.generation:
+            self._ask(last[0], since)  # else holders would keep the copies of every generation
+            self._settled = by.generation
+
+    def before_pause(self, replica: Replica, by: Standing) -> None:
+        """Whoever leaves at this boundary takes nothing along."""
+        if self.shadows and self.shadows[-1].key.step < replica.step:
+            self._keep(self.shadows[-1:], replica, by.generation, by, self._since(by))
+
+    def _since(self, by: Standing) -> tuple[int, int] | None:
+        """The last copy, if it is of this generation: all ranks' are held."""
+        last = self.shadows[-1].key if self.shadows else None
+        is_of_this = last is not None and last.generation == by.generation
+        return (last.generation, last.step) if is_of_this and last is not None else None
 
     def _keep(
         self,
@@ -235,8 +252,10 @@ class Keeper:
     def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
         if not shadow.tensors:
             shadow.copy()
-        if not shadow.is_held:
+        if shadow.held_by is None:
             shadow.held_by = self._push(shadow, settled)
+        elif settled is not None and self._connected_to == shadow.held_by:
+            self._settle(settled)
         if shadow.key.generation == self._generation and self.delays_commits:
             generation, rank, step = shadow.key
             self._send("held", generation=generation, rank=rank, step=step)
@@ -268,13 +287,40 @@ class Keeper:
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
         return None
 
+    def _settle(self, settled: tuple[int, int]) -> None:
+        assert self._connection is not None
+        try:
+            wire.send(self._connection, {"type": "settle", "settled": settled})
+        except OSError:
+            self._close()  # the next push finds out more
+
     def _send_copy(self, holder: HolderAt, header: wire.Header, shadow: Shadow) -> None:
-        if self._connection is None or self._connected_to != holder:
-            self._close()
-            self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
-            self._connected_to = holder
-            self._connection.settimeout(TRANSFER_S)
-        connection = self._connection
+        """Raises OSError, ValueError."""
+        if self._connection is not None and self._connected_to == holder:
+            try:
+                self._transfer(self._connection, holder, header, shadow)
+                return
+            except ConnectionError:  # `begin` may have ended what went before
+                if shadow.key.generation != self._generation:
+                    raise
+        self._close()
+        self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
+        self._connected_to = holder
+        self._connection.settimeout(TRANSFER_S)
+        self._transfer(self._connection, holder, header, shadow)
+
+    def _transfer(
+        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+    ) -> None:
+        self._sending = connection
+        try:
+            self._transfer_whole(connection, holder, header, shadow)
+        finally:
+            self._sending = None
+
+    def _transfer_whole(
+        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+    ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
         shared = shadow.arena.describe(shadow.tensors) if is_near else None
         shadow.shared_with = None if shared is None else holder
@@ -286,7 +332,8 @@ class Keeper:
             view = as_bytes(tensor) if tensor.numel() else memoryview(b"")
             sums.append(crc32(view))
             if shared is None:
-                connection.sendall(view)
+                for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
+                    connection.sendall(view[first : first + PIECE_BYTES])
         wire.send(connection, {"type": "sums", "sums": sums})
         answer, _ = wire.receive(connection)
         if answer["type"] == "unshared":
@@ -294,7 +341,7 @@ class Keeper:
                 'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer["reason"]
             )
             self._can_share = False
-            self._send_copy(holder, header, shadow)
+            self._transfer_whole(connection, holder, header, shadow)
         elif answer["type"] != "held":
             raise ValueError(answer["reason"])
 

@@ -117,7 +117,8 @@ class Shelf:
         for i, free in enumerate(self._free):
             if len(free) == size_bytes:
                 return self._free.pop(i)
-        self._free.clear()
+        if self._free:
+            del self._free[0]
         return bytearray(size_bytes)
 
     def put(self, copy: Copy) -> None:
@@ -142,7 +143,8 @@ class Shelf:
 
     def _drop(self, key: Key) -> None:
         self._reuse(self._copies.pop(key))
-        del self._free[:-NUM_GENERATIONS]
+        num_ranks = len({k.rank for k in self._copies}) + 1
+        del self._free[:-num_ranks]
 
     def _reuse(self, copy: Copy) -> None:
         if isinstance(copy.content, bytearray):
