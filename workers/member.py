@@ -201,6 +201,8 @@ class Member:
             self.wait_for_generation()
 
     def _say_paused(self) -> None:
+        if self.keeper is not None:
+            self.keeper.before_pause(self.replica, self)
         self.wait_for_copies()
         self.link.send("paused", generation=self.generation, rank=self.rank, step=self.replica.step)
 

@@ -189,10 +189,9 @@ class RayCluster:
         if form.step < self.recorded_step:  # its last holder is lost
             await self.host.on_loaded(form.step, [])
             self.recorded_step = form.step
-        if membership.world_size > 1:
-            store = await self._stores.address(membership.generation)
-        else:
-            store = None
+        is_alone = membership.world_size == 1
+        store = None if is_alone else await self._stores.address(membership.generation)
+        await self.holders.known()
         heard = [self.workers[w].evaluation for w in membership.workers if w in self.workers]
         evaluations = [e for e in heard if e is not None]
         common = {

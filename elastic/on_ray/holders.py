@@ -8,7 +8,10 @@ elastic/protocol/pairing.py's.
 
 import asyncio
 import logging
+import socket
+import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing, suppress
 from typing import Any, cast
 
 import ray
@@ -23,6 +26,8 @@ from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
+CONNECT_S = 2.0
+"""For a holder to start, and to be reached."""
 
 Background = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -61,6 +66,7 @@ class Holders:
         self._actors: dict[str, ActorHandle[Any]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
+        self._news = asyncio.Event()
 
     def turn_on(self, run_id: str, lease_s: float) -> None:
         """The run's state is sharded; where every member holds all of it there are none."""
@@ -98,6 +104,23 @@ class Holders:
         actor = ray.remote(HolderActor).options(**options)
         return cast(Any, actor.remote(self._token, self._lease_s))
 
+    def _join(self, address: tuple[str, int]) -> socket.socket:
+        """A connection: as long as there is one, a holder keeps what it has."""
+        from workers.peer_memory.holder import connect
+
+        return connect(address, self._token, CONNECT_S)
+
+    async def known(self) -> None:
+        """Wait until all that were asked for are there, but not long."""
+        deadline = time.monotonic() + CONNECT_S
+        while time.monotonic() < deadline:
+            asked = {node for node, task in self._tasks.items() if not task.done()}
+            if asked <= self._addresses.keys():
+                return
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), deadline - time.monotonic())
+
     async def _watch(self, node: str) -> None:
         """As long as a worker is there."""
         while any(slot.node_id == node for slot in self._slots.values()):
@@ -106,9 +129,11 @@ class Holders:
                 self._actors[node] = actor
                 host, port = await actor.address.remote()
                 self._addresses[node] = (host, port)
+                self._news.set()
                 self._tell_all()
-                await actor.run.remote()
-            except (RayError, ValueError) as error:  # ValueError: its name is not free yet
+                with closing(await asyncio.to_thread(self._join, (host, port))):
+                    await actor.run.remote()
+            except (RayError, ValueError, OSError) as error:  # ValueError: its name is not free yet
                 log.warning('holder on node=%s lost reason="%s"', node[:12], first_line(error))
             self._addresses.pop(node, None)
             await asyncio.sleep(RETRY_S)

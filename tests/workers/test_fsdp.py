@@ -9,6 +9,7 @@ from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
     Deferred,
     Dense,
+    Work,
     build,
     catalogue_in,
     enter,
@@ -54,6 +55,69 @@ def test_every_strategy_at_every_world_size_has_the_bits_of_one_rank(plain):
     expected = {(p, w): plain[STEPS] for w in WORLDS for p in SHARDED}
     for rank, found in enumerate(run_ranks(3, body)):
         assert found == {k: v for k, v in expected.items() if k[1] > rank}
+
+
+class Frozen(Work):
+    """As in fine-tuning: a whole block without anything to train."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+
+def test_a_frozen_block_changes_nothing_at_any_world_size():
+    whole = build("ddp", workload=Frozen())
+    train(whole, Alone(), "ddp", STEPS, work=Frozen())
+
+    def body(ranks):
+        found = []
+        for generation, parallel in enumerate(SHARDED):
+            for world_size in (1, 2):
+                if ranks.index < world_size:
+                    group = ranks.form(2 * generation + world_size, list(range(world_size)))
+                    replica = build(parallel, workload=Frozen())
+                    enter(replica, group, 0)
+                    train(replica, group, parallel, STEPS, work=Frozen())
+                    found.append(sha256(replica))
+        return found
+
+    first, second = run_ranks(2, body)
+    assert {*first, *second} == {sha256(whole)}
+
+
+class Detached(Work):
+    """Blocks of one size, and a backward that one of them is not reached by in each third id."""
+
+    def build_model(self):
+        return SkipsOne()
+
+    def batch(self, step, microbatch_id):
+        return torch.ones(4, 8)
+
+
+class SkipsOne(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, microbatch_id):
+        for i, block in enumerate(self.blocks):
+            y = block(x)
+            x = x + (y.detach() if i == 1 and microbatch_id % 3 == 0 else y)
+        return x
+
+
+def test_backwards_that_go_different_ways_are_refused_rather_than_mixed_up():
+    def body(ranks):
+        group = ranks.form(1, [0, 1])
+        replica = build("fsdp", workload=Detached())
+        enter(replica, group, 0)
+        with pytest.raises(ValueError, match="backwards have gone different ways"):
+            train(replica, group, "fsdp", 1, work=Detached())
+        return "refused"
+
+    assert run_ranks(2, body) == ["refused", "refused"]
 
 
 def test_fast_mode_differs_in_the_order_of_additions_only():

@@ -54,11 +54,11 @@ class Place:
 class Rank:
     """One process: a replica that is kept in peer memory."""
 
-    def __init__(self, ranks, parallel, holders, every=1):
+    def __init__(self, ranks, parallel, holders, every=1, node="elsewhere"):
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.replica = build(parallel) if ranks.index == 0 else newcomer(parallel)
         self.said = []
-        config = replace(spec(parallel), snapshot_every=every)
+        config = replace(spec(parallel), snapshot_every=every, node=node)
         self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
         self.replica.sharded.keeper = self.keeper
 
@@ -88,7 +88,9 @@ def survivors_of(num_ranks, lost):
     return [r for r in range(num_ranks) if r not in lost]
 
 
-def test_survivors_of_any_size_go_on_from_the_step_that_was_held(plain, holders):
+@pytest.mark.parametrize("node", ["elsewhere", "node0"])
+def test_survivors_of_any_size_go_on_from_the_step_that_was_held(node, plain, holders):
+    """Copies are sent to a holder elsewhere; one of the same node reads the trainer's memory."""
     at = where(holders)
     losses = [
         ("fsdp", 2, [1]),
@@ -103,7 +105,7 @@ def test_survivors_of_any_size_go_on_from_the_step_that_was_held(plain, holders)
         for number, (parallel, num_ranks, lost) in enumerate(losses):
             if ranks.index >= num_ranks:
                 continue
-            rank = Rank(ranks, parallel, at)
+            rank = Rank(ranks, parallel, at, node=node)
             rank.enter(2 * number, list(range(num_ranks)), 0)
             rank.train(STEPS)
             if ranks.index not in lost:

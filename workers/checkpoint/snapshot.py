@@ -43,7 +43,7 @@ class Arena:
 
     def reserve(self, shapes: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
         """Room for such tensors. Takes its time: a page fault per 4 KiB or 2 MiB."""
-        size_bytes = sum(_aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
+        size_bytes = sum(aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
         if self._flat.nbytes < size_bytes:
             self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
             self._flat = torch.empty(size_bytes, dtype=torch.uint8).zero_()
@@ -52,7 +52,7 @@ class Arena:
         """Undefined content."""
         size_bytes = dtype.itemsize * math.prod(shape)
         flat, first = self._flat, self._used
-        self._used += _aligned(size_bytes)
+        self._used += aligned(size_bytes)
         if self._used > flat.nbytes:
             return torch.empty(shape, dtype=dtype)
         return flat[first : first + size_bytes].view(dtype).view(shape)
@@ -62,7 +62,8 @@ class Arena:
         self._used = 0
 
 
-def _aligned(size_bytes: int) -> int:
+def aligned(size_bytes: int) -> int:
+    """As an arena places tensors: from one cache line on."""
     return -(-size_bytes // 64) * 64
 
 

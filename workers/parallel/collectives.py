@@ -7,6 +7,7 @@ slices is the strategy's business (fsdp.py).
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -37,17 +38,41 @@ class Collectives:
         self.rank, self.world_size = group.rank, group.world_size
         self.sent_bytes = 0
         """What this rank has sent to others."""
+        self._order = 0
+        """A checksum of what was exchanged in this step, in its order."""
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        self._note(f"gather {output.numel()}")
         self.sent_bytes += tensor.nbytes * (self.world_size - 1)
         self._wait(lambda: self._group.all_gather_flat(output, tensor))
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
-        """The stretches that the ranks have for this one, in rank order."""
+    def all_to_all(self, tensor: Tensor, name: str) -> Tensor:
+        """The stretches that the ranks have for this one, in rank order. name: of what they are."""
+        self._note(name)
         self.sent_bytes += tensor.nbytes // self.world_size * (self.world_size - 1)
         received = torch.empty_like(tensor)
         self._wait(lambda: self._group.all_to_all_flat(received, tensor))
         return received
+
+    def _note(self, name: str) -> None:
+        self._order = crc32(name.encode(), self._order)
+
+    def check_order(self, device: torch.device) -> None:
+        """At the end of a step's passes. A collective.
+
+        ValueError if ranks have exchanged the gradients of different blocks with each other: a
+        block's backward was not reached on some rank, and equal sizes have hidden it.
+        """
+        order, self._order = self._order, 0
+        mine = torch.tensor([order], dtype=torch.int64, device=device)
+        orders = mine.new_empty(self.world_size)
+        self._wait(lambda: self._group.all_gather_flat(orders, mine))
+        if (orders != order).any():
+            raise ValueError(
+                "the ranks' backwards have gone different ways: every micro-batch's forward and "
+                "backward must reach the same blocks in the same order (a detached block, a "
+                "condition on the data); use parallel='fsdp-grad-op' or 'ddp' for such a model"
+            )
 
     def _wait(self, launch: Callable[[], Pending]) -> None:
         try:
@@ -77,14 +102,14 @@ class ParameterGather(_Memory, AllGather):
 class GradientSlices(_Memory, ReduceScatter):
     """FSDP2's reduce-scatter of a parameter group, without the sum.
 
-    on_slices: gets this rank's slice of every rank's gradient, one behind the other in rank order,
-    and the memory that FSDP2 takes for the result.
+    name: of the parameter group. on_slices: gets this rank's slice of every rank's gradient, one
+    behind the other in rank order, and the memory that FSDP2 takes for the result.
     """
 
     def __init__(
-        self, collectives: Collectives, on_slices: Callable[[Tensor, Tensor], None]
+        self, collectives: Collectives, name: str, on_slices: Callable[[Tensor, Tensor], None]
     ) -> None:
-        self._collectives, self._on_slices = collectives, on_slices
+        self._collectives, self._name, self._on_slices = collectives, name, on_slices
 
     def __call__(
         self,
@@ -94,4 +119,4 @@ class GradientSlices(_Memory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._on_slices(self._collectives.all_to_all(input_tensor), output_tensor)
+        self._on_slices(self._collectives.all_to_all(input_tensor, self._name), output_tensor)

@@ -54,9 +54,10 @@ class FsdpReducer:
             _GroupFold(fsdp_group, replicas, self._all_ids, num_microbatches)
             for fsdp_group in model.groups
         ]
-        for fold in self._folds:
+        self._collectives = collectives
+        for i, fold in enumerate(self._folds):
             take = partial(self._take, fold)
-            fold.group._reduce_scatter_comm = GradientSlices(collectives, take)
+            fold.group._reduce_scatter_comm = GradientSlices(collectives, f"slices {i}", take)
 
     def begin(self) -> None:
         self._model.reset()
@@ -87,6 +88,8 @@ class FsdpReducer:
         return self._usage.used
 
     def finish(self) -> Reduced:
+        if self._num_shards > 1:
+            self._collectives.check_order(self._model.device)
         buffers, scalars = self._buffers.finish(), self._scalars.finish()
         for fold in self._folds:
             fold.finish(is_bitwise=self._is_bitwise)
@@ -154,7 +157,7 @@ class _GroupFold:
     def end_pass(self, ids: range, *, is_alone: bool) -> None:
         if is_alone:  # nothing was sent: FSDP2 has put the gradient where it belongs
             gradients = [p.sharded_param.grad for p in self._params]
-            if all(g is not None for g in gradients):
+            if gradients and all(g is not None for g in gradients):
                 self._stack.push(ids[0], [local(g) for g in gradients])
         elif self._pending is not None:
             self._push(ids, self._pending)

@@ -140,6 +140,8 @@ class Regather:
     def _try(self, label: Label) -> Gathered | None:
         """None if some rows are nobody's, or could not be read; then without who had them."""
         sources = [s for s in self._sources if s.label == label]
+        if not sources:  # all were struck off
+            return None
         described = self._describe(sources[0])
         if described is None:
             self._sources.remove(sources[0])

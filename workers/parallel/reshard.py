@@ -16,9 +16,9 @@ from workers.groups import AnyGroup
 from workers.parallel.shards import Kind, local
 
 PIECE_BYTES = 2 * 2**20
-PIECES = 256
+PIECES, PIECES_KEPT = 256, 16
 """An exchange takes whole tensors, until they have so many bytes or this part of the state: what
-is on its way is in memory several times."""
+is on its way is in memory several times. Fewer where the old rows are kept anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ def exchange(
     """
     found: dict[str, Tensor] = {}
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
-    for batch in _batches(kinds):
+    for batch in _batches(kinds, PIECES_KEPT if freed is None else PIECES):
         _exchange_batch(
             [(kinds[i], plans[i]) for i in batch], sources, new, group, device, found, wanted
         )
-        for i in batch:
-            if freed is not None:
+        if freed is not None:
+            for i in batch:
                 freed.pop(kinds[i].name, None)
-        give_back()
+            give_back()
     for source, pieces in wanted.items():
         sources.read(source, pieces)
     return found
@@ -125,9 +125,9 @@ def give_back() -> None:
         trim(0)
 
 
-def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+def _batches(kinds: Sequence[Kind], num_pieces: int) -> Iterator[list[int]]:
     sizes = [k.row_bytes * (k.shape[0] if k.is_sharded else 1) for k in kinds]
-    limit = max(PIECE_BYTES, sum(sizes) // PIECES)
+    limit = max(PIECE_BYTES, sum(sizes) // num_pieces)
     batch: list[int] = []
     size = 0
     for i, of_kind in enumerate(sizes):

@@ -8,6 +8,7 @@ their holder, all find out alike (`RowsLost`), and the run goes back to a checkp
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from workers import state
-from workers.checkpoint.load import find_newest, read_tensors
+from workers.checkpoint.load import find_newest, patiently, read_tensors
 from workers.digest import hash_of
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
@@ -193,7 +194,7 @@ class Sharded:
 
     def _take_checkpoint(self, catalogue: Catalogue, step: int, mesh: Mesh, rank: int) -> None:
         self._place(mesh, rank)
-        manifest = catalogue.manifest(step)
+        manifest = patiently(partial(catalogue.manifest, step))
         parameters = dict(self.model.model.named_parameters())
         patterns = {t.name: pattern_of(t.name, t.shape, parameters) for t in manifest.tensors}
         rows = {
@@ -202,7 +203,7 @@ class Sharded:
             if patterns[t.name] is not None
         }
         into = {name: local(t) for name, t in self._replica.tensors().items()}
-        found = read_tensors(catalogue, manifest, into=into, rows=rows)
+        found = patiently(partial(read_tensors, catalogue, manifest, into=into, rows=rows))
         self._install(manifest.state, found, {t.name: t.shape for t in manifest.tensors})
 
     def _note_steps(self) -> None:

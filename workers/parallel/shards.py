@@ -68,6 +68,13 @@ class Kind:
 
 
 def kinds_of(tensors: Mapping[str, Tensor]) -> list[Kind]:
+    """ValueError for state that is neither whole nor rows: nobody could tell who holds what."""
+    for name, tensor in tensors.items():
+        if is_shard(tensor) and not cast(Any, tensor)._spec.placements[0].is_shard(0):
+            raise ValueError(
+                f"{name} is no rows of a sharded tensor: state of the optimizer must have its "
+                "parameter's shape (torch.zeros_like(parameter)) or be made without it"
+            )
     return [Kind(n, t.dtype, tuple(t.shape), is_shard(t)) for n, t in tensors.items()]
 
 

@@ -5,12 +5,14 @@ starts at once. What it keeps and drops is shelf.py's; who asks is keeper.py and
 """
 
 import logging
+import mmap
+import os
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from elastic.protocol import wire
 from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
@@ -68,8 +70,9 @@ class HolderServer:
                 return
             connection.settimeout(None)  # a trainer between steps is silent; its loss closes
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            mapped: dict[int, memoryview] = {}
             while True:
-                self._answer(connection, *wire.receive_header(connection))
+                self._answer(connection, *wire.receive_header(connection), mapped)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # closed by the other side, or not one of ours
         finally:
@@ -78,10 +81,20 @@ class HolderServer:
                 self._used_at = time.monotonic()
             connection.close()
 
-    def _answer(self, connection: socket.socket, asked: wire.Header, payload_bytes: int) -> None:
+    def _answer(
+        self,
+        connection: socket.socket,
+        asked: wire.Header,
+        payload_bytes: int,
+        mapped: dict[int, memoryview],
+    ) -> None:
+        """mapped: what this trainer shares, by its serial number."""
         match asked["type"]:
             case "push":
-                self._take(connection, asked, payload_bytes)
+                self._take(connection, asked, payload_bytes, mapped)
+            case "settle":
+                with self._lock:
+                    self.shelf.settle(*asked["settled"])
             case "have":
                 wire.send(connection, self._have())
             case "describe":
@@ -93,26 +106,38 @@ class HolderServer:
             case kind:
                 raise ValueError(f"{kind} is not asked of a holder")
 
-    def _take(self, connection: socket.socket, asked: wire.Header, payload_bytes: int) -> None:
-        with self._lock:
-            room = self.shelf.room(payload_bytes)
-        wire.receive_into(connection, memoryview(room))
+    def _take(
+        self,
+        connection: socket.socket,
+        asked: wire.Header,
+        payload_bytes: int,
+        mapped: dict[int, memoryview],
+    ) -> None:
+        shared, settled = asked.get("shared"), asked["settled"]
+        room = None
+        if shared is None:
+            with self._lock:
+                room = self.shelf.room(payload_bytes)
+            wire.receive_into(connection, memoryview(room))
         sums, _ = wire.receive(connection)
-        settled = asked["settled"]
         try:
+            content = map_shared(shared, mapped) if shared else cast(bytearray, room)
             copy = Copy(
                 Key(*asked["key"]),
                 asked["origin"],
                 asked["world_size"],
                 asked["state"],
                 tuple(Slice.from_json(s) for s in asked["slices"]),
-                room,
+                content,
                 tuple(sums["sums"]),
+                None if shared is None else tuple(shared["offsets"]),
             )
             with self._lock:
                 if settled is not None:
                     self.shelf.settle(*settled)
                 self.shelf.put(copy)
+        except OSError as error:
+            wire.send(connection, {"type": "unshared", "reason": str(error)})
         except (DamagedCopy, Stale) as error:
             log.warning('copy=%s refused reason="%s"', asked["key"], error)
             wire.send(connection, {"type": "refused", "reason": str(error)})
@@ -143,6 +168,21 @@ class HolderServer:
             wire.send(connection, {"type": "refused", "reason": str(error)})
             return
         wire.send(connection, {"type": "rows", "sums": [crc32(r) for r in rows]}, rows)
+
+
+def map_shared(shared: dict[str, Any], mapped: dict[int, memoryview]) -> memoryview:
+    """A trainer's memory, mapped once. OSError if it is not to be had here."""
+    serial = shared["serial"]
+    if serial not in mapped:
+        file = os.open(shared["path"], os.O_RDONLY)
+        try:
+            if os.fstat(file).st_ino != shared["inode"]:
+                raise OSError(f"{shared['path']} is another file here")
+            area = mmap.mmap(file, shared["size_bytes"], prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        mapped[serial] = memoryview(area)
+    return mapped[serial]
 
 
 def described(copy: Copy) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from elastic.protocol import wire
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from elastic.protocol.seams import WorkerSpec
-from workers.checkpoint.snapshot import Arena, Snapshot
+from workers.checkpoint.snapshot import Snapshot
 from workers.parallel.shards import Kind, kinds_of, local
 from workers.peer import as_bytes
 from workers.peer_memory.holder import connect
+from workers.peer_memory.shared import SharedArena
 from workers.peer_memory.shelf import Key, Slice, crc32
 from workers.replica import Replica
 
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 CONNECT_S = 2.0
 TRANSFER_S = 5.0
 """How long a holder may be silent in the middle of a push before another one is tried."""
+PIECE_BYTES = 8 * 2**20
 RETRY_S = 30.0
 """A holder that failed is not tried again for so long."""
 _POLL_S = 0.02
@@ -46,10 +48,14 @@ class Standing(Protocol):
 class Shadow:
     """This rank's shard after `step` steps, on the host once it is copied."""
 
-    def __init__(self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: Arena) -> None:
+    def __init__(
+        self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: SharedArena
+    ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
         self.held_by: HolderAt | None = None
+        self.shared_with: HolderAt | None = None
+        """A holder that reads it where it is."""
         self.num_jobs = 0
         """That read it; under the keeper's lock."""
         self.kinds: list[Kind] = []
@@ -105,7 +111,10 @@ class Keeper:
         self.holders: tuple[HolderAt, ...] = ()
         """The best first."""
         self._failed: dict[HolderAt, float] = {}  # when
-        self._arenas: list[Arena] = []
+        self._arenas: list[SharedArena] = []
+        self._lent: list[Shadow] = []
+        """What a holder of this node may still read."""
+        self._can_share = True
         self._generation = 0
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -113,6 +122,10 @@ class Keeper:
         self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
         self._connected_to: HolderAt | None = None
+        self._sending: socket.socket | None = None
+        """The connection while a copy is on its way."""
+        self._settled = 0
+        """The last generation whose holders know that all its first copies are held."""
         threading.Thread(target=self._work, name="keeper", daemon=True).start()
 
     @property
@@ -127,21 +140,33 @@ class Keeper:
         origin: the generation that computed the step it begins with.
         """
         self._generation = by.generation
-        if self._num_open and self._connection is not None:
+        sending = self._sending
+        if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
-                self._connection.shutdown(socket.SHUT_RDWR)
+                sending.shutdown(socket.SHUT_RDWR)
         same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, replica.step)]
         self._keep(same[-1:], replica, origin, by, None)
 
     def after_step(self, replica: Replica, by: Standing) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
-        if replica.step % self._spec.snapshot_every:
-            return
         last = self.shadows[-1:]
-        settled = last[0].key if last else None
-        is_of_this = settled is not None and settled.generation == by.generation
-        since = (by.generation, settled.step) if is_of_this and settled is not None else None
-        self._keep(last, replica, by.generation, by, since)
+        since = self._since(by)
+        if replica.step % self._spec.snapshot_every == 0:
+            self._keep(last, replica, by.generation, by, since)
+        elif since is not None and self._settled < by.generation:
+            self._ask(last[0], since)  # else holders would keep the copies of every generation
+            self._settled = by.generation
+
+    def before_pause(self, replica: Replica, by: Standing) -> None:
+        """Whoever leaves at this boundary takes nothing along."""
+        if self.shadows and self.shadows[-1].key.step < replica.step:
+            self._keep(self.shadows[-1:], replica, by.generation, by, self._since(by))
+
+    def _since(self, by: Standing) -> tuple[int, int] | None:
+        """The last copy, if it is of this generation: all ranks' are held."""
+        last = self.shadows[-1].key if self.shadows else None
+        is_of_this = last is not None and last.generation == by.generation
+        return (last.generation, last.step) if is_of_this and last is not None else None
 
     def _keep(
         self,
@@ -152,7 +177,9 @@ class Keeper:
         settled: tuple[int, int] | None,
     ) -> None:
         self._let_go(shadows)
-        arena = self._arenas.pop() if self._arenas else Arena()
+        with self._changed:
+            arena = self._arenas.pop() if self._arenas else SharedArena()
+        arena.give({})
         mesh = Mesh(self._spec.parallel, by.world_size)
         assert replica.sharded is not None
         key = Key(by.generation, replica.sharded.mesh.position(by.rank), replica.step)
@@ -170,9 +197,15 @@ class Keeper:
         with self._changed:  # what is still being sent keeps its memory
             idle = [s for s in self.shadows if s not in kept and not s.num_jobs]
             self.shadows = list(kept)
-        for shadow in idle:
-            shadow.arena.give(shadow.tensors)
-            self._arenas.append(shadow.arena)
+            self._lent += [s for s in idle if s.shared_with is not None]
+            self._arenas += [s.arena for s in idle if s.shared_with is None]
+
+    def _take_back(self, holder: HolderAt, settled: tuple[int, int] | None) -> None:
+        """What was lent is free once its holder has let go of it, or another one is in charge."""
+        with self._changed:
+            still = [s for s in self._lent if s.shared_with == holder and not is_older(s, settled)]
+            self._arenas += [s.arena for s in self._lent if s not in still]
+            self._lent = still
 
     def finished(self) -> list[Shadow]:
         """Those that are whole on the host, the newest first."""
@@ -219,8 +252,10 @@ class Keeper:
     def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
         if not shadow.tensors:
             shadow.copy()
-        if not shadow.is_held:
+        if shadow.held_by is None:
             shadow.held_by = self._push(shadow, settled)
+        elif settled is not None and self._connected_to == shadow.held_by:
+            self._settle(settled)
         if shadow.key.generation == self._generation and self.delays_commits:
             generation, rank, step = shadow.key
             self._send("held", generation=generation, rank=rank, step=step)
@@ -243,6 +278,7 @@ class Keeper:
                 continue
             try:
                 self._send_copy(holder, header, shadow)
+                self._take_back(holder, settled)
                 return holder
             except (OSError, ValueError) as error:
                 self._close()
@@ -251,26 +287,70 @@ class Keeper:
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
         return None
 
+    def _settle(self, settled: tuple[int, int]) -> None:
+        assert self._connection is not None
+        try:
+            wire.send(self._connection, {"type": "settle", "settled": settled})
+        except OSError:
+            self._close()  # the next push finds out more
+
     def _send_copy(self, holder: HolderAt, header: wire.Header, shadow: Shadow) -> None:
-        if self._connection is None or self._connected_to != holder:
-            self._close()
-            self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
-            self._connected_to = holder
-            self._connection.settimeout(TRANSFER_S)
-        connection = self._connection
+        """Raises OSError, ValueError."""
+        if self._connection is not None and self._connected_to == holder:
+            try:
+                self._transfer(self._connection, holder, header, shadow)
+                return
+            except ConnectionError:  # `begin` may have ended what went before
+                if shadow.key.generation != self._generation:
+                    raise
+        self._close()
+        self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
+        self._connected_to = holder
+        self._connection.settimeout(TRANSFER_S)
+        self._transfer(self._connection, holder, header, shadow)
+
+    def _transfer(
+        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+    ) -> None:
+        self._sending = connection
+        try:
+            self._transfer_whole(connection, holder, header, shadow)
+        finally:
+            self._sending = None
+
+    def _transfer_whole(
+        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+    ) -> None:
+        is_near = self._can_share and holder.node == self._spec.node
+        shared = shadow.arena.describe(shadow.tensors) if is_near else None
+        shadow.shared_with = None if shared is None else holder
         tensors = shadow.tensors.values()
-        wire.send_header(connection, header, sum(t.nbytes for t in tensors))
+        size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
+        wire.send_header(connection, {**header, "shared": shared}, size_bytes)
         sums: list[int] = []
         for tensor in tensors:
             view = as_bytes(tensor) if tensor.numel() else memoryview(b"")
             sums.append(crc32(view))
-            connection.sendall(view)
+            if shared is None:
+                for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
+                    connection.sendall(view[first : first + PIECE_BYTES])
         wire.send(connection, {"type": "sums", "sums": sums})
         answer, _ = wire.receive(connection)
-        if answer["type"] != "held":
+        if answer["type"] == "unshared":
+            log.warning(
+                'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer["reason"]
+            )
+            self._can_share = False
+            self._transfer_whole(connection, holder, header, shadow)
+        elif answer["type"] != "held":
             raise ValueError(answer["reason"])
 
     def _close(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._connected_to = None
+
+
+def is_older(shadow: Shadow, settled: tuple[int, int] | None) -> bool:
+    """Whether a holder that has heard `settled` has dropped its copy."""
+    return settled is not None and (shadow.key.generation, shadow.key.step) < settled

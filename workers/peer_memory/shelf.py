@@ -5,6 +5,8 @@ Plain bytes: no torch, no sockets (holder.py), no idea of what a state consists 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple, cast
 
 from isal import isal_zlib
@@ -65,20 +67,23 @@ class Copy:
     state: Any
     """The JSON part of the state."""
     slices: tuple[Slice, ...]
-    content: bytearray
-    """The slices' rows, one after the other."""
+    content: bytearray | memoryview
+    """The slices' rows, one after the other; or memory that the trainer shares."""
     sums: tuple[int, ...] = ()
     """The CRC-32 of each slice."""
+    offsets: tuple[int, ...] | None = None
+    """Where each slice begins in shared memory."""
     places: dict[str, tuple[int, Slice]] = field(default_factory=dict[str, tuple[int, Slice]])
     """Name -> where its rows begin in `content`."""
 
     def __post_init__(self) -> None:
-        at = 0
-        for piece in self.slices:
+        sizes = [piece.size_bytes for piece in self.slices]
+        offsets = self.offsets or tuple(accumulate(sizes, initial=0))[:-1]
+        for at, piece in zip(offsets, self.slices, strict=True):
             self.places[piece.name] = (at, piece)
-            at += piece.size_bytes
-        if at != len(self.content):
-            raise DamagedCopy(f"{len(self.content)} bytes for slices of {at}")
+        needed = max(map(add, offsets, sizes), default=0)
+        if needed > len(self.content) or (self.offsets is None and needed < len(self.content)):
+            raise DamagedCopy(f"{len(self.content)} bytes for slices of {sum(sizes)}")
 
     def check(self) -> None:
         """Raises DamagedCopy."""
@@ -112,15 +117,18 @@ class Shelf:
         for i, free in enumerate(self._free):
             if len(free) == size_bytes:
                 return self._free.pop(i)
-        self._free.clear()
+        if self._free:
+            del self._free[0]
         return bytearray(size_bytes)
 
     def put(self, copy: Copy) -> None:
-        """Take a copy in. Raises Stale, and DamagedCopy if it is not what was sent."""
+        """Take a copy in. Raises Stale, and DamagedCopy if it is not what was sent; memory that is
+        shared is checked when it is read."""
         if copy.key.generation < self.generation:
-            self._free.append(copy.content)
+            self._reuse(copy)
             raise Stale(f"generation {copy.key.generation}, {self.generation} has begun")
-        copy.check()
+        if copy.offsets is None:
+            copy.check()
         self.generation = copy.key.generation
         self._copies[copy.key] = copy
         of_rank = sorted(k for k in self._copies if k[:2] == copy.key[:2])
@@ -134,8 +142,13 @@ class Shelf:
                 self._drop(key)
 
     def _drop(self, key: Key) -> None:
-        self._free.append(self._copies.pop(key).content)
-        del self._free[:-NUM_GENERATIONS]
+        self._reuse(self._copies.pop(key))
+        num_ranks = len({k.rank for k in self._copies}) + 1
+        del self._free[:-num_ranks]
+
+    def _reuse(self, copy: Copy) -> None:
+        if isinstance(copy.content, bytearray):
+            self._free.append(copy.content)
 
     def good(self) -> tuple[list[Copy], list[str]]:
         """The copies that are still what was sent; the others are dropped, and what they were."""

@@ -1,0 +1,89 @@
+"""Shadows that a holder of the same node reads where they are."""
+
+import gc
+
+import pytest
+import torch
+
+from elastic.protocol import wire
+from workers.peer import as_bytes
+from workers.peer_memory.holder import HolderServer, ask, connect, read_rows
+from workers.peer_memory.shared import SharedArena
+from workers.peer_memory.shelf import Key, crc32
+
+SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
+SLICES = [["w", "int32", [8, 2], True, 2, 4, 32], ["n", "float32", [], False, 0, 1, 4]]
+
+
+@pytest.fixture
+def connection():
+    server = HolderServer("127.0.0.1", "t")
+    with connect(server.address, "t", 5) as made:
+        yield made
+    server.close()
+
+
+def filled(arena: SharedArena) -> dict[str, torch.Tensor]:
+    arena.reserve(SHAPES.values())
+    tensors = {name: arena.take(name, *what) for name, what in SHAPES.items()}
+    tensors["w"].copy_(torch.arange(8).view(4, 2))
+    tensors["n"].fill_(0.5)
+    return tensors
+
+
+def push(connection, tensors, shared, step=5, settled=None):
+    header = {"type": "push", "key": [1, 0, step], "origin": 1, "world_size": 2, "state": {}}
+    wire.send(connection, {**header, "slices": SLICES, "settled": settled, "shared": shared})
+    sums = [crc32(as_bytes(t)) for t in tensors.values()]
+    wire.send(connection, {"type": "sums", "sums": sums})
+    return wire.receive(connection)[0]["type"]
+
+
+def read(connection, step=5) -> torch.Tensor:
+    found = torch.zeros(2, 2, dtype=torch.int32)
+    read_rows(connection, Key(1, 0, step), [("w", 3, 2)], [as_bytes(found)])
+    return found
+
+
+def test_the_bytes_outlive_the_memory_of_who_wrote_them(connection):
+    arena = SharedArena()
+    tensors = filled(arena)
+    assert push(connection, tensors, arena.describe(tensors)) == "held"
+    del arena, tensors
+    gc.collect()
+    assert read(connection).tolist() == [[2, 3], [4, 5]]
+
+
+def test_memory_that_was_written_again_is_a_damaged_copy(connection):
+    arena = SharedArena()
+    tensors = filled(arena)
+    assert push(connection, tensors, arena.describe(tensors)) == "held"
+    tensors["w"][0, 0] = 9
+    with pytest.raises(LookupError, match="rank 0, step 5: w"):
+        read(connection)
+    assert ask(connection, {"type": "have"})["damaged"] == ["rank 0, step 5: w"]
+
+
+def test_steps_that_are_settled_let_go_of_their_memory(connection):
+    arenas = SharedArena(), SharedArena()
+    for step, arena in enumerate(arenas, start=5):
+        tensors = filled(arena)
+        settled = (1, 6) if step == 6 else None
+        assert push(connection, tensors, arena.describe(tensors), step, settled) == "held"
+    assert [copy[2] for copy in ask(connection, {"type": "have"})["copies"]] == [6]
+
+
+def test_another_process_s_file_is_not_taken_for_it(connection):
+    arena = SharedArena()
+    tensors = filled(arena)
+    shared = arena.describe(tensors)
+    assert shared is not None
+    for wrong in ({"inode": shared["inode"] + 1}, {"path": "/proc/1/fd/999"}):
+        assert push(connection, tensors, {**shared, **wrong}) == "unshared"
+
+
+def test_tensors_outside_of_the_arena_are_not_shared():
+    arena = SharedArena()
+    assert arena.describe({"n": torch.zeros(3)}) is None
+    tensors = filled(arena)
+    assert arena.describe({**tensors, "late": torch.zeros(3)}) is None

@@ -1,0 +1,52 @@
+"""Shadows in memory that a holder of the same node maps instead of being sent a copy.
+
+The trainer allocates and writes; the mapping keeps the bytes when the trainer is gone. Who maps
+what, and until when it is left alone, is holder.py's and keeper.py's.
+"""
+
+import itertools
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.checkpoint.snapshot import Arena, aligned
+
+_serials = itertools.count()
+
+
+class SharedArena(Arena):
+    """An arena in a file without a name (memfd_create, Linux)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: FileIO | None = None
+        self._serial = -1
+
+    def reserve(self, shapes: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
+        """Room for such tensors. Takes its time: a page fault per 4 KiB."""
+        size_bytes = sum(aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
+        if self._flat.nbytes >= size_bytes:
+            return
+        self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
+        self._file, self._serial = FileIO(os.memfd_create("shadow"), "r+"), next(_serials)
+        self._file.truncate(size_bytes)
+        area = mmap.mmap(self._file.fileno(), size_bytes)
+        self._flat = torch.frombuffer(area, dtype=torch.uint8).zero_()
+
+    def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """How another process of this node finds them, as JSON; None if some are elsewhere."""
+        begin, size_bytes = self._flat.data_ptr(), self._flat.nbytes
+        offsets = [t.data_ptr() - begin if t.numel() else 0 for t in tensors.values()]
+        ends = [at + t.nbytes for at, t in zip(offsets, tensors.values(), strict=True)]
+        if self._file is None or min(offsets, default=0) < 0 or max(ends, default=0) > size_bytes:
+            return None
+        file = self._file.fileno()
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        place = {"path": path, "inode": os.fstat(file).st_ino, "serial": self._serial}
+        return {**place, "size_bytes": size_bytes, "offsets": offsets}
