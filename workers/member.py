@@ -20,6 +20,7 @@ from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver
 from workers.copying import Copying
+from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import Vitals
@@ -73,9 +74,7 @@ class Member:
         self.should_pause = False
         """Agreed by vote: the next boundary is a pause."""
         self.is_evaluating = self.is_done = False
-        self.last_evaluation: tuple[int, int, Any] | None = None
-        """(step, how many before it at this step, result) of the last completed evaluation."""
-        self.peer_evaluation: tuple[int, int, Any] | None = None
+        self.evaluated = Evaluated(link)
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
         self.compilation = Compilation(vitals)
@@ -268,8 +267,7 @@ class Member:
         return False
 
     def _say_suspended(self) -> None:
-        vote, evaluation = self.records.last_vote, self.last_evaluation
-        sharded = self.replica.sharded
+        vote, sharded = self.records.last_vote, self.replica.sharded
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
@@ -279,7 +277,7 @@ class Member:
             is_prepared=self.prepared is not None,
             is_evaluating=self.is_evaluating,
             vote=vote[0] if vote else None,
-            evaluation=evaluation,
+            evaluation=self.evaluated.last,
         )
 
     def end(self, header: dict[str, Any]) -> None:
@@ -352,13 +350,14 @@ class Member:
 
     def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
         self.should_pause = bool(header["then_pause"])
-        self.peer_evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
         where = (self.generation, self.replica.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         said: dict[str, Any] = {"generation": self.generation, "rank": self.rank}
         self.link.send("joined", state_s=round(state_s, 6), step=self.replica.step, **said)
+        self.evaluated.hear(header["evaluation"], self.replica.step)
+        self.evaluated.say(self.rank)
         if self.rank == 0:
             self.records.repeat(self, header["recorded_step"])
 

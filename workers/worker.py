@@ -139,6 +139,7 @@ class Worker:
         self._saver.repeat()  # waits in the link until we are introduced
         self._notice.repeat()
         member = self._member
+        member.evaluated.say(member.rank)
         where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
         return {**where, **self._address()}
 
