@@ -87,7 +87,7 @@ class RayCluster:
             "held": self._on_held,
             "joined": self._on_joined,
             "suspended": self._on_suspended,
-            "evaluated": lambda _worker, _record, header, _: self.evaluations.hear(header),
+            "evaluated": self.evaluations.hear,
             "part_saved": self._on_part_saved,
         }
 

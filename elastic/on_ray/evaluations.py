@@ -20,7 +20,7 @@ class Evaluations:
         self.recorded = (-1, 0)
         """Step and ordinal of the newest on record."""
 
-    def hear(self, header: dict[str, Any]) -> None:
+    def hear(self, _worker: int, _record: object, header: dict[str, Any], _payload: bytes) -> None:
         """The lowest rank has one, or says again which was the last."""
         place = header["step"], header["ordinal"]
         if place > self.recorded:

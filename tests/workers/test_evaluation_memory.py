@@ -106,19 +106,19 @@ def test_the_controller_takes_each_result_once():
     taken: list[dict] = []
     evaluations = Evaluations(taken.append)
     for said in (result(5, 0), result(5, 0), result(5, 1), result(5, 0), result(10, 0)):
-        evaluations.hear({"type": "evaluated", **said})
+        evaluations.hear(0, None, {"type": "evaluated", **said}, b"")
     assert taken == [result(5, 0), result(5, 1), result(10, 0)]
 
 
 def test_the_controller_takes_the_results_of_steps_done_again():
     taken: list[dict] = []
     evaluations = Evaluations(taken.append)
-    evaluations.hear(result(5, 0))
-    evaluations.hear(result(10, 0))
+    evaluations.hear(0, None, result(5, 0), b"")
+    evaluations.hear(0, None, result(10, 0), b"")
     evaluations.hear_last(0, [10, 0, {"value": 0.5}, 1])
     evaluations.hear_last(1, [5, 0, {"value": 0.5}, 1])
     evaluations.go_back(7)
     assert evaluations.newest([0, 1]) == (5, 0, {"value": 0.5}, 1)
-    evaluations.hear(result(5, 0))
-    evaluations.hear(result(10, 0))
+    evaluations.hear(0, None, result(5, 0), b"")
+    evaluations.hear(0, None, result(10, 0), b"")
     assert taken == [result(5, 0), result(10, 0), result(10, 0)]
