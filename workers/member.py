@@ -172,7 +172,7 @@ class Member:
             tracked=replica.buffers.tracked,
             log_names=layout.log_names,
         )
-        self.records.add(layout, vector, vote, self, prepared.step_s)
+        self.records.add(update.step, prepared, vector, vote)
         self._followers = [f for f in self._followers if not f.is_lost]
         if self._followers:
             header, tensors = update.to_frame()
