@@ -313,6 +313,8 @@ class Member:
         began = time.monotonic()
         is_alone = self.world_size == 1
         self._formation = None if is_alone else groups.form_for(self.spec, header, self.device)
+        if self._formation is not None and self._aborted >= self.generation:
+            self._formation.abandon()  # `interrupt` may have looked before it was there
         try:
             self._reach(header, payload)
         except PeerLost as error:
