@@ -26,7 +26,7 @@ from workers.health.compilation import Compilation
 from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.parallel.entering import enter_shard
-from workers.peer import Follower, PeerServer
+from workers.peer import Followers, PeerServer
 from workers.peer_memory.keeper import Keeper
 from workers.records import Records
 from workers.replica import Replica, Update
@@ -79,7 +79,7 @@ class Member:
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
         self.compilation = Compilation(vitals)
         self._formation: groups.Formation | None = None
-        self._followers: list[Follower] = []
+        self._followers = Followers(peers)
         self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
         if replica.sharded is not None:
             replica.sharded.keeper = self.keeper
@@ -173,12 +173,7 @@ class Member:
             log_names=layout.log_names,
         )
         self.records.add(update.step, prepared, vector, vote)
-        self._followers = [f for f in self._followers if not f.is_lost]
-        if self._followers:
-            header, tensors = update.to_frame()
-            header["records"] = self.records.to_frame(is_newest_enough=True)
-            for follower in self._followers:
-                follower.offer(header, tensors)
+        self._followers.offer(lambda: update.to_frame(self.records.to_frame(is_newest_enough=True)))
         replica.apply(update)
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
@@ -394,7 +389,4 @@ class Member:
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        newcomers = self.peers.arrived()
-        for follower in newcomers:
-            follower.begin(self.replica.snapshot(), self.records.to_frame())
-        self._followers += newcomers
+        self._followers.take_on(lambda: (self.replica.snapshot(), self.records.to_frame()))

@@ -183,7 +183,7 @@ class Worker:
             make_deterministic(spec)
         self._device = device
         self._replica = build_replica(workload, spec, device)
-        self._peers = peers = PeerServer(spec.host, spec.token, self._wake)
+        self._peers = peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
         self._saver = Saver(self._link, spec)
         self._member = member = Member(
             spec,

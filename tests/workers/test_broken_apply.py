@@ -32,7 +32,7 @@ def made(request, tmp_path):
         return [] if replica.sharded is None else replica.sharded.load(catalogue)
 
     member = Member(
-        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None),
+        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), Vitals(), CPU, on_load=load, on_sync=lambda: None,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip

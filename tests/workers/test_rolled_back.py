@@ -61,7 +61,7 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     sharded, link, vitals = replica.sharded, FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
-        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None),
+        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), vitals, CPU,
         on_load=lambda place, step: sharded.load(catalogue), on_sync=lambda: None,
         on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
