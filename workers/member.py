@@ -276,9 +276,12 @@ class Member:
         )
 
     def end(self, header: dict[str, Any]) -> None:
-        """Write the final state and say its hash; once more if a member was lost meanwhile."""
+        """Say what is not on record (nobody will later), write the final state and say its hash;
+        once more if a member was lost meanwhile."""
         self.generation, self.rank = header["generation"], header["rank"]
         self.world_size = header["world_size"]
+        if self.rank == 0:
+            self.records.repeat(self, header["recorded_step"])
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
         self.saver.save_now(self.replica, self)

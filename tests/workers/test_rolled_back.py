@@ -71,7 +71,10 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     worker._spec, worker._replica, worker._member = settings, replica, member
     worker._link, worker._vitals = link, vitals
     load = {"type": "load", "place": place, "recorded_step": 0}
-    finish = {"type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None}
+    finish = {
+        "type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None,
+        "recorded_step": STEPS,
+    }  # fmt: skip
     again = ({"type": "abort", "generation": 1}, load, form(2, 0)) if loses else ()
     for header in (load, form(1, 0), *again, finish):
         link.commands.put((header, b""))
