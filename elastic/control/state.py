@@ -281,6 +281,8 @@ class CollectiveFailed:
     rank: int
     message: str
     at: float
+    is_stall: bool = False
+    """The controller says so: everybody waits, and there will be no loss that explains it."""
 
 
 @dataclass(frozen=True, slots=True)
