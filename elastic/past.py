@@ -26,6 +26,8 @@ class Past(NamedTuple):
     lost_steps: int
     last_metrics: dict[str, Any]
     """The last line of metrics.jsonl, {} if it has none."""
+    last_evaluation: tuple[int, int]
+    """Step, and how many before it at this step; (-1, 0) for none since the last landmark."""
 
 
 @dataclass(frozen=True)
@@ -87,4 +89,6 @@ def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
     for _, raw in lines_backwards(directory / "metrics.jsonl"):
         metrics = json.loads(raw)
         break
-    return Past(decision, so_far, lost_steps, metrics)
+    said = [line["evaluation"] for line in lines if "evaluation" in line]
+    last_evaluation = (said[-1]["step"], said[-1]["ordinal"]) if said else (-1, 0)
+    return Past(decision, so_far, lost_steps, metrics, last_evaluation)

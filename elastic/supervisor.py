@@ -154,7 +154,8 @@ class Supervisor:
             await run(self.writer.executor, self.checkpoints.take_over)
             self.cluster.take_over(self.directory.place, self.directory.last_step)
             self.actor.place = self.directory.place
-            self.decision, self.account, self.lost_steps, self.last_metrics = past
+            self.decision, self.account, self.lost_steps, self.last_metrics, evaluated = past
+            self.cluster.evaluations.recorded = evaluated
             decision = past.decision
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address

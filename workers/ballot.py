@@ -4,6 +4,7 @@ The vector itself is vote.py's; what a step is, is session.py's.
 """
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -60,7 +61,9 @@ def cast(
             is_saving=member.saver.is_busy,
             is_finite=is_finite,
         )
-        member.prepared = Prepared(reduced, layout, time.perf_counter() - began)
+        step_s = time.perf_counter() - began
+        prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
+        member.prepared = prepared
         summed = torch.from_numpy(vector).to(member.device)
         group.all_reduce(summed).wait()
         vector = summed.cpu().numpy()
@@ -82,4 +85,4 @@ def cast(
             inspection.ask(member.generation, replica.step)
             raise Repeated
         replica.first_nonfinite = explain(inspection, records, member)
-    return Prepared(reduced, layout, time.perf_counter() - began), vote, vector
+    return replace(prepared, step_s=time.perf_counter() - began), vote, vector

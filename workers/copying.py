@@ -51,6 +51,7 @@ class Copying:
                 token=self._spec.token,
                 worker=self._spec.worker,
                 timeout_s=self._spec.join_timeout_s,
+                detect_s=self._spec.detect_s,
                 wake=wake,
             )
             self._standing.is_following = False

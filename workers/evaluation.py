@@ -15,6 +15,7 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.seams import WorkerSpec
 from workers.data.placement import to_device
+from workers.evaluated import Result
 from workers.exchange import gather_json
 from workers.member import Member, RolledBack
 from workers.randomness import seed_microbatch
@@ -27,19 +28,19 @@ EVALUATION_SEED_SALT = 0x6576616C
 
 def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any) -> Any:
     """See `Session.evaluate`."""
-    last = member.last_evaluation
     step = member.replica.step
-    ordinal = last[1] + 1 if last is not None and last[0] == step else 0
+    ordinal = member.evaluated.next_ordinal(step)
     member.is_evaluating = True
     member.vitals.enter("evaluate")
     try:
         while True:
-            peer = member.peer_evaluation
-            if peer is not None and (peer[0], peer[1]) >= (step, ordinal):
-                means = peer[2]
+            known = member.evaluated.known(step, ordinal)
+            if known is not None:
+                means, generation = known.values, known.generation
                 break
             try:
                 means = _evaluate_once(member, workload, spec, dataset, fn)
+                generation = member.generation
                 break
             except (PeerLost, StepCancelled) as error:
                 if isinstance(error, PeerLost):  # else a sharded forward has said so
@@ -51,9 +52,7 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
     finally:
         member.is_evaluating = False
         member.vitals.enter("user")
-    member.last_evaluation = (step, ordinal, means)
-    if member.rank == 0:
-        member.link.send("evaluated", step=step, generation=member.generation, values=means)
+    member.evaluated.add(Result(step, ordinal, means, generation), member.rank)
     return means[SCALAR] if list(means) == [SCALAR] else means
 
 

@@ -65,7 +65,7 @@ class Pending:
     def wait(self) -> None:
         group = self._group
         if not self._is_done:
-            group.on_wait(*self._what)
+            group.on_wait(*self._what, "")
         if group.backend_name == "gloo":
             with group.changed:
                 group.changed.wait_for(lambda: self._is_done or group.is_abandoned)
@@ -98,9 +98,9 @@ class Group:
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = False
-        self.on_wait: Callable[[int, str, int], None] = lambda number, name, size: None
+        self.on_wait: Callable[[int, str, int, str], None] = lambda number, name, size, part: None
         """Told before a wait: which collective of the group, its name, its elements (0 where
-        ranks may differ)."""
+        ranks may differ), and the name of the part whose it is."""
         self._num_launched = 0
         self._pending: list[Pending] = []
         self._parts: list[Group | Formation] = []
@@ -118,6 +118,7 @@ class Group:
         formation = self.form_part(name, list(ranks).index(self.rank), len(ranks))
         self._adopt(formation)
         part = formation.wait(timeout_s)
+        part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
         self._adopt(part)
         return part
 

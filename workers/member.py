@@ -20,12 +20,13 @@ from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver
 from workers.copying import Copying
+from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.parallel.entering import enter_shard
-from workers.peer import Follower, PeerServer
+from workers.peer import Followers, PeerServer
 from workers.peer_memory.keeper import Keeper
 from workers.records import Records
 from workers.replica import Replica, Update
@@ -73,14 +74,12 @@ class Member:
         self.should_pause = False
         """Agreed by vote: the next boundary is a pause."""
         self.is_evaluating = self.is_done = False
-        self.last_evaluation: tuple[int, int, Any] | None = None
-        """(step, how many before it at this step, result) of the last completed evaluation."""
-        self.peer_evaluation: tuple[int, int, Any] | None = None
+        self.evaluated = Evaluated(link)
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
         self.compilation = Compilation(vitals)
         self._formation: groups.Formation | None = None
-        self._followers: list[Follower] = []
+        self._followers = Followers(peers)
         self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
         if replica.sharded is not None:
             replica.sharded.keeper = self.keeper
@@ -173,13 +172,8 @@ class Member:
             tracked=replica.buffers.tracked,
             log_names=layout.log_names,
         )
-        self.records.add(layout, vector, vote, self, prepared.step_s)
-        self._followers = [f for f in self._followers if not f.is_lost]
-        if self._followers:
-            header, tensors = update.to_frame()
-            header["records"] = self.records.to_frame(is_newest_enough=True)
-            for follower in self._followers:
-                follower.offer(header, tensors)
+        self.records.add(update.step, prepared, vector, vote)
+        self._followers.offer(lambda: update.to_frame(self.records.to_frame(is_newest_enough=True)))
         replica.apply(update)
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
@@ -270,8 +264,7 @@ class Member:
         return False
 
     def _say_suspended(self) -> None:
-        vote, evaluation = self.records.last_vote, self.last_evaluation
-        sharded = self.replica.sharded
+        vote, sharded = self.records.last_vote, self.replica.sharded
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
@@ -281,13 +274,16 @@ class Member:
             is_prepared=self.prepared is not None,
             is_evaluating=self.is_evaluating,
             vote=vote[0] if vote else None,
-            evaluation=evaluation,
+            evaluation=self.evaluated.last,
         )
 
     def end(self, header: dict[str, Any]) -> None:
-        """Write the final state and say its hash; once more if a member was lost meanwhile."""
+        """Say what is not on record (nobody will later), write the final state and say its hash;
+        once more if a member was lost meanwhile."""
         self.generation, self.rank = header["generation"], header["rank"]
         self.world_size = header["world_size"]
+        if self.rank == 0:
+            self.records.repeat(self, header["recorded_step"])
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
         self.saver.save_now(self.replica, self)
@@ -317,6 +313,8 @@ class Member:
         began = time.monotonic()
         is_alone = self.world_size == 1
         self._formation = None if is_alone else groups.form_for(self.spec, header, self.device)
+        if self._formation is not None and self._aborted >= self.generation:
+            self._formation.abandon()  # `interrupt` may have looked before it was there
         try:
             self._reach(header, payload)
         except PeerLost as error:
@@ -354,13 +352,14 @@ class Member:
 
     def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
         self.should_pause = bool(header["then_pause"])
-        self.peer_evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
         where = (self.generation, self.replica.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         said: dict[str, Any] = {"generation": self.generation, "rank": self.rank}
         self.link.send("joined", state_s=round(state_s, 6), step=self.replica.step, **said)
+        self.evaluated.hear(header["evaluation"], self.replica.step)
+        self.evaluated.say(self.rank)
         if self.rank == 0:
             self.records.repeat(self, header["recorded_step"])
 
@@ -395,7 +394,4 @@ class Member:
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        newcomers = self.peers.arrived()
-        for follower in newcomers:
-            follower.begin(self.replica.snapshot(), self.records.to_frame())
-        self._followers += newcomers
+        self._followers.take_on(lambda: (self.replica.snapshot(), self.records.to_frame()))

@@ -21,6 +21,24 @@ from workers.checkpoint.snapshot import HostMemory, Snapshot
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
 """A follower that lags by more than this is dropped; it may follow again from a new snapshot."""
+UNKNOWN_S = 60.0
+"""Without detect_s: how long a host at the other end may be silent."""
+UNREAD = 10
+"""Times as long a follower may leave unread what it is sent: its process may be busy."""
+
+
+def watch_host(connection: socket.socket, detect_s: float | None, *, is_sender: bool) -> None:
+    """Have the connection fail once the other host has not answered for about detect_s: a link
+    that is cut says nothing by itself. Kernels answer, for processes that are frozen as well."""
+    silent_s = UNKNOWN_S if detect_s is None else detect_s
+    probe_s = max(1, round(silent_s / 3))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    if is_sender:  # what is on the wire keeps the kernel from probing
+        unread_ms = round(1000 * UNREAD * silent_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
 
 
 def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> list[list[Any]]:
@@ -122,7 +140,10 @@ class Follower:
 class PeerServer:
     """Accepts newcomers; the main thread takes them on at its next step boundary."""
 
-    def __init__(self, host: str, token: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, host: str, token: str, wake: Callable[[], None], detect_s: float | None
+    ) -> None:
+        self._detect_s = detect_s
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._token, self._wake = token, wake
@@ -139,6 +160,7 @@ class PeerServer:
                     raise ConnectionError("wrong token")
                 connection.settimeout(None)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                watch_host(connection, self._detect_s, is_sender=True)
                 self._arrived.put(Follower(connection, int(hello["worker"])))
                 self._wake()
             except (OSError, ValueError, KeyError):
@@ -152,6 +174,28 @@ class PeerServer:
         return found
 
 
+class Followers:
+    """Those that a member feeds."""
+
+    def __init__(self, server: PeerServer) -> None:
+        self._server = server
+        self._all: list[Follower] = []
+
+    def take_on(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+        """Whoever has arrived begins with a snapshot, and what is known of its last steps."""
+        for follower in self._server.arrived():
+            follower.begin(*start())
+            self._all.append(follower)
+
+    def offer(self, describe: Callable[[], tuple[dict[str, Any], Tensors]]) -> None:
+        """An update, asked for if there is anybody to take it."""
+        self._all = [f for f in self._all if not f.is_lost]
+        if self._all:
+            update = describe()
+            for follower in self._all:
+                follower.offer(*update)
+
+
 class Following:
     """This worker's connection to its source; a thread receives, the main thread applies."""
 
@@ -162,6 +206,7 @@ class Following:
         token: str,
         worker: int,
         timeout_s: float,
+        detect_s: float | None,
         wake: Callable[[], None],
     ) -> None:
         self.received: queue.SimpleQueue[tuple[dict[str, Any], dict[str, torch.Tensor]]] = (
@@ -175,7 +220,8 @@ class Following:
         """Why nothing more will come; empty while it may."""
         self._wake = wake
         self._connection = socket.create_connection(address, timeout=timeout_s)
-        self._connection.settimeout(None)  # a source between steps is silent; its loss closes
+        self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
+        watch_host(self._connection, detect_s, is_sender=False)  # unless the link is cut
         wire.send(self._connection, {"type": "hello", "worker": worker, "token": token})
         threading.Thread(target=self._receive, name="following", daemon=True).start()
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from workers.link import ControllerLink
-from workers.vote import Vote, VoteLayout, dump
+from workers.vote import Prepared, Vote, dump
 
 
 class Standing(Protocol):
@@ -22,9 +22,6 @@ class Standing(Protocol):
     generation: int
     rank: int
     world_size: int
-
-    @property
-    def step(self) -> int: ...
 
 
 class Records:
@@ -41,22 +38,20 @@ class Records:
         self.last_vote: tuple[dict[str, Any], bytes] | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
 
-    def add(
-        self, layout: VoteLayout, vector: np.ndarray, vote: Vote, by: Standing, step_s: float
-    ) -> None:
-        """The step that `by` commits with this vote; `tell` reports it."""
-        self.last_vote = dump(layout, vector)
-        step, batch = by.step + 1, self._global_batch
+    def add(self, step: int, prepared: Prepared, vector: np.ndarray, vote: Vote) -> None:
+        """The step that is committed with this vote; `tell` reports it."""
+        self.last_vote = dump(prepared.layout, vector)
+        batch = self._global_batch
         self._unrecorded.append(
             {
                 "metrics": {
                     "step": step,
                     "time": time.time(),
                     "loss": vote.loss if math.isfinite(vote.loss) else None,
-                    "generation": by.generation,
-                    "world_size": by.world_size,
+                    "generation": prepared.generation,
+                    "world_size": prepared.world_size,
                     "samples": step * batch,
-                    "step_s": step_s,
+                    "step_s": prepared.step_s,
                     "applied": vote.is_finite,
                     "user": {k: v if math.isfinite(v) else None for k, v in vote.user.items()},
                 },

@@ -42,8 +42,8 @@ class Update:
     tracked: tuple[str, ...]
     log_names: tuple[str, ...]
 
-    def to_frame(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Header and the tensors themselves, for followers."""
+    def to_frame(self, records: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Header and the tensors themselves, for followers. records: what is known of the step."""
         header = {
             "type": "update",
             "step": self.step,
@@ -55,6 +55,7 @@ class Update:
             "log_names": list(self.log_names),
             "num_buffers": len(self.buffers),
             "num_integers": len(self.integers),
+            "records": records,
         }
         tensors = {
             f"g{i}": g

@@ -227,6 +227,7 @@ class Step:
         if isinstance(error, StepCancelled):
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
+            self._member.records.go_back(self._member.replica.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
                 self._member.wait_for_generation()
             self.committed = self._member.replica.step > self._from_step

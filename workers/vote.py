@@ -80,6 +80,9 @@ class Prepared:
     reduced: Reduced
     layout: VoteLayout
     step_s: float
+    generation: int
+    world_size: int
+    """Of those who computed it: others may roll it forward."""
 
 
 def _bits(value: float) -> int:

@@ -139,6 +139,7 @@ class Worker:
         self._saver.repeat()  # waits in the link until we are introduced
         self._notice.repeat()
         member = self._member
+        member.evaluated.say(member.rank)
         where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
         return {**where, **self._address()}
 
@@ -182,7 +183,7 @@ class Worker:
             make_deterministic(spec)
         self._device = device
         self._replica = build_replica(workload, spec, device)
-        self._peers = peers = PeerServer(spec.host, spec.token, self._wake)
+        self._peers = peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
         self._saver = Saver(self._link, spec)
         self._member = member = Member(
             spec,

@@ -132,6 +132,8 @@ def suspect_loss(
     event: CollectiveFailed,
     limits: Limits,
 ) -> Decision:
+    if event.is_stall:
+        return give_up_stalled(ledger, phase, event.message, limits)
     who = worker_name(phase.membership.workers[event.rank])
     suspending = Suspending(
         phase.membership,
@@ -141,6 +143,18 @@ def suspect_loss(
         was_forming=isinstance(phase, Forming),
     )
     reason = f"a collective of {who} failed: {event.message}"
+    return Decision(ledger, suspending, (Abort(phase.membership),), reason)
+
+
+def give_up_stalled(
+    ledger: Ledger, phase: Forming | Running | Pausing, why: str, limits: Limits
+) -> Decision:
+    """The same members try again, as often as workers may be lost without a committed step."""
+    ledger = replace(ledger, failures=ledger.failures + 1)
+    suspending = Suspending(phase.membership, NOBODY, None, why)
+    if ledger.failures > limits.max_failures:
+        return spend_budget(ledger, suspending, why, limits)
+    reason = f"{why}; budget {ledger.failures}/{limits.max_failures}"
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 

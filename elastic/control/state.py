@@ -281,6 +281,7 @@ class CollectiveFailed:
     rank: int
     message: str
     at: float
+    is_stall: bool = False  # the controller's word: all wait, and no loss will explain it
 
 
 @dataclass(frozen=True, slots=True)

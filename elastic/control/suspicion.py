@@ -41,6 +41,8 @@ class Heartbeat:
     """Steps whose own part, data and computation, it has done."""
     own_s: float = 0.0
     """Seconds of that part per micro-batch, the median of the last steps."""
+    part: str = ""
+    """Of the generation's group, whose `collective` it is; empty: the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,24 @@ class Watch:
     heartbeat: Heartbeat
     heard_at: float
     stopped_since: float | None = None
+    stuck_since: float | None = None
+    """Since when it says that it waits in the same collective."""
 
 
 def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
     """Hear the next heartbeat of a worker."""
+    stuck_since = now if heartbeat.waits_for_peers else None
+    if before and stuck_since is not None and place_in(before.heartbeat) == place_in(heartbeat):
+        stuck_since = before.stuck_since or now
     if heartbeat.process_state != STOPPED:
-        return Watch(heartbeat, now)
+        return Watch(heartbeat, now, stuck_since=stuck_since)
     since = before.stopped_since if before else None
-    return Watch(heartbeat, now, now if since is None else since)
+    return Watch(heartbeat, now, now if since is None else since, stuck_since)
+
+
+def place_in(heartbeat: Heartbeat) -> tuple[object, ...]:
+    """The collective that it waits in, among all of the run."""
+    return heartbeat.generation, heartbeat.step, heartbeat.part, heartbeat.collective
 
 
 def last_move(watched: Watch) -> float:

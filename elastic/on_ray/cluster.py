@@ -22,6 +22,7 @@ from elastic.control import state as s
 from elastic.control.suspicion import STOPPED, watch
 from elastic.on_ray.background import Background
 from elastic.on_ray.commits import Commits
+from elastic.on_ray.evaluations import Evaluations
 from elastic.on_ray.holders import Holders
 from elastic.on_ray.host import Host
 from elastic.on_ray.inquiry import Inquiry
@@ -71,6 +72,7 @@ class RayCluster:
         self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by rank
         self._inquiry = Inquiry(self)
         self.commits = Commits(self._record_step)
+        self.evaluations = Evaluations(self.host.on_evaluation)
         self.holders = Holders(self.token, self.in_background, self.workers, self.links)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
@@ -85,7 +87,7 @@ class RayCluster:
             "held": self._on_held,
             "joined": self._on_joined,
             "suspended": self._on_suspended,
-            "evaluated": self._on_evaluated,
+            "evaluated": self.evaluations.hear,
             "part_saved": self._on_part_saved,
         }
 
@@ -186,14 +188,13 @@ class RayCluster:
 
     async def _form(self, form: c.Form) -> None:
         membership, self.has_formed = form.membership, True
+        self.evaluations.go_back(form.step)
         if form.step < self.recorded_step:  # its last holder is lost
             await self.host.on_loaded(form.step, [])
             self.recorded_step = form.step
         is_alone = membership.world_size == 1
         store = None if is_alone else await self._stores.address(membership.generation)
         await self.holders.known()
-        heard = [self.workers[w].evaluation for w in membership.workers if w in self.workers]
-        evaluations = [e for e in heard if e is not None]
         common = {
             "type": "form",
             "generation": membership.generation,
@@ -202,7 +203,7 @@ class RayCluster:
             "step": form.step,
             "then_pause": form.then_pause,
             "recorded_step": self.recorded_step,
-            "evaluation": max(evaluations, key=lambda e: e[:2]) if evaluations else None,
+            "evaluation": self.evaluations.newest(membership.workers),
         }
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
@@ -367,6 +368,7 @@ class RayCluster:
     def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         is_first = self.commits.hear_joined(header["generation"])
         if is_first and header["step"] < self.recorded_step:  # later ones were lost with holders
+            self.evaluations.go_back(header["step"])
             self.recorded_step = header["step"]
             self.host.on_rolled_back(header["step"])
         self._on_report(worker, record, header, payload)
@@ -374,7 +376,7 @@ class RayCluster:
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         self.commits.keep_vote(header["step"], header["vote"], payload)
         self._inquiry.hear_answer(worker)
-        record.evaluation = tuple(header["evaluation"]) if header["evaluation"] else None
+        self.evaluations.hear_last(worker, header["evaluation"])
         self._on_report(worker, record, header, payload)
 
     def _on_part_saved(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
@@ -385,9 +387,6 @@ class RayCluster:
     def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.state = STATES.get(header["type"], record.state)
         self.say(event_of(worker, header, self.now()))
-
-    def _on_evaluated(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        self.host.on_evaluation({k: header[k] for k in ("step", "generation", "values")})
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.straying import strays
+from elastic.control.state import CollectiveFailed
+from elastic.control.straying import stalled, strays
 from elastic.control.suspicion import Watch, last_move, place_of, suspects
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.waits import waits_of
@@ -27,6 +28,8 @@ class Inquiry:
     def __init__(self, cluster: "RayCluster") -> None:
         self._cluster = cluster
         self._is_under_way = False
+        self._stalled = 0
+        """The newest generation that was given up because all of it waits."""
         self._asked: dict[int, float] = {}
         self._awaited: set[int] = set()
         self._found: dict[int, str] = {}
@@ -46,6 +49,12 @@ class Inquiry:
             limit_s = waits_of(cluster.detect_s).inquiry_s
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
+            return
+        for generation, why in stalled(watches.values(), cluster.now(), cluster.detect_s):
+            if generation > self._stalled and not self._is_under_way:
+                self._stalled, self._is_under_way = generation, True
+                of_it = {n: w for n, w in watches.items() if w.heartbeat.generation == generation}
+                cluster.in_background(self._conclude_stall(generation, why, of_it))
 
     def hear(self, worker: int, _record: "Slot", _header: Any, payload: bytes) -> None:
         """A pulse has answered."""
@@ -70,23 +79,34 @@ class Inquiry:
         self, late: dict[int, str], members: dict[int, Watch], limit_s: float
     ) -> None:
         """The suspects are lost, once it is on record where everybody stood."""
+        said = "; ".join(f"suspect {worker_name(w)}: {why}" for w, why in late.items())
+        is_saved = await self._save(said, members, limit_s)
+        for worker, why in late.items():
+            watched, is_silent = members[worker], "no heartbeat" in why
+            cause = "heartbeat_silent" if is_silent else "hung"
+            last_seen = watched.heard_at if is_silent else last_move(watched)
+            place = place_of_stacks(watched.heartbeat.generation) if is_saved else ""
+            self._cluster.lost(worker, cause, why + place, last_seen)
+
+    async def _conclude_stall(self, generation: int, why: str, members: dict[int, Watch]) -> None:
+        """Nobody is lost: the generation is."""
+        cluster = self._cluster
+        is_saved = await self._save(why, members, waits_of(cluster.detect_s).inquiry_s)
+        why += place_of_stacks(generation) if is_saved else ""
+        cluster.say(CollectiveFailed(generation, 0, why, cluster.now(), is_stall=True))
+
+    async def _save(self, said: str, members: dict[int, Watch], limit_s: float) -> bool:
+        """Where everybody stands goes among the logs; False if there are none."""
         deadline = time.monotonic() + limit_s
         try:
             await self._ask(members, 0.8 * limit_s)
-            texts = self._texts(late, members)
-            saving = self._cluster.host.on_stacks(texts)
+            saving = self._cluster.host.on_stacks(self._texts(said, members))
             if saving is not None:
                 left_s = max(0.0, deadline - time.monotonic())
                 await asyncio.wait([asyncio.wrap_future(saving)], timeout=left_s)
         finally:
             self._is_under_way = False
-        for worker, why in late.items():
-            watched, is_silent = members[worker], "no heartbeat" in why
-            cause = "heartbeat_silent" if is_silent else "hung"
-            last_seen = watched.heard_at if is_silent else last_move(watched)
-            files = file_name(watched.heartbeat.generation, "*")
-            place = "" if saving is None else f"; stacks in logs/{files}"
-            self._cluster.lost(worker, cause, why + place, last_seen)
+        return saving is not None
 
     async def _ask(self, members: dict[int, Watch], limit_s: float) -> None:
         """Have every member's stacks taken. Whose pulse is silent already is not waited for."""
@@ -99,21 +119,24 @@ class Inquiry:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_all.wait(), limit_s)
 
-    def _texts(self, late: dict[int, str], members: dict[int, Watch]) -> dict[str, str]:
-        """Files by name, one of each member: who is late, where this one is, its stacks."""
+    def _texts(self, said: str, members: dict[int, Watch]) -> dict[str, str]:
+        """Files by name, one of each member: what is wrong, where this one is, its stacks."""
         now, at = self._cluster.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        said = "; ".join(f"{worker_name(w)}: {why}" for w, why in late.items())
         texts: dict[str, str] = {}
         for worker, watched in members.items():
             beat, silent_s = watched.heartbeat, now - watched.heard_at
             stands = f"{beat.phase_s + silent_s:.1f} s {place_of(beat)}"
             silence = f"its pulse is silent, last heard {silent_s:.1f} s ago"
             texts[file_name(beat.generation, worker_name(worker))] = (
-                f"# {at} suspect {said}\n"
+                f"# {at} {said}\n"
                 f"# this is {worker_name(worker)}: {stands}, process state {beat.process_state}\n"
                 f"{self._found.get(worker, silence)}\n"
             )
         return texts
+
+
+def place_of_stacks(generation: int) -> str:
+    return f"; stacks in logs/{file_name(generation, '*')}"
 
 
 def file_name(generation: int, worker: str) -> str:

@@ -64,4 +64,5 @@ def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
         collective=tuple(header["collective"]),
         own_steps=header["own_steps"],
         own_s=header["own_s"],
+        part=header["part"],
     )

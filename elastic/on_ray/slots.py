@@ -42,8 +42,6 @@ class Slot:
     failure: str = ""
     """What its user's code raised, in its own words."""
     has_failed: bool = False
-    evaluation: tuple[int, int, Any] | None = None
-    """(step, ordinal, result) of its last completed evaluation, said when it was suspended."""
 
     def locate(self, header: dict[str, Any]) -> None:
         """Where its process is, as it says itself."""

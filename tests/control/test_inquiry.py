@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
+from elastic.control.state import CollectiveFailed
 from elastic.control.suspicion import Heartbeat, Watch
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership
@@ -46,6 +47,9 @@ class Cluster:
         done = Future()
         done.set_result(None)
         return done
+
+    def say(self, event) -> None:
+        self.happened.append(event)
 
     def lost(self, *what) -> None:
         self.happened.append(what)
@@ -103,3 +107,21 @@ def test_a_diverged_worker_is_lost_by_anybodys_word():
     cluster = Cluster(answering=())
     cluster.inquiry.hear_diverged(2, None, {"workers": [5], "message": "why"}, b"")  # pyright: ignore[reportArgumentType]
     assert cluster.happened == [(5, "diverged", "why")]
+
+
+def test_where_everybody_waits_is_saved_and_the_generation_is_given_up_once():
+    stuck = replace(WAITS, phase_s=70.0, p95_s=0.1, collective=(3, "all_reduce", 9))
+    cluster = Cluster(stuck, replace(stuck, worker=5), answering=(2, 5))
+    for slot in cluster.workers.values():
+        slot.watch = replace(slot.watch, stuck_since=-50.0)
+    texts, said = cluster.look()
+    assert texts["stacks-g4-w5.txt"] == stood(5, "70.0 s in reduce of step 10", "stacks of 5")
+    assert sorted(texts) == ["stacks-g4-w2.txt", "stacks-g4-w5.txt"]
+    why = (
+        "all 2 members have waited for 70.0 s or more, in reduce of step 10, and none gets on: w2 "
+        "in all_reduce 3, w5 in all_reduce 3; a network path between two of them may be cut, or "
+        "one has skipped a collective; stacks in logs/stacks-g4-*.txt"
+    )
+    assert said == CollectiveFailed(4, 0, why, 20.0, is_stall=True)
+    cluster.happened, cluster.work = [], []
+    assert cluster.look() == [], "it is being given up"

@@ -282,6 +282,24 @@ def test_a_failed_collective_that_no_loss_explains_surfaces():
     assert commands == [Abort(ABC), Retire((0, 1, 2))]
 
 
+def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever():
+    ledger, phase, commands = LEDGER, Running(ABC), []
+    for generation in (7, 8):
+        stall = CollectiveFailed(generation, 0, "all 3 members wait", 9.0, is_stall=True)
+        answers = [Suspended(generation, rank, 40, False, False, 9.0) for rank in range(3)]
+        joined = [Joined(generation + 1, rank, 0.0, 9.0, 40) for rank in range(3)]
+        ledger, phase, new = play(ledger, phase, stall, *answers, *joined)
+        commands += new
+    again = [Membership(n, (0, 1, 2)) for n in (8, 9)]
+    assert commands == [Abort(ABC), Form(again[0], 40), Abort(again[0]), Form(again[1], 40)]
+    assert phase == Running(again[1])
+    stall = CollectiveFailed(9, 0, "all 3 members wait", 9.0, is_stall=True)
+    assert transition(ledger, phase, stall, LIMITS).phase == Finished(
+        "failed",
+        "all 3 members wait: 3 losses since step 40 was committed, max_failures is 2",
+    )
+
+
 def test_who_does_not_answer_after_a_failed_collective_is_given_up():
     failed = CollectiveFailed(7, 1, "connection reset", 9.0)
     ledger, _, commands = play(

@@ -89,7 +89,7 @@ class Rig:
         self.loader = Loader(self.workload, 3, 12, 3)
         self.replica = build_replica(self.workload, self.spec, CPU)
         self.member = Member(
-            self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None),
+            self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
             Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
             on_sync=lambda: None, on_log_to=lambda place: None,
             on_finish=lambda member, place: "hash",

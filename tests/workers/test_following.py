@@ -1,10 +1,13 @@
 """A newcomer that follows a source, and what it can say when the source is lost."""
 
+import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import Rig
 from workers.digest import weights_sha256
 
@@ -69,3 +72,41 @@ def test_what_is_on_record_is_not_kept(pair):
     newcomer.member._copying.catch_up(4, lambda: False)
     assert newcomer.member.records.known_from(2) == 4
     assert len(newcomer.member.records.to_frame()["steps"]) == 2
+
+
+TCP_REPAIR = 19
+
+
+def vanish(connection: socket.socket) -> None:
+    """Its host says nothing any more, as if the link were cut."""
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 1)
+    except PermissionError:
+        pytest.skip("closing a connection without a word needs root")
+    connection.close()
+
+
+def test_a_source_whose_link_is_cut_is_given_up(pair):
+    source, newcomer = pair
+    (follower,) = source.member._followers._all
+    vanish(follower._connection)
+    following = newcomer.member._copying._following
+    following.arrived.clear()
+    assert following.arrived.wait(5 * newcomer.spec.detect_s)
+    newcomer.member.vitals.enter("lobby")
+    newcomer.member._copying.apply_received()
+    (failed,) = newcomer.link.of("sync_failed")
+    assert "the source closed the connection" in failed[0]["reason"]
+
+
+def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pair):
+    """The newcomer counts as synced, and is told to catch up to a step that never comes."""
+    source, newcomer = pair
+    newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=60.0)
+    (follower,) = source.member._followers._all
+    vanish(follower._connection)
+    assert source.step().committed
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="cannot reach step 2"):
+        newcomer.member._copying.catch_up(2, lambda: False)
+    assert time.monotonic() - began < 5 * newcomer.spec.detect_s

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from elastic.protocol import wire
+from workers.parallel.regather import silence_s
 from workers.peer_memory.holder import HolderServer, ask, connect, read_rows
 from workers.peer_memory.shelf import Key, crc32
 
@@ -34,7 +35,7 @@ def test_what_was_pushed_is_offered_described_and_read(holder):
         assert push(connection) == {"type": "held"}
     with connect(holder.address, "secret", 5) as reader:  # the trainer is gone
         have = ask(reader, {"type": "have"})
-        assert have == {"type": "have", "copies": [[1, 0, 5, 1, 2]], "damaged": []}
+        assert have == {"type": "have", "copies": [[1, 0, 5, 1, 2, 9]]}
         said = ask(reader, {"type": "describe", "key": [1, 0, 5]})["copy"]
         assert said == {"state": {"a": 1}, "slices": SLICES}
         into = [bytearray(4), bytearray(1)]
@@ -54,9 +55,28 @@ def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
         assert push(connection) == {"type": "held"}
         holder.shelf.copy(Key(1, 0, 5)).content[0] ^= 1
         with pytest.raises(LookupError, match="rank 0, step 5: w"):
-            read_rows(connection, Key(1, 0, 5), [("n", 0, 1)], [memoryview(bytearray(1))])
-        have = ask(connection, {"type": "have"})
-        assert (have["copies"], have["damaged"]) == ([], ["rank 0, step 5: w"])
+            read_rows(connection, Key(1, 0, 5), [("w", 3, 1)], [memoryview(bytearray(2))])
+        assert ask(connection, {"type": "have"})["copies"] == []
+
+
+class Large:
+    """A copy of 40 GB: who reads its bytes without being asked for rows waits for ever."""
+
+    key, origin, world_size, size_bytes = Key(1, 0, 5), 1, 2, 40 * 10**9
+
+    def check(self, names=None) -> None:
+        raise AssertionError("nobody has asked for its rows")
+
+
+def test_what_a_holder_has_it_says_without_reading_it(holder):
+    holder.shelf._copies[Large.key] = Large()
+    with connect(holder.address, "secret", 5) as connection:
+        assert ask(connection, {"type": "have"})["copies"] == [[1, 0, 5, 1, 2, 40 * 10**9]]
+
+
+def test_a_reader_s_patience_grows_with_the_copy():
+    assert silence_s(0) == 2.0
+    assert silence_s(50 * 10**9) == 202.0
 
 
 def test_a_generation_that_was_replaced_cannot_push(holder):

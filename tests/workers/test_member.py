@@ -107,14 +107,38 @@ def test_the_block_says_what_is_wrong_with_a_loop(rigs):
             step.commit()
 
 
+def finish(rank: int, recorded_step: int) -> dict:
+    return {
+        "type": "finish", "generation": 1, "rank": rank, "world_size": 1, "outcome": "stopped",
+        "log_folder": None, "recorded_step": recorded_step,
+    }  # fmt: skip
+
+
 def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig, _ = rigs
     rig.step()
     rig.member.interrupt({"type": "pause", "generation": 1})
     rig.step()
-    finish = {"type": "finish", "generation": 1, "rank": 0, "world_size": 1, "outcome": "stopped"}
-    finish["log_folder"] = None
-    rig.link.commands.put((finish, b""))
+    rig.link.commands.put((finish(0, 2), b""))
     with pytest.raises(RunEnded):
         rig.step()
-    assert rig.link.of("ended") == [({"generation": 1, "rank": 0, "weights_sha256": "hash"}, b"")]
+    assert rig.link.sent[-1] == (
+        "ended", {"generation": 1, "rank": 0, "weights_sha256": "hash"}, b""
+    )  # fmt: skip
+    assert len(rig.link.of("committed")) == 2
+
+
+def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
+    """The controller that was told died with it; no later step will bring it up."""
+    rig, other = rigs
+    for _ in range(3):
+        rig.step()
+        other.step()
+    for rank, member in enumerate((rig.member, other.member)):
+        with pytest.raises(RunEnded):
+            member._obey(finish(rank, 1), b"")
+    *_, (fields, vote) = rig.link.of("committed")
+    assert [line["metrics"]["step"] for line in fields["steps"]] == [2, 3]
+    assert vote == rig.link.of("committed")[-2][1]
+    assert [kind for kind, _, _ in rig.link.sent[-2:]] == ["committed", "ended"]
+    assert len(other.link.of("committed")) == 3, "one says it"

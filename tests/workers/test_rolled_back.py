@@ -61,7 +61,7 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     sharded, link, vitals = replica.sharded, FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
-        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None),
+        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), vitals, CPU,
         on_load=lambda place, step: sharded.load(catalogue), on_sync=lambda: None,
         on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
@@ -71,7 +71,10 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     worker._spec, worker._replica, worker._member = settings, replica, member
     worker._link, worker._vitals = link, vitals
     load = {"type": "load", "place": place, "recorded_step": 0}
-    finish = {"type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None}
+    finish = {
+        "type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None,
+        "recorded_step": STEPS,
+    }  # fmt: skip
     again = ({"type": "abort", "generation": 1}, load, form(2, 0)) if loses else ()
     for header in (load, form(1, 0), *again, finish):
         link.commands.put((header, b""))

@@ -61,7 +61,7 @@ def test_memory_that_was_written_again_is_a_damaged_copy(connection):
     tensors["w"][0, 0] = 9
     with pytest.raises(LookupError, match="rank 0, step 5: w"):
         read(connection)
-    assert ask(connection, {"type": "have"})["damaged"] == ["rank 0, step 5: w"]
+    assert ask(connection, {"type": "have"})["copies"] == []
 
 
 def test_steps_that_are_settled_let_go_of_their_memory(connection):

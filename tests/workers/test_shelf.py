@@ -18,7 +18,7 @@ def copy(generation, rank, step, content=b"aabbccdd!"):
 
 
 def keys(shelf):
-    return [tuple(c.key) for c in shelf.good()[0]]
+    return [tuple(c.key) for c in shelf.copies()]
 
 
 def test_a_copy_serves_its_rows_by_their_number_in_the_whole():
@@ -30,23 +30,26 @@ def test_a_copy_serves_its_rows_by_their_number_in_the_whole():
             held.rows("w", first, num)
 
 
-def test_a_copy_that_is_not_what_was_sent_is_refused():
-    shelf = Shelf()
+def test_a_copy_that_is_not_what_was_sent_is_damaged():
     with pytest.raises(DamagedCopy, match="rank 0, step 5: w"):
-        shelf.put(copy(1, 0, 5, b"aabbcXdd!"))
+        copy(1, 0, 5, b"aabbcXdd!").check()
     with pytest.raises(DamagedCopy, match="8 bytes for slices of 9"):
         copy(1, 0, 5, b"aabbccdd")
-    assert keys(shelf) == []
 
 
-def test_a_copy_that_was_damaged_on_the_shelf_is_never_offered():
+def test_a_copy_is_checked_where_it_is_asked_for():
+    held = copy(1, 0, 5)
+    held.content[8] ^= 1
+    held.check({"w"})
+    with pytest.raises(DamagedCopy, match="rank 0, step 5: n"):
+        held.check({"n"})
+
+
+def test_a_damaged_copy_is_gone_and_its_memory_is_not_used_again():
     shelf = Shelf()
     shelf.put(copy(1, 0, 5))
-    shelf.put(copy(1, 1, 5))
-    shelf.copy(Key(1, 0, 5)).content[8] ^= 1
-    copies, damaged = shelf.good()
-    assert [c.key for c in copies] == [Key(1, 1, 5)]
-    assert damaged == ["rank 0, step 5: n"]
+    shelf.remove(Key(1, 0, 5))
+    assert keys(shelf) == []
     with pytest.raises(LookupError):
         shelf.copy(Key(1, 0, 5))
 

@@ -27,9 +27,13 @@ def test_a_pulse_reads_what_the_worker_shows():
         "waits_for_peers": True,
         "p95_s": None,
         "collective": [5, "all_to_all", 1 << 40],
+        "part": "",
         "own_steps": 0,
         "own_s": 0.0,
     }
+    vitals.waits_in(2, "all_gather", 9, "replica12")
+    found = shown(vitals)
+    assert (found["collective"], found["part"]) == ([2, "all_gather", 9], "replica12")
     vitals.enter("done")
     assert (shown(vitals)["phase"], shown(vitals)["p95_s"]) == ("done", 0.0)
 

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from elastic.protocol import wire
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
-from workers.health.vitals import COLLECTIVES, LAYOUT, PHASES, WAITING
+from workers.health.vitals import COLLECTIVES, LAYOUT, PARTS, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 
@@ -58,7 +58,7 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before == after and not before & 1:
             break
-    number, collective, size, own_steps, own_s = others
+    number, collective, size, part, which, own_steps, own_s = others
     return {
         "generation": generation,
         "step": step,
@@ -67,6 +67,7 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
         "phase_s": round(time.monotonic() - since, 4),
         "p95_s": None if p95 < 0 else p95,
         "collective": [number, COLLECTIVES[collective], size],
+        "part": f"{PARTS[part]}{which}" if part else "",
         "own_steps": own_steps,
         "own_s": round(own_s, 6),
     }

@@ -40,9 +40,12 @@ OWN = ("data", "compute")
 UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form", "compile")
 """Phases without a usual time."""
 COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
-LAYOUT = struct.Struct("<QqqIddqIqqd")
+PARTS = ("", "replica", "shard")
+"""Groups within the generation's, each with a number."""
+LAYOUT = struct.Struct("<QqqIddqIqIIqd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1; of the last collective waited
-for: number, index in COLLECTIVES, elements; own steps, own seconds per pass."""
+for: number, index in COLLECTIVES, elements, index in PARTS and which of these; own steps, own
+seconds per pass."""
 SIZE_BYTES = 4096
 _WINDOW = 64
 _OWN_WINDOW = 8
@@ -61,7 +64,7 @@ class Vitals:
         self._seen: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in PHASES]
         self._phase, self._since = 0, clock()
         self._p95 = -1.0
-        self._collective = (0, 0, 0)
+        self._collective = (0, 0, 0, 0, 0)
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
         self.generation, self.step = 0, 0
@@ -90,9 +93,13 @@ class Vitals:
         self._own_steps += 1
         self._own_s = statistics.median(self._own)
 
-    def waits_in(self, number: int, collective: str, size: int) -> None:
-        """The main thread waits for its generation's collective of this number."""
-        self._collective = (number, COLLECTIVES.index(collective), size)
+    def waits_in(self, number: int, collective: str, size: int, part: str = "") -> None:
+        """The main thread waits for the collective of this number of its generation's group, or of
+        a part of it."""
+        kind = part.rstrip("0123456789")
+        which = int(part.removeprefix(kind) or 0)
+        what = (number, COLLECTIVES.index(collective), size)
+        self._collective = (*what, PARTS.index(kind), which)
         self._pack()
 
     def gathering(self) -> AbstractContextManager[None]:

@@ -24,7 +24,6 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
         return True
     assert group is not None
     member.hear_holders(header)
-    before = replica.step
     try:
         sharded.enter(
             group,
@@ -42,8 +41,7 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
     except PeerLost as error:
         member.collective_failed(error)
         return False
-    if replica.step < before:
-        member.records.go_back(replica.step)
+    member.records.go_back(replica.step)
     member.link.go_back(member.generation, replica.step)
     member.prepared = None
     member.vitals.step = replica.step

@@ -22,13 +22,15 @@ from workers.exchange import gather_json
 from workers.groups import AnyGroup
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, moves_of
 from workers.parallel.shards import Kind, RowsLost
-from workers.peer import as_bytes
+from workers.peer import as_bytes, watch_host
 from workers.peer_memory.holder import ask, connect, read_rows
 from workers.peer_memory.shelf import DamagedCopy, Key
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0
 """How long a holder may be silent before its copies count as lost."""
+CHECKED_BYTES_S = 5e8
+"""At least so fast a holder checks what it is asked to send, before the first byte comes."""
 
 
 class Label(NamedTuple):
@@ -61,6 +63,8 @@ class _Source:
     index: int = 0
     """Among its owner's offers."""
     copy: tuple[HolderAt, Key] | None = None
+    size_bytes: int = 0
+    """Of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +126,12 @@ class Regather:
         found: list[Any] = []
         if self._group.rank == 0:
             found = copies_in(self._holders, self._token)
-        for at, generation, rank, step, origin, world_size in gather_json(
+        for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
             self._group, found, self._device
         )[0]:
             place = Place(Mesh(self._new.parallel, world_size), rank)
             copy = HolderAt(*at), Key(generation, rank, step)
-            self._sources.append(_Source(Label(step, origin), place, COPY, copy=copy))
+            self._sources.append(_Source(Label(step, origin), place, COPY, 0, copy, size_bytes))
 
     def _try_hard(self, label: Label) -> Gathered | None:
         """Again without the copies that could not be read, as long as there are others."""
@@ -200,6 +204,8 @@ class Regather:
             try:
                 if holder not in connections:
                     connections[holder] = connect(holder[1:], self._token, HOLDER_S)
+                    watch_host(connections[holder], HOLDER_S, is_sender=False)
+                connections[holder].settimeout(silence_s(sources[index].size_bytes))
                 _read_pieces(connections[holder], key, pieces)
             except (OSError, LookupError, DamagedCopy) as error:
                 log.error('a copy is not used reason="%s"', error)
@@ -216,19 +222,23 @@ class Regather:
         return rows, failed
 
 
+def silence_s(size_bytes: int) -> float:
+    """How long a holder may take over a copy of this size: it checks it, and adds up what it
+    sends."""
+    return HOLDER_S + 2 * size_bytes / CHECKED_BYTES_S
+
+
 def copies_in(holders: Sequence[HolderAt], token: str) -> list[list[Any]]:
-    """What the holders have: where, generation, rank, step, origin, world size of each."""
+    """What the holders have: where, generation, rank, step, origin, world size, bytes of each."""
 
     def ask_one(holder: HolderAt) -> list[list[Any]]:
         try:
             with connect(holder[1:], token, HOLDER_S) as connection:
-                answer = ask(connection, {"type": "have"})
+                copies = ask(connection, {"type": "have"})["copies"]
         except OSError as error:
             log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
             return []
-        for what in answer["damaged"]:
-            log.error('a damaged copy is not used reason="%s"', what)
-        return [[list(holder), *c] for c in answer["copies"]]
+        return [[list(holder), *c] for c in copies]
 
     with ThreadPoolExecutor(max(1, len(holders))) as pool:
         return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
@@ -237,7 +247,7 @@ def copies_in(holders: Sequence[HolderAt], token: str) -> list[list[Any]]:
 def newest_whole(holders: Sequence[HolderAt], token: str, at_most: int) -> int | None:
     """The newest step of which the holders alone have every rank's copy."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
-    for _, _, rank, step, origin, world_size in copies_in(holders, token):
+    for _, _, rank, step, origin, world_size, _ in copies_in(holders, token):
         ranks.setdefault((step, origin, world_size), set()).add(rank)
     whole = [step for (step, _, size), found in ranks.items() if len(found) == size]
     return max((step for step in whole if step <= at_most), default=None)

@@ -132,6 +132,8 @@ class HolderServer:
                 tuple(sums["sums"]),
                 None if shared is None else tuple(shared["offsets"]),
             )
+            if shared is None:  # else whoever reads it checks
+                copy.check()  # not under the lock: somebody may ask what there is
             with self._lock:
                 if settled is not None:
                     self.shelf.settle(*settled)
@@ -146,11 +148,9 @@ class HolderServer:
 
     def _have(self) -> wire.Header:
         with self._lock:
-            copies, damaged = self.shelf.good()
-        for what in damaged:
-            log.error('copy damaged reason="%s"', what)
-        found = [[*c.key, c.origin, c.world_size] for c in copies]
-        return {"type": "have", "copies": found, "damaged": damaged}
+            copies = self.shelf.copies()
+        found = [[*c.key, c.origin, c.world_size, c.size_bytes] for c in copies]
+        return {"type": "have", "copies": found}
 
     def _found(self, key: Sequence[int]) -> Copy | None:
         with self._lock, suppress(LookupError):
@@ -162,9 +162,13 @@ class HolderServer:
         try:
             if copy is None:
                 raise LookupError("it is not held any more")
-            copy.check()
+            copy.check({name for name, *_ in asked["pieces"]})
             rows = [copy.rows(*piece) for piece in asked["pieces"]]
         except (LookupError, DamagedCopy) as error:
+            if isinstance(error, DamagedCopy):
+                log.error('copy damaged reason="%s"', error)
+                with self._lock:
+                    self.shelf.remove(Key(*asked["key"]))
             wire.send(connection, {"type": "refused", "reason": str(error)})
             return
         wire.send(connection, {"type": "rows", "sums": [crc32(r) for r in rows]}, rows)

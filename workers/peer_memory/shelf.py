@@ -3,7 +3,7 @@
 Plain bytes: no torch, no sockets (holder.py), no idea of what a state consists of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
@@ -85,10 +85,16 @@ class Copy:
         if needed > len(self.content) or (self.offsets is None and needed < len(self.content)):
             raise DamagedCopy(f"{len(self.content)} bytes for slices of {sum(sizes)}")
 
-    def check(self) -> None:
-        """Raises DamagedCopy."""
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.slices)
+
+    def check(self, names: Collection[str] | None = None) -> None:
+        """The slices of these names; None: all. Raises DamagedCopy."""
         whole = memoryview(self.content)
         for (at, piece), expected in zip(self.places.values(), self.sums, strict=True):
+            if names is not None and piece.name not in names:
+                continue
             if crc32(whole[at : at + piece.size_bytes]) != expected:
                 raise DamagedCopy(f"rank {self.key.rank}, step {self.key.step}: {piece.name}")
 
@@ -122,13 +128,10 @@ class Shelf:
         return bytearray(size_bytes)
 
     def put(self, copy: Copy) -> None:
-        """Take a copy in. Raises Stale, and DamagedCopy if it is not what was sent; memory that is
-        shared is checked when it is read."""
+        """Take a copy in that has been checked, or is shared memory. Raises Stale."""
         if copy.key.generation < self.generation:
             self._reuse(copy)
             raise Stale(f"generation {copy.key.generation}, {self.generation} has begun")
-        if copy.offsets is None:
-            copy.check()
         self.generation = copy.key.generation
         self._copies[copy.key] = copy
         of_rank = sorted(k for k in self._copies if k[:2] == copy.key[:2])
@@ -150,16 +153,13 @@ class Shelf:
         if isinstance(copy.content, bytearray):
             self._free.append(copy.content)
 
-    def good(self) -> tuple[list[Copy], list[str]]:
-        """The copies that are still what was sent; the others are dropped, and what they were."""
-        damaged: list[str] = []
-        for key, copy in tuple(self._copies.items()):
-            try:
-                copy.check()
-            except DamagedCopy as error:
-                damaged.append(str(error))
-                del self._copies[key]
-        return list(self._copies.values()), damaged
+    def copies(self) -> list[Copy]:
+        """Whoever reads one checks it then: all at once would take seconds."""
+        return list(self._copies.values())
+
+    def remove(self, key: Key) -> None:
+        """A copy that is not what was sent any more; its memory is not used again."""
+        self._copies.pop(key, None)
 
     def copy(self, key: Key) -> Copy:
         """LookupError if it is not here."""

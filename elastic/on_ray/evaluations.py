@@ -1,0 +1,45 @@
+"""Results of `session.evaluate` as members say them: each goes on record once.
+
+A result is said again by whoever follows the lowest rank, and to a new controller; and it is told
+to members that missed it. What they remember of it is workers/evaluated.py's.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Result = tuple[int, int, Any, int]
+"""step, how many before it at this step, values, generation"""
+
+
+class Evaluations:
+    """The newest result of each worker, and the newest on record."""
+
+    def __init__(self, record: Callable[[dict[str, Any]], None]) -> None:
+        self._record = record
+        self._of: dict[int, Result] = {}
+        self.recorded = (-1, 0)
+        """Step and ordinal of the newest on record."""
+
+    def hear(self, _worker: int, _record: object, header: dict[str, Any], _payload: bytes) -> None:
+        """The lowest rank has one, or says again which was the last."""
+        place = header["step"], header["ordinal"]
+        if place > self.recorded:
+            self.recorded = place
+            self._record({k: header[k] for k in ("step", "ordinal", "generation", "values")})
+
+    def hear_last(self, worker: int, result: list[Any] | None) -> None:
+        """What a member that is suspended has completed last."""
+        self._of.pop(worker, None)
+        if result is not None:
+            step, ordinal, values, generation = result
+            self._of[worker] = (step, ordinal, values, generation)
+
+    def newest(self, workers: Iterable[int]) -> Result | None:
+        """... of theirs."""
+        found = [self._of[w] for w in workers if w in self._of]
+        return max(found, key=lambda e: e[:2], default=None)
+
+    def go_back(self, step: int) -> None:
+        """What came after `step` will be done again."""
+        self._of = {w: e for w, e in self._of.items() if e[0] <= step}
+        self.recorded = min(self.recorded, (step + 1, -1))

@@ -1,0 +1,93 @@
+"""What is said of a step that broke between vote and apply, and of one that is rolled forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic.protocol.errors import PeerLost
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from tests.workers.test_member import LosesVote
+from tests.workers.test_rolled_back import form
+from workers.build import build_replica
+from workers.checkpoint.saver import Saver
+from workers.data.loader import Loader
+from workers.health.vitals import Vitals
+from workers.member import Member
+from workers.peer import PeerServer
+from workers.session import Session
+
+
+@pytest.fixture(params=["ddp", "fsdp"])
+def made(request, tmp_path):
+    """A session whose replica has the initial state, and no generation yet."""
+    torch.set_num_threads(1)
+    settings = replace(spec(), parallel=request.param)
+    replica, link = build_replica(Tiny(), settings, CPU), FakeLink()
+    catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
+
+    def load(place, step):
+        return [] if replica.sharded is None else replica.sharded.load(catalogue)
+
+    member = Member(
+        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+        Saver(link, settings), Vitals(), CPU, on_load=load, on_sync=lambda: None,
+        on_log_to=lambda place: None, on_finish=lambda member, place: "",
+    )  # fmt: skip
+    loader = Loader(Tiny(), 3, 12, 3)
+    for header in ({"type": "load", "place": "", "recorded_step": 0}, form(1, 0)):
+        link.commands.put((header, b""))
+    yield Session(settings, Tiny(), member, loader), member, link
+    loader.close()
+
+
+def step(session: Session) -> bool:
+    with session.next_step() as attempt:
+        for batch in attempt.microbatches():
+            attempt.backward(session.workload.loss(session.model, batch))
+        attempt.commit()
+    return attempt.committed
+
+
+def lines_of(link) -> list[dict]:
+    return [line["metrics"] for fields, _ in link.of("committed") for line in fields["steps"]]
+
+
+def told(metrics: dict) -> tuple[int, int]:
+    return metrics["step"], metrics["generation"]
+
+
+def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
+    """The gradient norm, which is a collective where they are sharded, lost a peer."""
+    session, member, link = made
+    assert step(session)
+    norm_of, replica = member.replica.norm_of, member.replica
+
+    def lose_a_peer(gradients):
+        replica.norm_of = norm_of
+        raise PeerLost("connection closed by peer")
+
+    replica.norm_of = lose_a_peer
+    link.commands.put(({"type": "abort", "generation": 1}, b""))
+    link.commands.put((form(2, 1), b""))
+    assert not step(session)
+    assert [told(line) for line in lines_of(link)] == [(1, 1), (1, 1)], "the first said again"
+    assert step(session)
+    assert told(lines_of(link)[-1]) == (2, 2)
+    assert len(member.records.to_frame()["steps"]) == 2
+
+
+def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
+    session, member, link = made
+    if member.replica.sharded is not None:
+        return  # a sharded member goes back instead
+    assert step(session)
+    member.group = LosesVote()
+    session._reducer_of = (0, ())  # the reducer of the group that fails
+    vote, payload = member.records.last_vote  # any will do
+    link.commands.put(({"type": "abort", "generation": 1}, b""))
+    link.commands.put(({**form(2, 2), "vote": vote}, payload))
+    assert step(session)
+    assert told(lines_of(link)[-1]) == (2, 1)

@@ -1,0 +1,124 @@
+"""Results of evaluations after a loss or a roll back: whose they are, how often they are told."""
+
+import pytest
+import torch
+
+from elastic.on_ray.evaluations import Evaluations
+from tests.workers.session_rig import Rig
+from workers.worker import Worker
+
+
+@pytest.fixture
+def rig():
+    torch.set_num_threads(1)
+    made = Rig("bitwise")
+    made.form(generation=1, step=0)
+    assert made.step().committed
+    yield made
+    made.loader.close()
+
+
+def evaluate(rig, value: float) -> float:
+    return rig.session.evaluate([0.0] * 3, lambda model, batch: value)
+
+
+def form(rig, step: int, evaluation: list | None) -> None:
+    """The next generation forms here."""
+    generation = rig.member.generation + 1
+    rig.member._obey({"type": "abort", "generation": generation - 1}, b"")
+    rig.form(generation, step, evaluation=evaluation)
+    rig.member.wait_for_generation()
+
+
+def test_a_result_that_peers_have_completed_is_taken(rig):
+    form(rig, 1, [1, 0, {"value": 5.0}, 1])
+    assert evaluate(rig, 7.0) == 5.0
+    assert evaluate(rig, 7.0) == 7.0, "the second one at this step"
+
+
+def test_a_result_of_a_later_step_that_was_undone_is_not_taken(rig):
+    """Peers had evaluated step 2 when the run went back to step 1."""
+    form(rig, 1, [2, 0, {"value": 5.0}, 1])
+    assert evaluate(rig, 7.0) == 7.0
+    assert rig.step().committed
+    assert evaluate(rig, 8.0) == 8.0, "step 2 of this attempt"
+
+
+def test_a_result_of_one_s_own_is_forgotten_with_its_step(rig):
+    """Else this rank would take the evaluation for the second one of step 2, a newcomer for the
+    first: they would wait in different collectives."""
+    start = rig.replica.snapshot()
+    state = start.header, {n: start.take(n).clone() for n in start.shapes}
+    assert rig.step().committed
+    assert evaluate(rig, 5.0) == 5.0
+    rig.replica.restore(*state)
+    form(rig, 1, None)
+    assert rig.step().committed
+    assert rig.member.evaluated.next_ordinal(2) == 0
+    rig.member._obey({"type": "abort", "generation": 2}, b"")
+    assert rig.link.of("suspended")[-1][0]["evaluation"] is None
+
+
+def test_the_lowest_rank_says_the_last_result_again_with_every_generation(rig):
+    assert evaluate(rig, 5.0) == 5.0
+    said = {"step": 1, "ordinal": 0, "values": {"value": 5.0}, "generation": 1}
+    assert rig.link.of("evaluated") == [(said, b"")]
+    form(rig, 1, None)
+    assert rig.link.of("evaluated") == [(said, b"")] * 2
+    assert rig.step().committed
+    assert evaluate(rig, 6.0) == 6.0
+    assert rig.link.of("evaluated")[2][0]["step"] == 2
+
+
+class Quiet(Worker):
+    """Without the process around it."""
+
+    def _start_pulse(self, controller) -> None:
+        pass
+
+    def _address(self) -> dict:
+        return {}
+
+
+class Silent:
+    """A saver, a notice that have nothing to repeat."""
+
+    def repeat(self) -> None:
+        pass
+
+
+def test_the_lowest_rank_says_the_last_result_again_to_a_new_controller(rig):
+    assert evaluate(rig, 5.0) == 5.0
+    worker = object.__new__(Quiet)
+    worker._member, worker._saver, worker._notice = rig.member, Silent(), Silent()
+    for rank in (0, 1):
+        rig.member.rank = rank
+        worker._introduce(("127.0.0.1", 1))
+    first, again = rig.link.of("evaluated")
+    assert first == again
+
+
+def result(step: int, ordinal: int) -> dict:
+    return {"step": step, "ordinal": ordinal, "generation": 1, "values": {"value": 0.5}}
+
+
+def test_the_controller_takes_each_result_once():
+    taken: list[dict] = []
+    evaluations = Evaluations(taken.append)
+    for said in (result(5, 0), result(5, 0), result(5, 1), result(5, 0), result(10, 0)):
+        evaluations.hear(0, None, {"type": "evaluated", **said}, b"")
+    assert taken == [result(5, 0), result(5, 1), result(10, 0)]
+
+
+def test_the_controller_takes_the_results_of_steps_done_again():
+    taken: list[dict] = []
+    evaluations = Evaluations(taken.append)
+    evaluations.hear(0, None, result(5, 0), b"")
+    evaluations.hear(0, None, result(10, 0), b"")
+    evaluations.hear_last(0, [10, 0, {"value": 0.5}, 1])
+    evaluations.hear_last(1, [5, 0, {"value": 0.5}, 1])
+    evaluations.go_back(7)
+    assert evaluations.newest([0, 1]) == (5, 0, {"value": 0.5}, 1)
+    evaluations.hear(0, None, result(5, 0), b"")
+    evaluations.hear(0, None, result(10, 0), b"")
+    assert taken == [result(5, 0), result(10, 0), result(10, 0)]
