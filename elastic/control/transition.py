@@ -156,7 +156,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             after = transition(before.ledger, before.phase, event, limits)
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
-        case ((Running() | Pausing()), Committed(step=step)):
+        case ((Running() | Pausing() | Ending()), Committed(step=step)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
             ledger = replace(ledger, step=step, failures=0, in_vain=0)

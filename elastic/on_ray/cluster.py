@@ -97,7 +97,8 @@ class RayCluster:
     async def execute(self, command: c.Command) -> None:
         match command:
             case c.Spawn(workers=workers):
-                self._spawn_all(workers)
+                for worker in workers:
+                    self._spawn(worker)
             case c.Load(worker=worker):
                 self._loading = worker
                 self.in_background(self._load(worker))
@@ -108,8 +109,9 @@ class RayCluster:
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
+                self.commits.end(membership.generation)
                 header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
-                self._tell_ranks(membership, header)
+                self._tell_ranks(membership, {**header, "recorded_step": self.recorded_step})
             case c.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -148,10 +150,6 @@ class RayCluster:
         size = {"generation": membership.generation, "world_size": membership.world_size}
         for rank, worker in enumerate(membership.workers):
             self.links.send(worker, {**header, **size, "rank": rank})
-
-    def _spawn_all(self, workers: tuple[int, ...]) -> None:
-        for worker in workers:
-            self._spawn(worker)
 
     def _spawn(self, worker: int) -> None:
         record = Slot(self.host.spawn(worker), last_seen=self.now())

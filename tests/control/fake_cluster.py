@@ -374,6 +374,8 @@ class FakeCluster:
         w.mode, w.rank = "ended", membership.rank_of(w.number)
         members = [self.workers[number] for number in membership.workers]
         self.groups.setdefault(membership.generation, Group(members))
+        if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
+            self.send(w, Committed(membership.generation, w.step, 0.1, self.now))
         self.save(w, membership.generation)
         sha = f"{w.state:x}"
         self.send(w, Ended(membership.generation, w.rank, sha, self.now))

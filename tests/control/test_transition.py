@@ -394,6 +394,11 @@ def test_a_worker_that_is_no_part_of_the_run_is_retired():
 
 
 # --- stop and end ------------------------------------------------------------------
+def test_a_step_that_is_said_again_at_the_end_is_no_news():
+    ending = Ending(ABC, "succeeded", "", 30.0)
+    assert play(LEDGER, ending, Committed(7, 40, 0.1, 9.0)) == (LEDGER, ending, [])
+
+
 def test_a_requested_stop_pauses_at_a_step_boundary_and_says_the_hash():
     pauses = [Paused(7, rank, 41, 2.0) for rank in range(3)]
     _, phase, commands = play(LEDGER, Running(ABC), StopRequested("SIGINT", 1.0), *pauses)
