@@ -90,7 +90,7 @@ class RunDirectory:
         self._samples = self._open("samples.jsonl")
         self.last_step = self._repair()
         """Committed steps on record."""
-        self._uploaded_step = self.last_step
+        self._written_step = self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
         if self._remote is not None:
             self._uploader.start()
@@ -102,8 +102,8 @@ class RunDirectory:
 
     @property
     def safe_step(self) -> int:
-        """Committed steps whose record outlives this process."""
-        return self.last_step if self._remote is None else self._uploaded_step
+        """Committed steps whose record outlives this process: no line of them waits for room."""
+        return self._written_step if self._remote is None else self._uploaded_step
 
     @property
     def tensorboard(self) -> Path | None:
@@ -153,6 +153,7 @@ class RunDirectory:
             self._samples.append(samples)
         finally:
             self._metrics.append(metrics)
+        self._written_step = step
         return True
 
     def roll_back(self, step: int) -> int:
@@ -173,7 +174,7 @@ class RunDirectory:
             rolled_back.close()
             self._metrics.truncate(cut)
             self._samples.truncate(end_of_step(self._samples.path, step))
-            self.last_step = step
+            self.last_step = self._written_step = step
         return lost
 
     def sync(self) -> None:
@@ -184,7 +185,7 @@ class RunDirectory:
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:
-            step = self.last_step
+            step = self._written_step
             for lines in (self._journal, self._samples, self._metrics):
                 lines.upload()
             self._uploaded_step = min(step, self.last_step)

@@ -1,6 +1,9 @@
 """The run directory: one line per committed step, through crashes and roll backs."""
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,29 @@ def test_a_step_that_is_said_twice_is_recorded_once(run):
     record(run, range(1, 3))
     assert not run.record_step(metrics(2, attempt=1), samples(2))
     assert read_lines(run.folder, "metrics.jsonl") == [metrics(1), metrics(2)]
+
+
+class Full(io.FileIO):
+    """A file on a disk without room."""
+
+    is_full = True
+
+    def write(self, content) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
+def test_a_step_is_safe_only_once_its_lines_are_written(run):
+    record(run, range(1, 4))
+    run._metrics._file = disk = Full(run._metrics.path, "ab")
+    for step in (4, 5):
+        with pytest.raises(OSError, match="No space left"):
+            run.record_step(metrics(step), samples(step))
+    assert (run.last_step, run.safe_step) == (5, 3)
+    disk.is_full = False
+    record(run, range(6, 7))
+    assert (run.safe_step, steps_in(run.directory / "metrics.jsonl")) == (6, [1, 2, 3, 4, 5, 6])
 
 
 def test_a_gap_is_refused(run):
