@@ -97,8 +97,7 @@ class RayCluster:
     async def execute(self, command: c.Command) -> None:
         match command:
             case c.Spawn(workers=workers):
-                for worker in workers:
-                    self._spawn(worker)
+                self._spawn(workers)
             case c.Load(worker=worker):
                 self._loading = worker
                 self.in_background(self._load(worker))
@@ -151,10 +150,11 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             self.links.send(worker, {**header, **size, "rank": rank})
 
-    def _spawn(self, worker: int) -> None:
-        record = Slot(self.host.spawn(worker), last_seen=self.now())
-        self.workers[worker] = record
-        record.task = self.in_background(self._watch(worker, record))
+    def _spawn(self, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            record = Slot(self.host.spawn(worker), last_seen=self.now())
+            self.workers[worker] = record
+            record.task = self.in_background(self._watch(worker, record))
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""

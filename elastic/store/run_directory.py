@@ -178,9 +178,24 @@ class RunDirectory:
         return lost
 
     def sync(self) -> None:
-        """What is on record survives the machine's crash, as far as it is local."""
+        """What is on record survives the crash of this machine."""
         for lines in (self._metrics, self._samples):
             lines.sync()
+        if self._remote is not None:
+            self.flush(with_status=False)
+
+    def skip_to(self, step: int) -> tuple[int, int] | None:
+        """Go on from a state that is newer than the record, whose lines are lost with those who
+        had them last. First and last of the missing steps, None if none is missing."""
+        first, last = self.last_step + 1, step
+        if first > last:
+            return None
+        log.warning(
+            'step=%d reason="the lines of steps %d to %d are lost: the run goes on without them"',
+            *(step, first, last),
+        )
+        self.last_step = self._written_step = step
+        return first, last
 
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
