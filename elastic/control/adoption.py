@@ -84,6 +84,7 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         synced=who("synced"),
         holders=NOBODY,
         behind=NOBODY,
+        kept_step=-1,  # whether it was published may never have been heard
         leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
     )
 

@@ -92,7 +92,8 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
         reason = f"pause to let {names(ledger.synced)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     is_enough = num_staying >= max(1, limits.min_workers)
-    can_leave = is_enough or loses_state(ledger, membership.workers, limits)
+    can_save = at < ledger.gone_at and loses_state(ledger, membership.workers, limits)
+    can_leave = is_enough or can_save
     if leavers and at >= ledger.leave_at and can_leave:
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
@@ -188,8 +189,9 @@ def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limit
     """Whether the state of this boundary must be saved before anybody leaves."""
     num_staying = len(members) - len(leavers_of(ledger, members))
     is_leaving = at >= ledger.leave_at or num_staying + len(arrivals(ledger)) >= limits.min_workers
-    is_kept = ledger.kept_step == ledger.step
-    return is_leaving and not is_kept and loses_state(ledger, members, limits)
+    if at >= ledger.gone_at or ledger.kept_step == ledger.step:
+        return False
+    return is_leaving and loses_state(ledger, members, limits)
 
 
 def without_leavers(
