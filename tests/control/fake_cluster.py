@@ -184,6 +184,8 @@ class FakeCluster:
             if w.is_alive and w.source is None and w.form is not None:
                 assert w.mode in AT_REST, (w, command)
         assert len(states) <= 1, "members differ"
+        is_rolling = bool(command.roll_forward)
+        assert not is_rolling or not any(w.source for w in members), "misses an evaluation"
         assert command.vote_of is None or command.vote_of in command.membership.workers
         for w in self.workers.values():
             if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
