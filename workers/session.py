@@ -228,7 +228,8 @@ class Step:
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
             if not isinstance(error, ballot.Repeated):
-                self._member.wait_for_generation()
+                # a pause waits for the boundary: a step that counts after all may be evaluated
+                self._member.wait_for_generation(is_in_step=True)
             self.committed = self._member.replica.step > self._from_step
             if self.committed:
                 self._session.forget_logged()
