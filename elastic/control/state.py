@@ -220,6 +220,8 @@ class Adopted:
     standings: tuple[Standing, ...]
     """By worker; whoever is not among them counts as lost or never started."""
     at: float
+    newest: int = -1
+    """The highest number that Ray knows an actor by, even if it has not said a word."""
 
 
 @dataclass(frozen=True, slots=True)

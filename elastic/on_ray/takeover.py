@@ -33,6 +33,7 @@ class Takeover:
     def __init__(self, cluster: "RayCluster", candidates: dict[int, ActorHandle[Any]]) -> None:
         """candidates: the run's worker actors as Ray knows them, some dead or not yet started."""
         self._cluster, self._candidates = cluster, candidates
+        self._newest = max(candidates, default=-1)
         self._standings: dict[int, Standing] = {}
         self._has_news = asyncio.Event()
 
@@ -89,7 +90,7 @@ class Takeover:
             end(actor)
         self._candidates.clear()
         by_worker = tuple(self._standings[w] for w in sorted(self._standings))
-        return Adopted(by_worker, self._cluster.now())
+        return Adopted(by_worker, self._cluster.now(), self._newest)
 
     def _holding(self) -> tuple[Standing, ...]:
         kinds = ("working", "stopped", "ended")
