@@ -98,6 +98,8 @@ def suspicion(
         why = f"no heartbeat for {silent_s:.1f} s"
     elif awaited_s is not None and awaited_s > detect_s:
         why = f"others have waited for it for {awaited_s:.1f} s"
+    elif heartbeat.generation == 0 and heartbeat.phase != "lobby":
+        why = "it is not ready to join"  # it occupies a place, and nobody else would ever notice
     else:
         return None
     phase_s = heartbeat.phase_s + silent_s

@@ -52,6 +52,17 @@ def test_without_a_usual_time_patience_is_a_hundred_times_longer():
     assert suspicion(Watch(beat, 10.0), 290.0, 10.0, detect_s=3.0)
 
 
+def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_it():
+    building = replace(BEAT, generation=0, step=0, phase="starting", p95_s=None, phase_s=299.0)
+    late = replace(building, phase_s=301.0)
+    assert suspicion(Watch(building, 10.0), None, 10.0, detect_s=3.0) is None
+    assert suspicion(Watch(late, 10.0), None, 10.0, detect_s=3.0) == (
+        "it is not ready to join; 301.0 s in starting of step 1 (no usual time known)"
+    )
+    waits = replace(late, phase="lobby")
+    assert suspicion(Watch(waits, 10.0), None, 10.0, detect_s=3.0) is None
+
+
 def test_long_silence_needs_no_history_of_the_phase():
     beat = replace(BEAT, p95_s=None, phase_s=0.5)
     assert suspicion(Watch(beat, 10.0), None, 15.9, detect_s=3.0) is None
