@@ -157,8 +157,9 @@ def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
 def test_members_that_are_silent_all_at_once_may_only_be_cut_off():
     """Nothing could go on without them, and they train on: their lease is as long as ours."""
     silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0) for w in (1, 2)]
-    standby = Watch(replace(BEAT, worker=3, generation=0), 19.9)
-    assert [w for w, _ in suspects([*silent, standby], 39.9, 3.0)] == [3]
+    standby = Watch(replace(BEAT, worker=3, generation=0, phase="lobby"), 10.1)
+    assert not dict(suspects([*silent, standby], 17.0, 3.0)), "with them it may be cut off, too"
+    assert not dict(suspects([*silent, standby], 39.9, 3.0))
     assert [w for w, _ in suspects([*silent, standby], 40.1, 3.0)] == [1, 2, 3]
     heard = Watch(replace(BEAT, worker=4, p95_s=0.1), 19.0)
     assert [w for w, _ in suspects([*silent, heard], 20.0, 3.0)] == [1, 2]
