@@ -158,7 +158,7 @@ class Supervisor:
             decision = past.decision
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address
-        event = await takeover.collect(self.config.detect_s)
+        event = await takeover.collect(decision.ledger, decision.phase)
         self.cluster.takeover = None
         return decision.ledger, decision.phase, event
 
