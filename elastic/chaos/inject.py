@@ -196,6 +196,7 @@ class Injector:
             phase=str(self._status.get("phase", "")),
             scenario=self._scenario.name,
             note=note,
+            for_s=strike.spec.for_s if strike.spec.what == "stop" else None,
         )
         known = {k: row.get(k) for k in ("rank", "node_ip", "pid")}
         self.done.append(replace(done, worker=row.get("id"), **known))
