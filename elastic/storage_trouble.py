@@ -14,10 +14,15 @@ class StorageTrouble:
         self._upload = ""
         self._is_last_save_lost = False
         self._damaged: dict[int, str] = {}  # step -> what is wrong with its checkpoint
+        self._missing: list[tuple[int, int]] = []  # first, last step without a line
 
     def hear_damaged(self, step: int, what: str) -> None:
         """A checkpoint that was found damaged, and kept aside."""
         self._damaged[step] = what
+
+    def hear_missing(self, first: int, last: int) -> None:
+        """Steps whose lines are lost, though a checkpoint has their state."""
+        self._missing.append((first, last))
 
     def hear_save(self, step: int, cause: str) -> None:
         """The save of `step` has failed; of several causes the first counts."""
@@ -63,6 +68,11 @@ class StorageTrouble:
         found = [
             f"the checkpoint of step {step} was damaged and kept aside, an earlier one used: {what}"
             for step, what in self._damaged.items()
+        ]
+        found += [
+            f"steps {first} to {last} have no lines in metrics.jsonl and samples.jsonl: they were "
+            f"not on record when the run went on from a state of step {last}"
+            for first, last in self._missing
         ]
         if self._failed:
             step, cause = list(self._failed.items())[-1]

@@ -159,7 +159,7 @@ class Supervisor:
             decision = past.decision
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address
-        event = await takeover.collect(self.config.detect_s)
+        event = await takeover.collect(decision.ledger, decision.phase)
         self.cluster.takeover = None
         return decision.ledger, decision.phase, event
 
@@ -204,9 +204,11 @@ class Supervisor:
         if directory is None:
             directory = await run(self.writer.executor, self._open_directory)
             self.directory, self.actor.place = directory, directory.place
-        lost_steps = await run(self.writer.executor, directory.roll_back, step)
-        if lost_steps:
+        if lost_steps := await run(self.writer.executor, directory.roll_back, step):
             self._count_lost(lost_steps)
+        if missing := await run(self.writer.executor, directory.skip_to, step):
+            self.trouble.hear_missing(*missing)
+            self._note("not_on_record", dict(zip(("first", "last"), missing, strict=True)))
         for damage in damaged:
             self.trouble.hear_damaged(damage.step, damage.what)
         if self.checkpoints is None:

@@ -200,14 +200,14 @@ class Member:
         self.wait_for_copies()
         self.link.send("paused", generation=self.generation, rank=self.rank, step=self.replica.step)
 
-    def wait_for_generation(self) -> None:
+    def wait_for_generation(self, *, is_in_step: bool = False) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
         self.vitals.enter("done" if self.is_done else "lobby")
         self.standing.is_waiting = True
         while True:
             while not self._obey(*self._next_command()):
                 pass
-            if not self.should_pause or self.is_evaluating or self.is_done:
+            if is_in_step or not self.should_pause or self.is_evaluating or self.is_done:
                 break
             self._say_paused()
         self.standing.is_waiting = False

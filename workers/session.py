@@ -229,7 +229,8 @@ class Step:
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.replica.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
-                self._member.wait_for_generation()
+                # a pause waits for the boundary: a step that counts after all may be evaluated
+                self._member.wait_for_generation(is_in_step=True)
             self.committed = self._member.replica.step > self._from_step
             if self.committed:
                 self._session.forget_logged()

@@ -242,7 +242,9 @@ class Worker:
         """
         self._is_warm = True
         catalogue = Catalogue(open_folder(place).at("checkpoints"))
-        self._try_microbatch(max([recorded_step, *patiently(catalogue.steps)]))
+        newest = max([recorded_step, *patiently(catalogue.steps)])
+        with self._vitals.aside("user"):
+            self._try_microbatch(newest)
         assert self._member is not None
         known_step = self._member.records.known_from(recorded_step)
         if self._replica.step > known_step and self._replica.sharded is None:
@@ -260,7 +262,10 @@ class Worker:
         """A newcomer pays for its first pass (memory, kernels, caches) while the others train."""
         if not self._is_warm:
             self._is_warm = True
-            with suppress(WrongInput):  # the first worker's own try has the say
+            with (
+                suppress(WrongInput),
+                self._vitals.aside("user"),
+            ):  # the first worker's own try has the say
                 self._try_microbatch(self._link.recorded_step)
 
     def _try_microbatch(self, step: int) -> None:

@@ -121,9 +121,14 @@ class Injector:
     def _strike(self, strike: Strike, rows: list[dict[str, Any]]) -> None:
         if not rows:
             self._record(strike, {}, f"nobody to hit: there is no {strike.spec.whom} now")
+        drained: dict[str, float] = {}  # node -> when: its workers get the notice together
         for row in rows:
             try:
-                self._record(strike, row, "", self._hit(strike, row))
+                at = drained.get(row.get("node_id", ""))
+                at = self._hit(strike, row) if at is None else at
+                if strike.spec.what == "drain":
+                    drained[row["node_id"]] = at
+                self._record(strike, row, "", at)
             except (OSError, WrongInput) as error:
                 self._record(strike, row, str(error))
         self._look()  # a signal to another node takes its time
@@ -137,8 +142,7 @@ class Injector:
         if whom.kind == "driver":
             return [{"pid": self._driver_pid, "node_ip": None}] if self._driver_pid else []
         there = [row for row in self._status["workers"] if row["id"] not in self._lost]
-        rows = choose(whom, strike.num_victims, there, dice)
-        return rows[:1] if strike.spec.what == "drain" else rows
+        return choose(whom, strike.num_victims, there, dice)
 
     def _hit(self, strike: Strike, row: dict[str, Any]) -> float:
         """Do it; the Unix time just before, on the process's node."""
@@ -192,6 +196,7 @@ class Injector:
             phase=str(self._status.get("phase", "")),
             scenario=self._scenario.name,
             note=note,
+            for_s=strike.spec.for_s if strike.spec.what == "stop" else None,
         )
         known = {k: row.get(k) for k in ("rank", "node_ip", "pid")}
         self.done.append(replace(done, worker=row.get("id"), **known))

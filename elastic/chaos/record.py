@@ -33,6 +33,8 @@ class Done:
     scenario: str = ""
     note: str = ""
     """Why nothing happened; empty: it did."""
+    for_s: float | None = None
+    """How long a process was stopped for; None: for good, or it was no stop."""
 
 
 def write_done(folder: Folder, done: list[Done]) -> None:

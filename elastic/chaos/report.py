@@ -15,9 +15,13 @@ from elastic.control.transition import UnexpectedEvent
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.store.files import Folder
+from elastic.store.files import Folder, read_json
 from elastic.store.journal import read_lines
 
+ABOUT = ("at", "scenario", "for_s")
+"""Fields of a fault that have no column of their own."""
+NOTICED = 10
+"""A loss more than so many times `detect_s` after a fault has another cause."""
 CLOCKS_S = 0.02
 """A loss may seem to precede its fault by so much: another process read the clock."""
 
@@ -30,6 +34,7 @@ class Story:
     timeline: Timeline
     metrics: list[dict[str, Any]]
     done: list[Done]
+    detect_s: float | None = None
 
 
 def read_story(folder: Folder) -> Story:
@@ -51,7 +56,9 @@ def read_story(folder: Folder) -> Story:
     if not timeline.spans:
         raise WrongInput(f"{folder}: the run has only begun: nothing to report")
     name = folder.path.rstrip("/").rpartition("/")[2]
-    return Story(name, timeline, read_lines(folder, "metrics.jsonl"), read_done(folder))
+    detect_s = (read_json(folder, "config.json") or {}).get("detect_s")
+    metrics = read_lines(folder, "metrics.jsonl")
+    return Story(name, timeline, metrics, read_done(folder), detect_s)
 
 
 def report(story: Story) -> dict[str, Any]:
@@ -92,7 +99,7 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     """One fault: what it was, how it was noticed, and the phases until the next step, whose times
     add up to `total_s`. Without a loss only `next_step_s` is known."""
     row: dict[str, Any] = {
-        **{key: value for key, value in asdict(done).items() if key not in ("at", "scenario")},
+        **{key: value for key, value in asdict(done).items() if key not in ABOUT},
         "at_s": done.at - story.timeline.began,
         "next_step_s": next_step_s(done.at, story.metrics),
     }
@@ -130,10 +137,12 @@ def phases_after(loss: WorkerLost, episode: Episode) -> dict[str, float]:
 
 
 def loss_of(done: Done, story: Story) -> WorkerLost | None:
-    """The first loss of that worker after the fault, unless a later fault on it came before."""
+    """The first loss of that worker after the fault, unless a later fault on it came before, or
+    it came so late that it has another cause."""
     later = (loss for loss in story.timeline.losses if loss.at >= done.at - CLOCKS_S)
     loss = next((loss for loss in later if worker_name(loss.worker) == done.worker), None)
-    if loss is None:
+    detect_s = story.detect_s or float("inf")
+    if loss is None or loss.at - done.at > (done.for_s or 0.0) + NOTICED * detect_s:
         return None
     others = (o for o in story.done if o.worker == done.worker and not o.note)
     is_anothers = any(done.at < other.at <= loss.at + CLOCKS_S for other in others)

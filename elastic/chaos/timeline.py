@@ -7,7 +7,7 @@ The rule that gives a second its bucket is elastic/control/accounting.py's, so t
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from elastic.control.accounting import Account, Recovery, account, open_account
+from elastic.control.accounting import Account, Recovery, account, losses_in, open_account
 from elastic.control.commands import Retire
 from elastic.control.replay import Entry, Started
 from elastic.control.state import (
@@ -136,11 +136,11 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
         before, known = decision, so_far
         decision = transition(before.ledger, before.phase, entry.event, head.limits)
         so_far = account(known, entry.event, before.phase, before.ledger.generation, decision)
-        follow_workers(line, entry, decision)
-        if isinstance(entry.event, WorkerLost):
-            line.losses.append(entry.event)
-            losses.append(entry.event)
-        elif isinstance(entry.event, DrainNotice):
+        found = losses_in(entry.event, before.phase)
+        follow_workers(line, entry, decision, found)
+        line.losses += found
+        losses += found
+        if isinstance(entry.event, DrainNotice):
             line.notices.append(entry.event)
         roll_back(line, entry, before, decision)
         line.spans += spans_of(known, so_far, before.phase)
@@ -184,12 +184,15 @@ def roll_back(line: Timeline, entry: Entry, before: Decision, decision: Decision
         ]
 
 
-def follow_workers(line: Timeline, entry: Entry, decision: Decision) -> None:
+def follow_workers(
+    line: Timeline, entry: Entry, decision: Decision, found: tuple[WorkerLost, ...]
+) -> None:
+    """found: the losses in it."""
     event = entry.event
     if isinstance(event, WorkerReady):
         line.lives.append(Life(event.worker, event.at))
-    elif isinstance(event, WorkerLost):
-        end_life(line, event.worker, event.at, event.cause)
+    for loss in found:
+        end_life(line, loss.worker, loss.at, loss.cause)
     for command in decision.commands:
         if isinstance(command, Retire):
             for worker in command.workers:

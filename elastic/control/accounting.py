@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic.control.lobby import is_member
+from elastic.control.recovery import answered
 from elastic.control.state import (
     Active,
+    Adopted,
     Committed,
     Decision,
     Ending,
@@ -29,6 +31,7 @@ from elastic.control.state import (
     Phase,
     Running,
     Suspending,
+    Tick,
     Waiting,
     WorkerLost,
 )
@@ -136,13 +139,30 @@ def spend(entry: Account, bucket: Bucket, seconds: float) -> Account:
     return replace(entry, badput=badput)
 
 
+def losses_in(event: Event, phase: Phase) -> tuple[WorkerLost, ...]:
+    """The losses that an event tells of, some in no words: members whom a new controller does not
+    find, and those who have not answered in time that their generation is given up."""
+    match event, phase:
+        case WorkerLost(), _:
+            return (event,)
+        case Adopted(standings=standings, at=at), _ if isinstance(phase, Active):
+            found = {s.worker for s in standings}
+            gone, cause = (w for w in phase.membership.workers if w not in found), "process_died"
+        case Tick(at=at), Suspending(deadline=deadline) if deadline and at >= deadline:
+            ranks, workers = answered(phase), phase.membership.workers
+            gone = (w for rank, w in enumerate(workers) if rank not in ranks)
+            cause = "join_timeout" if phase.was_forming else "hung"
+        case _:
+            return ()
+    return tuple(WorkerLost(w, cause, at, at) for w in gone if is_member(phase, w))
+
+
 def hear_loss(entry: Account, event: Event, phase: Phase, now: float) -> Account:
-    if not isinstance(event, WorkerLost) or isinstance(phase, Ending) or entry.healing:
+    lost = [loss for loss in losses_in(event, phase) if is_member(phase, loss.worker)]
+    if not lost or isinstance(phase, Ending) or entry.healing:
         return entry
-    if not is_member(phase, event.worker):
-        return entry
-    last_seen = min(max(event.last_seen, entry.began), now)
-    return replace(entry, healing=Healing(event.cause, last_seen, now))
+    last_seen = min(max(lost[0].last_seen, entry.began), now)
+    return replace(entry, healing=Healing(lost[0].cause, last_seen, now))
 
 
 def is_new_step(entry: Account, event: Committed, phase: Phase, generation: int) -> bool:

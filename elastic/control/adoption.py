@@ -39,6 +39,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
     holding = tuple(s for s in standings if s.kind in ("working", "stopped", "ended"))
     ledger = with_lobby(ledger, standings)
+    ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
         ledger = replace(ledger, step=max(s.step for s in holding))
     found = f"a new controller: {len(standings)} workers found"
@@ -84,6 +85,7 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         synced=who("synced"),
         holders=NOBODY,
         behind=NOBODY,
+        kept_step=-1,  # whether it was published may never have been heard
         leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
     )
 

@@ -58,8 +58,10 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
     if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
         is_kept = ledger.kept_step == ledger.step
         holders = tuple(ledger.holders)
+        if ledger.behind:  # newcomers enter at the boundary after it
+            return form(ledger, holders, ledger.behind, at, limits, then_pause=True)
         ledger, members, why = without_leavers(ledger, holders, limits, may_all_leave=is_kept)
-        decision = form(ledger, members, ledger.behind, at, limits, with_newcomers=True)
+        decision = form(ledger, members, NOBODY, at, limits, with_newcomers=True)
         return explain(why, decision)
     level = ledger.holders - ledger.behind
     sources = first(level or ledger.holders, MAX_SOURCES)
@@ -92,7 +94,8 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
         reason = f"pause to let {names(ledger.synced)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     is_enough = num_staying >= max(1, limits.min_workers)
-    can_leave = is_enough or loses_state(ledger, membership.workers, limits)
+    can_save = at < ledger.gone_at and loses_state(ledger, membership.workers, limits)
+    can_leave = is_enough or can_save
     if leavers and at >= ledger.leave_at and can_leave:
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
@@ -149,8 +152,10 @@ def regroup(
 
     is_planned: all members have paused and said all that they had to say.
     """
-    if survivors and (ledger.stop or is_evaluating or ledger.step >= limits.steps):
-        then_pause = bool(ledger.stop) or is_evaluating
+    # newcomers never take part in what follows a step that they have not made, like an evaluation
+    is_between = is_evaluating or bool(rollers and arrivals(ledger))
+    if survivors and (ledger.stop or is_between or ledger.step >= limits.steps):
+        then_pause = bool(ledger.stop) or is_between
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
     if survivors and num_usable(ledger, survivors) >= limits.min_workers:
         ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
@@ -188,8 +193,9 @@ def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limit
     """Whether the state of this boundary must be saved before anybody leaves."""
     num_staying = len(members) - len(leavers_of(ledger, members))
     is_leaving = at >= ledger.leave_at or num_staying + len(arrivals(ledger)) >= limits.min_workers
-    is_kept = ledger.kept_step == ledger.step
-    return is_leaving and not is_kept and loses_state(ledger, members, limits)
+    if at >= ledger.gone_at or ledger.kept_step == ledger.step:
+        return False
+    return is_leaving and loses_state(ledger, members, limits)
 
 
 def without_leavers(

@@ -46,6 +46,11 @@ def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decisi
     return Decision(replace(ledger, save=save), phase, (*dropped, discard), reason)
 
 
+def has_failed(ledger: Ledger) -> bool:
+    """Of the step where the run stands."""
+    return ledger.save.has_failed and ledger.save.step == ledger.step
+
+
 def is_overtaken(ledger: Ledger, event: PartSaved | PartFailed) -> bool:
     """A faster rank writes the next one already; both at once would never be whole."""
     save = ledger.save

@@ -89,6 +89,8 @@ class Ledger:
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
     leave_at: float = 0.0
     """From when on they are not kept until their replacements are ready."""
+    gone_at: float = 0.0
+    """When the first of them is gone: what is not saved for them by then never will be."""
     kept_step: int = -1
     """Saved for those who leave with a state that nobody else holds: they go no further."""
 
@@ -218,6 +220,8 @@ class Adopted:
     standings: tuple[Standing, ...]
     """By worker; whoever is not among them counts as lost or never started."""
     at: float
+    newest: int = -1
+    """The highest number that Ray knows an actor by, even if it has not said a word."""
 
 
 @dataclass(frozen=True, slots=True)

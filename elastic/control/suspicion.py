@@ -110,6 +110,8 @@ def suspicion(
         why = f"no heartbeat for {silent_s:.1f} s"
     elif awaited_s is not None and awaited_s > detect_s:
         why = f"others have waited for it for {awaited_s:.1f} s"
+    elif heartbeat.generation == 0 and heartbeat.phase != "lobby":
+        why = "it is not ready to join"  # it occupies a place, and nobody else would ever notice
     else:
         return None
     phase_s = heartbeat.phase_s + silent_s
@@ -138,7 +140,7 @@ def suspects(
     asked: since when workers have been asked to give their generation up, without an answer.
     """
     watches = tuple(watches)
-    spared = cut_off(watches, now, detect_s)
+    is_cut = is_cut_off(watches, now, detect_s)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
@@ -157,21 +159,22 @@ def suspects(
         if heartbeat.worker in asked:
             awaited_s = max(awaited_s or 0.0, now - asked[heartbeat.worker])
         why = suspicion(w, awaited_s, now, detect_s)
-        if why is not None and heartbeat.generation != spared:
+        is_spared = is_cut and detect_s is not None and now - w.heard_at > detect_s
+        if why is not None and not is_spared:
             yield heartbeat.worker, why
         if heartbeat.waits_for_peers:
             pending.append(w)
 
 
-def cut_off(watches: tuple[Watch, ...], now: float, detect_s: float | None) -> int | None:
-    """The newest generation, if all its members are silent at once."""
+def is_cut_off(watches: tuple[Watch, ...], now: float, detect_s: float | None) -> bool:
+    """Whether all members of the newest generation are silent at once: as it may be our own link,
+    nobody is suspect who is silent, member or not."""
     if detect_s is None:
-        return None
+        return False
     newest = max((w.heartbeat.generation for w in watches), default=0)
     heard = [w.heard_at for w in watches if w.heartbeat.generation == newest]
     silent_s = now - max(heard, default=now)
-    is_cut = newest > 0 and detect_s < silent_s < PATIENCE_WITH_ALL * detect_s
-    return newest if is_cut else None
+    return newest > 0 and detect_s < silent_s < PATIENCE_WITH_ALL * detect_s
 
 
 def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:

@@ -21,7 +21,7 @@ from elastic.control.recovery import (
     lose_outsider,
     suspect_loss,
 )
-from elastic.control.saving import hear_failed_part, hear_part, publish_if_whole
+from elastic.control.saving import has_failed, hear_failed_part, hear_part, publish_if_whole
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -156,7 +156,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             after = transition(before.ledger, before.phase, event, limits)
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
-        case ((Running() | Pausing()), Committed(step=step)):
+        case ((Running() | Pausing() | Ending()), Committed(step=step)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
             ledger = replace(ledger, step=step, failures=0, in_vain=0)
@@ -172,6 +172,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             kept = replace(phase, kept=phase.kept.add(rank))
             if len(kept.kept) < phase.membership.world_size:
                 return Decision(ledger, kept)
+            if not has_failed(ledger):
+                ledger = replace(ledger, kept_step=ledger.step)
             return leave_boundary(ledger, kept, at, limits)
         case ((Running() | Pausing()), Done(rank=rank, step=step, at=at)):
             done = replace(phase, done=phase.done.add(rank))
@@ -205,6 +207,9 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return abort_late(ledger, late, at, limits)
         case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
             return expire(ledger, failed, at, limits)
+        case Pausing() as late, Tick(at=at) if at >= ledger.gone_at and is_keeping(late):
+            why = f"the state of step {ledger.step} was not saved before its holders are gone"
+            return explain(why, leave_boundary(ledger, late, at, limits))
         case Ending(deadline=deadline) as ending, Tick(at=at) if at >= deadline:
             return end_late(ledger, ending)
         case Ending(), Tick():
@@ -263,11 +268,11 @@ def hear_notice(ledger: Ledger, phase: Phase, event: DrainNotice, limits: Limits
     Half of the notice is for its replacement to come, the other half for long steps.
     """
     notice_s = max(0.0, event.deadline - event.at)
-    leave_at = event.at + notice_s / 2
+    leave_at, gone_at = event.at + notice_s / 2, event.deadline
     if ledger.leaving:
-        leave_at = min(leave_at, ledger.leave_at)
+        leave_at, gone_at = min(leave_at, ledger.leave_at), min(gone_at, ledger.gone_at)
     leaving = ledger.leaving.add(event.worker)
-    ledger = replace(ledger, leaving=leaving, leave_at=leave_at)
+    ledger = replace(ledger, leaving=leaving, leave_at=leave_at, gone_at=gone_at)
     reason = f"{worker_name(event.worker)} will leave within {notice_s:.0f} s ({event.cause})"
     if isinstance(phase, Ending):
         return Decision(ledger, phase, (), reason)
@@ -297,10 +302,14 @@ def left_step(
         return end(ledger, phase, outcome, ledger.stop, at, limits)
     if must_keep(ledger, membership.workers, at, limits):
         phase = Pausing(membership, NumberSet.of(range(membership.world_size)))
-        ledger = replace(ledger, kept_step=ledger.step)
-        reason = f"the state of step {ledger.step} is saved for those who leave"
+        reason = f"the state of step {ledger.step} is to be saved for those who leave"
         return Decision(ledger, phase, (Keep(membership),), reason)
     return leave_boundary(ledger, phase, at, limits)
+
+
+def is_keeping(phase: Pausing) -> bool:
+    """All have paused, and are still there: they save the state for those who leave."""
+    return len(phase.paused) == phase.membership.world_size
 
 
 def leave_boundary(ledger: Ledger, phase: Running | Pausing, at: float, limits: Limits) -> Decision:

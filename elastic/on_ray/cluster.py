@@ -99,7 +99,7 @@ class RayCluster:
     async def execute(self, command: c.Command) -> None:
         match command:
             case c.Spawn(workers=workers):
-                self._spawn_all(workers)
+                self._spawn(workers)
             case c.Load(worker=worker):
                 self._loading = worker
                 self.in_background(self._load(worker))
@@ -110,8 +110,9 @@ class RayCluster:
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
+                self.commits.end(membership.generation)
                 header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
-                self._tell_ranks(membership, header)
+                self._tell_ranks(membership, {**header, "recorded_step": self.recorded_step})
             case c.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -151,14 +152,11 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             self.links.send(worker, {**header, **size, "rank": rank})
 
-    def _spawn_all(self, workers: tuple[int, ...]) -> None:
+    def _spawn(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
-            self._spawn(worker)
-
-    def _spawn(self, worker: int) -> None:
-        record = Slot(self.host.spawn(worker), last_seen=self.now())
-        self.workers[worker] = record
-        record.task = self.in_background(self._watch(worker, record))
+            record = Slot(self.host.spawn(worker), last_seen=self.now())
+            self.workers[worker] = record
+            record.task = self.in_background(self._watch(worker, record))
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""

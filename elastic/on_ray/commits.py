@@ -25,6 +25,8 @@ class Commits:
         """The newest generation that has said so."""
         self._given_up = 0
         """Generations up to this one report nothing any more."""
+        self._ending = 0
+        """The generation whose members write the final state."""
 
     def keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
         if layout is not None and (self.vote is None or step >= self.vote[0]):
@@ -41,7 +43,7 @@ class Commits:
         before."""
         self.keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], content)
         generation, world_size = header["generation"], header["world_size"]
-        if not world_size:  # every member holds all of the state
+        if not world_size or generation == self._ending:  # no loss of one takes it along
             for line in header["steps"]:
                 self._record(generation, line)
             return
@@ -62,6 +64,11 @@ class Commits:
         if is_first:
             self.formed = generation
         return is_first
+
+    def end(self, generation: int) -> None:
+        """Its members have stopped for good, and none did before its copy was held: what they say
+        again is safe."""
+        self._ending = generation
 
     def give_up(self, generation: int) -> None:
         """Its members may go back: what they have not committed for sure, their successors say."""

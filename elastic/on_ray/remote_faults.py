@@ -8,13 +8,17 @@ Whom to hit, and when, is decided in elastic/chaos.
 import logging
 import os
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.on_ray.submission import find_cluster, refuse_unreachable
 from elastic.protocol.errors import WrongInput
+from elastic.store.files import first_line
 
 SIGNAL_TIMEOUT_S = 30.0
 
@@ -36,11 +40,23 @@ def join(address: str | None) -> None:
 def signal_process(node_id: str, pid: int, number: int) -> float:
     """Send a signal to a process on another node; the Unix time there just before.
 
-    Raises what os.kill raises there.
+    Raises what os.kill raises there, WrongInput if the node cannot be asked.
     """
     there: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(send)
-    return float(ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S))
+    with asking(node_id):
+        return float(ray.get(task.remote(pid, number), timeout=SIGNAL_TIMEOUT_S))
+
+
+@contextmanager
+def asking(node_id: str) -> Generator[None]:
+    """What Ray raises about a node that has just died, or about what failed there, as ours."""
+    try:
+        yield
+    except RayError as error:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, OSError):
+            raise error.cause from None
+        raise WrongInput(f"node {node_id} cannot be asked: {first_line(error)}") from error
 
 
 def send(pid: int, number: int) -> float:
@@ -62,6 +78,7 @@ def drain(node_id: str, deadline_s: float) -> None:
     reason = notice.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline_ms = int(1000 * (time.time() + deadline_s))
     client: Any = cast(Any, global_worker).gcs_client
-    is_accepted, why = client.drain_node(node_id, reason, "elastic chaos", deadline_ms)
+    with asking(node_id):
+        is_accepted, why = client.drain_node(node_id, reason, "elastic chaos", deadline_ms)
     if not is_accepted:
         raise WrongInput(f"Ray refused to drain node {node_id}: {why}")

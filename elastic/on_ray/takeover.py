@@ -6,16 +6,18 @@ in elastic/past.py.
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.control.adoption import at_work
-from elastic.control.state import Adopted, Standing
+from elastic.control.state import Active, Adopted, Ledger, Phase, Standing
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
+from elastic.protocol.waits import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
@@ -30,9 +32,15 @@ SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting
 class Takeover:
     """The wait for introductions."""
 
-    def __init__(self, cluster: "RayCluster", candidates: dict[int, ActorHandle[Any]]) -> None:
+    def __init__(
+        self,
+        cluster: "RayCluster",
+        candidates: dict[int, ActorHandle[Any]],
+        end: Callable[[ActorHandle[Any]], None] = end,
+    ) -> None:
         """candidates: the run's worker actors as Ray knows them, some dead or not yet started."""
-        self._cluster, self._candidates = cluster, candidates
+        self._cluster, self._candidates, self._end = cluster, candidates, end
+        self._newest = max(candidates, default=-1)
         self._standings: dict[int, Standing] = {}
         self._has_news = asyncio.Event()
 
@@ -73,10 +81,21 @@ class Takeover:
         except RayError:
             self._cluster.lost(worker, "process_died")
 
-    async def collect(self, patience_s: float | None) -> Adopted:
-        """Everybody's standing; whoever has not said it by then is ended."""
-        deadline = time.monotonic() + (patience_s or PATIENCE_S)
-        while (left_s := deadline - time.monotonic()) > 0 and self._candidates:
+    async def collect(self, ledger: Ledger, phase: Phase) -> Adopted:
+        """Everybody's standing; whoever has not said it by then is ended.
+
+        ledger, phase: the journal's. Who holds the state by them, and is not dead as far as Ray
+        knows, has as long as its lease: something in it may hold the GIL.
+        """
+        detect_s, began = self._cluster.detect_s, time.monotonic()
+        holders = phase.membership.workers if isinstance(phase, Active) else tuple(ledger.holders)
+        watching = [asyncio.ensure_future(self._drop_dead(w)) for w in self._candidates]
+        while self._candidates:
+            is_missed = any(w in self._candidates for w in holders)
+            limit_s = waits_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S
+            left_s = began + limit_s - time.monotonic()
+            if left_s <= 0:
+                break
             is_enough = at_work(self._holding()) is not None
             self._has_news.clear()
             try:
@@ -85,11 +104,21 @@ class Takeover:
             except TimeoutError:
                 if is_enough:
                     break
+        for task in watching:
+            task.cancel()
         for actor in self._candidates.values():
-            end(actor)
+            self._end(actor)
         self._candidates.clear()
         by_worker = tuple(self._standings[w] for w in sorted(self._standings))
-        return Adopted(by_worker, self._cluster.now())
+        return Adopted(by_worker, self._cluster.now(), self._newest)
+
+    async def _drop_dead(self, worker: int) -> None:
+        """A candidate that Ray knows, or learns, to be dead says nothing."""
+        try:
+            await cast(Any, self._candidates[worker]).is_free.remote()  # waits behind `run`
+        except RayError:
+            self._candidates.pop(worker, None)
+            self._has_news.set()
 
     def _holding(self) -> tuple[Standing, ...]:
         kinds = ("working", "stopped", "ended")

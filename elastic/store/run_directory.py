@@ -90,7 +90,7 @@ class RunDirectory:
         self._samples = self._open("samples.jsonl")
         self.last_step = self._repair()
         """Committed steps on record."""
-        self._uploaded_step = self.last_step
+        self._written_step = self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
         if self._remote is not None:
             self._uploader.start()
@@ -102,8 +102,8 @@ class RunDirectory:
 
     @property
     def safe_step(self) -> int:
-        """Committed steps whose record outlives this process."""
-        return self.last_step if self._remote is None else self._uploaded_step
+        """Committed steps whose record outlives this process: no line of them waits for room."""
+        return self._written_step if self._remote is None else self._uploaded_step
 
     @property
     def tensorboard(self) -> Path | None:
@@ -153,6 +153,7 @@ class RunDirectory:
             self._samples.append(samples)
         finally:
             self._metrics.append(metrics)
+        self._written_step = step
         return True
 
     def roll_back(self, step: int) -> int:
@@ -173,18 +174,33 @@ class RunDirectory:
             rolled_back.close()
             self._metrics.truncate(cut)
             self._samples.truncate(end_of_step(self._samples.path, step))
-            self.last_step = step
+            self.last_step = self._written_step = step
         return lost
 
     def sync(self) -> None:
-        """What is on record survives the machine's crash, as far as it is local."""
+        """What is on record survives the crash of this machine."""
         for lines in (self._metrics, self._samples):
             lines.sync()
+        if self._remote is not None:
+            self.flush(with_status=False)
+
+    def skip_to(self, step: int) -> tuple[int, int] | None:
+        """Go on from a state that is newer than the record, whose lines are lost with those who
+        had them last. First and last of the missing steps, None if none is missing."""
+        first, last = self.last_step + 1, step
+        if first > last:
+            return None
+        log.warning(
+            'step=%d reason="the lines of steps %d to %d are lost: the run goes on without them"',
+            *(step, first, last),
+        )
+        self.last_step = self._written_step = step
+        return first, last
 
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:
-            step = self.last_step
+            step = self._written_step
             for lines in (self._journal, self._samples, self._metrics):
                 lines.upload()
             self._uploaded_step = min(step, self.last_step)

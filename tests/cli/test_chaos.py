@@ -373,6 +373,14 @@ def test_a_loss_belongs_to_the_last_fault_before_it(tmp_path):
     assert results == ["no loss followed", "recovered"]
 
 
+def test_a_loss_long_after_a_fault_has_another_cause(tmp_path):
+    early = replace(KILLED, what="stop", at=2.0, for_s=1.0)
+    folder = write_run(tmp_path / "run", [*BEGIN, *LOSS, *END], [early])
+    for detect_s, result in ((0.5, "no loss followed"), (3.0, "recovered")):
+        (tmp_path / "run" / "config.json").write_text(json.dumps({"detect_s": detect_s}))
+        assert [f["result"] for f in report(read_story(folder))["faults"]] == [result]
+
+
 class Tags(HTMLParser):
     def __init__(self):
         super().__init__()

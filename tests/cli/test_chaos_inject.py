@@ -7,11 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError, RayTaskError
 
 from elastic.chaos.inject import Injector, is_here
 from elastic.chaos.plan import make_plan
 from elastic.chaos.record import read_done
 from elastic.chaos.scenario import parse_scenario
+from elastic.on_ray.remote_faults import asking
+from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
 
 
@@ -92,6 +95,40 @@ def test_only_processes_of_ray_are_ever_signalled(process, tmp_path):
     why = f"process {stranger.pid} is no worker of Ray (any more)"
     assert done == [("1.1", "kill", "w0", stranger.pid, why)]
     assert stranger.poll() is None
+
+
+class DrainsNodes(Injector):
+    """Has no Ray: keeps which nodes it would have drained."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.nodes = []
+
+    def _hit(self, strike, row):
+        self.nodes.append(row["node_id"])
+        return 5.0
+
+
+def test_a_node_is_drained_once_and_all_its_workers_are_on_record(process, tmp_path):
+    workers = [process("ray::WorkerActor.run"), process("ray::WorkerActor.run")]
+    run = FakeRun(tmp_path / "run", workers, num_faults=2)
+    drain = {"what": "drain", "whom": {"node_of": 0}, "when": {"step": 1}}
+    scenario = parse_scenario({"name": "s", "faults": [drain]}, "s", run.directory)
+    folder = open_folder(str(run.directory))
+    injector = DrainsNodes(folder, scenario, make_plan(scenario, 2), tell=run.tell)
+    injector.run()
+    assert injector.nodes == ["n"]
+    assert [(d.strike, d.worker, d.at, d.note) for d in read_done(folder)] == [
+        ("1.1", "w0", 5.0, ""), ("1.1", "w1", 5.0, ""),
+    ]  # fmt: skip
+
+
+def test_a_node_that_has_just_died_does_not_end_the_scenario():
+    with pytest.raises(WrongInput, match="node n cannot be asked: The actor"), asking("n"):
+        raise RayActorError
+    gone = RayTaskError("send", "a traceback", ProcessLookupError("process 7 is gone"))
+    with pytest.raises(ProcessLookupError, match="process 7 is gone"), asking("n"):
+        raise gone
 
 
 def test_a_stopped_process_is_woken_when_the_run_ends_before(process, tmp_path):

@@ -51,3 +51,12 @@ def test_damage_that_was_found_is_told_at_the_end():
         "the checkpoint of step 120 was damaged and kept aside, an earlier one used: part 1: "
         "bytes 0..9 are not what was written"
     )
+
+
+def test_steps_without_lines_are_told_at_the_end():
+    trouble = StorageTrouble()
+    trouble.hear_missing(4, 5)
+    assert trouble.summary(5, "") == (
+        "steps 4 to 5 have no lines in metrics.jsonl and samples.jsonl: they were not on record "
+        "when the run went on from a state of step 5"
+    )

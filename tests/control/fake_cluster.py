@@ -184,6 +184,8 @@ class FakeCluster:
             if w.is_alive and w.source is None and w.form is not None:
                 assert w.mode in AT_REST, (w, command)
         assert len(states) <= 1, "members differ"
+        is_rolling = bool(command.roll_forward)
+        assert not is_rolling or not any(w.source for w in members), "misses an evaluation"
         assert command.vote_of is None or command.vote_of in command.membership.workers
         for w in self.workers.values():
             if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
@@ -374,6 +376,8 @@ class FakeCluster:
         w.mode, w.rank = "ended", membership.rank_of(w.number)
         members = [self.workers[number] for number in membership.workers]
         self.groups.setdefault(membership.generation, Group(members))
+        if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
+            self.send(w, Committed(membership.generation, w.step, 0.1, self.now))
         self.save(w, membership.generation)
         sha = f"{w.state:x}"
         self.send(w, Ended(membership.generation, w.rank, sha, self.now))

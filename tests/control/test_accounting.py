@@ -4,6 +4,8 @@ import pytest
 
 from elastic.control.accounting import Account, Recovery, account, open_account
 from elastic.control.state import (
+    Adopted,
+    CollectiveFailed,
     Committed,
     Decision,
     Done,
@@ -16,6 +18,7 @@ from elastic.control.state import (
     Paused,
     Phase,
     Running,
+    Standing,
     Suspended,
     Synced,
     Tick,
@@ -100,8 +103,8 @@ def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
     so_far, _ = play(
         [
             *BEGIN,
-            WorkerLost(0, "node_died", 8.0, 8.0),
-            WorkerLost(1, "node_died", 8.0, 8.0),
+            WorkerLost(0, "process_died", 8.0, 8.0),
+            WorkerLost(1, "process_died", 8.0, 8.0),
             WorkerReady(2, 10.0),
             Loaded(2, 0, 11.0),
             Joined(3, 0, 0.0, 11.5),
@@ -113,7 +116,7 @@ def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
     assert so_far.badput_s["waiting"] == 3.0
     assert so_far.goodput_s == 0.5
     (recovery,) = so_far.recoveries
-    assert (recovery.cause, recovery.lost_steps, recovery.total_s) == ("node_died", 2, 4.0)
+    assert (recovery.cause, recovery.lost_steps, recovery.total_s) == ("process_died", 2, 4.0)
     assert recovery.fence_s == 3.0
 
 
@@ -128,3 +131,27 @@ def test_ticks_without_news_may_be_left_out():
     so_far = open_account(0.0)
     ledger = Ledger(generation=1)
     assert account(so_far, Tick(5.0), phase, 1, Decision(ledger, phase)) == so_far
+
+
+def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
+    standing = Standing(0, "stopped", 2, 0, 2, 2)
+    so_far, _ = play(
+        [
+            *BEGIN,
+            Adopted((standing,), 9.0),
+            Suspended(3, 0, 2, False, False, 9.5),
+            Joined(4, 0, 0.0, 10.0),
+            Committed(4, 3, 1.0, 11.0),
+        ]
+    )
+    assert [(r.cause, r.total_s) for r in so_far.recoveries] == [("process_died", 2.0)]
+
+
+@pytest.mark.parametrize(("joined", "cause"), [(1, "join_timeout"), (2, "hung")])
+def test_who_never_answers_is_a_recovery(joined: int, cause: str):
+    events = BEGIN[: len(BEGIN) - 2 + joined]
+    failed = CollectiveFailed(2, 0, "reset", 8.0)
+    answer = Suspended(2, 0, 2, False, False, 8.5)
+    rest = [Tick(11.0), Joined(3, 0, 0.0, 12.0), Committed(3, 3, 1.0, 13.0)]
+    so_far, _ = play([*events, failed, answer, *rest])
+    assert [(r.cause, r.total_s) for r in so_far.recoveries] == [(cause, 2.0)]

@@ -53,6 +53,15 @@ def test_a_generation_that_is_given_up_records_nothing_more_and_its_successor_sa
     assert told.recorded == [(2, 1)]
 
 
+def test_what_is_said_again_at_the_end_is_held_already():
+    told = Told()
+    told.commits.end(3)
+    told.commit(3, 1, 2)
+    assert told.recorded == [(3, 1), (3, 2)]
+    told.commit(4, 3)
+    assert told.recorded == [(3, 1), (3, 2)]
+
+
 def test_only_the_first_word_of_a_generation_tells_its_first_step():
     told = Told()
     assert told.commits.hear_joined(1)

@@ -2,12 +2,24 @@
 
 from dataclasses import replace
 
-from elastic.control.commands import Form, Keep, Load, Pause, Publish, Retire, Spawn, Sync
+from elastic.control.commands import (
+    Abort,
+    Discard,
+    Form,
+    Keep,
+    Load,
+    Pause,
+    Publish,
+    Retire,
+    Spawn,
+    Sync,
+)
 from elastic.control.state import (
     DrainNotice,
     Forming,
     Joined,
     Kept,
+    PartFailed,
     PartSaved,
     Paused,
     Pausing,
@@ -18,7 +30,7 @@ from elastic.control.state import (
     WorkerReady,
 )
 from elastic.protocol.membership import Membership
-from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some
+from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some, suspended
 
 NOTICE = DrainNotice(0, "drain", deadline=40.0, at=10.0)
 ONE = replace(LIMITS, min_workers=1)
@@ -41,7 +53,8 @@ def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
     )
     assert commands == [Retire((0,))]
     assert phase == Running(new)
-    assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, leave_at=25.0)
+    times = {"leave_at": 25.0, "gone_at": 40.0}
+    assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, **times)
 
 
 def test_without_a_replacement_it_leaves_after_half_of_the_notice():
@@ -152,3 +165,46 @@ def test_a_shard_is_saved_before_its_holder_leaves():
     new = Membership(8, (1, 2))
     assert commands == [Spawn((3,)), Pause(ABC), Keep(ABC), Form(new, 44)]
     assert (phase, ledger.kept_step) == (Forming(new, 57.0), 44)
+
+
+ALL = tuple(replace(NOTICE, worker=w, at=10.0 + w) for w in range(3))
+SAVES = replace(LIMITS, can_save=True)
+ASKED = (*ALL, Tick(25.0), *(Paused(7, rank, 44, 26.0) for rank in range(3)))
+
+
+def test_a_state_counts_as_saved_only_once_all_of_it_is():
+    ledger, phase, commands = play(LEDGER, Running(ABC), *ASKED, limits=SAVES)
+    assert (commands[-1], ledger.kept_step) == (Keep(ABC), -1)
+    ledger, phase, commands = play(
+        ledger,
+        phase,
+        PartSaved(7, 0, 44, 27.0),
+        Kept(7, 0, 27.0),
+        lost(2, 28.0),
+        *(suspended(rank, 44, at=28.0) for rank in (0, 1)),
+        limits=SAVES,
+    )
+    two = Membership(8, (0, 1))
+    assert commands == [Abort(ABC), Discard(7, 44), Form(two, 44)], "they go on, and try again"
+    assert (phase, ledger.kept_step) == (Forming(two, 58.0), -1)
+
+
+def test_a_part_that_could_not_be_saved_is_no_saved_state():
+    kept = [Kept(7, rank, 27.0) for rank in range(3)]
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), *ASKED, PartFailed(7, 1, 44, "full", 26.5), *kept, limits=SAVES
+    )
+    assert commands[-2:] == [Discard(7, 44), Form(Membership(8, (0, 1, 2)), 44)]
+    assert ledger.kept_step == -1
+
+
+def test_nobody_waits_for_a_save_longer_than_the_notice():
+    ledger, phase, _ = play(LEDGER, Running(ABC), *ASKED, Kept(7, 0, 27.0), limits=SAVES)
+    waiting = play(ledger, phase, Tick(39.9), limits=SAVES)
+    assert waiting == (ledger, phase, [])
+    ledger, phase, commands = play(ledger, phase, Tick(40.0), limits=SAVES)
+    same = Membership(8, (0, 1, 2))
+    assert commands == [Form(same, 44)]
+    joined = [Joined(8, rank, 0.0, 41.0) for rank in range(3)]
+    ledger, phase, commands = play(ledger, phase, *joined, Tick(42.0), limits=SAVES)
+    assert (phase, commands) == (Running(same), []), "it is not tried again"

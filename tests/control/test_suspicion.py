@@ -52,6 +52,17 @@ def test_without_a_usual_time_patience_is_a_hundred_times_longer():
     assert suspicion(Watch(beat, 10.0), 290.0, 10.0, detect_s=3.0)
 
 
+def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_it():
+    building = replace(BEAT, generation=0, step=0, phase="starting", p95_s=None, phase_s=299.0)
+    late = replace(building, phase_s=301.0)
+    assert suspicion(Watch(building, 10.0), None, 10.0, detect_s=3.0) is None
+    assert suspicion(Watch(late, 10.0), None, 10.0, detect_s=3.0) == (
+        "it is not ready to join; 301.0 s in starting of step 1 (no usual time known)"
+    )
+    waits = replace(late, phase="lobby")
+    assert suspicion(Watch(waits, 10.0), None, 10.0, detect_s=3.0) is None
+
+
 def test_long_silence_needs_no_history_of_the_phase():
     beat = replace(BEAT, p95_s=None, phase_s=0.5)
     assert suspicion(Watch(beat, 10.0), None, 15.9, detect_s=3.0) is None
@@ -146,8 +157,9 @@ def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
 def test_members_that_are_silent_all_at_once_may_only_be_cut_off():
     """Nothing could go on without them, and they train on: their lease is as long as ours."""
     silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0) for w in (1, 2)]
-    standby = Watch(replace(BEAT, worker=3, generation=0), 19.9)
-    assert [w for w, _ in suspects([*silent, standby], 39.9, 3.0)] == [3]
+    standby = Watch(replace(BEAT, worker=3, generation=0, phase="lobby"), 10.1)
+    assert not dict(suspects([*silent, standby], 17.0, 3.0)), "with them it may be cut off, too"
+    assert not dict(suspects([*silent, standby], 39.9, 3.0))
     assert [w for w, _ in suspects([*silent, standby], 40.1, 3.0)] == [1, 2, 3]
     heard = Watch(replace(BEAT, worker=4, p95_s=0.1), 19.0)
     assert [w for w, _ in suspects([*silent, heard], 20.0, 3.0)] == [1, 2]

@@ -232,6 +232,28 @@ def test_while_a_survivor_evaluates_the_survivors_go_on_alone_and_pause():
     assert isinstance(phase, Forming)
 
 
+def test_who_rolls_forward_may_have_to_evaluate_and_newcomers_enter_after_that():
+    ledger = replace(LEDGER, synced=some(5))
+    behind = [suspended(rank, 40, prepared=True) for rank in (1, 2)]
+    events = (Committed(7, 41, 0.1, 8.0), lost(0), *behind)
+    ledger, phase, commands = play(ledger, Running(ABC), *events)
+    two = Membership(8, (1, 2))
+    assert commands[1] == Form(two, 41, roll_forward=(1, 2), then_pause=True)
+    joined = [Joined(8, rank, 0.0, 9.5) for rank in (0, 1)]
+    paused = [Paused(8, rank, 41, 10.0) for rank in (0, 1)]
+    _, _, commands = play(ledger, phase, *joined, *paused)
+    assert commands == [Form(Membership(9, (1, 2, 5)), 41)]
+
+
+def test_a_holder_that_waits_one_step_behind_rolls_forward_before_newcomers_enter():
+    ledger = replace(LEDGER, step=41, holders=some(1), behind=some(1), syncing=some(5))
+    ledger, phase, commands = play(ledger, Waiting("few"), Synced(5, 9.0))
+    alone = Membership(8, (1,))
+    assert commands[0] == Form(alone, 41, roll_forward=(1,), then_pause=True)
+    _, _, commands = play(ledger, phase, Joined(8, 0, 0.0, 9.5), Paused(8, 0, 41, 10.0))
+    assert commands[0] == Form(Membership(9, (1, 5)), 41)
+
+
 def test_a_spent_budget_ends_the_run_with_the_reason():
     ledger = replace(LEDGER, failures=2, ready=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
@@ -412,6 +434,11 @@ def test_a_worker_that_is_no_part_of_the_run_is_retired():
 
 
 # --- stop and end ------------------------------------------------------------------
+def test_a_step_that_is_said_again_at_the_end_is_no_news():
+    ending = Ending(ABC, "succeeded", "", 30.0)
+    assert play(LEDGER, ending, Committed(7, 40, 0.1, 9.0)) == (LEDGER, ending, [])
+
+
 def test_a_requested_stop_pauses_at_a_step_boundary_and_says_the_hash():
     pauses = [Paused(7, rank, 41, 2.0) for rank in range(3)]
     _, phase, commands = play(LEDGER, Running(ABC), StopRequested("SIGINT", 1.0), *pauses)

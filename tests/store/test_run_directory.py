@@ -1,6 +1,9 @@
 """The run directory: one line per committed step, through crashes and roll backs."""
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,29 @@ def test_a_step_that_is_said_twice_is_recorded_once(run):
     record(run, range(1, 3))
     assert not run.record_step(metrics(2, attempt=1), samples(2))
     assert read_lines(run.folder, "metrics.jsonl") == [metrics(1), metrics(2)]
+
+
+class Full(io.FileIO):
+    """A file on a disk without room."""
+
+    is_full = True
+
+    def write(self, content) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
+def test_a_step_is_safe_only_once_its_lines_are_written(run):
+    record(run, range(1, 4))
+    run._metrics._file = disk = Full(run._metrics.path, "ab")
+    for step in (4, 5):
+        with pytest.raises(OSError, match="No space left"):
+            run.record_step(metrics(step), samples(step))
+    assert (run.last_step, run.safe_step) == (5, 3)
+    disk.is_full = False
+    record(run, range(6, 7))
+    assert (run.safe_step, steps_in(run.directory / "metrics.jsonl")) == (6, [1, 2, 3, 4, 5, 6])
 
 
 def test_a_gap_is_refused(run):
@@ -136,6 +162,21 @@ def test_a_roll_back_that_was_killed_half_way_is_finished_when_the_run_is_opened
     assert steps_in(again.directory / "metrics.rolledback.jsonl") == [4, 5]
 
 
+def test_a_checkpoint_newer_than_the_record_is_gone_on_from_and_the_missing_steps_are_told(
+    run, tmp_path
+):
+    record(run, range(1, 4))
+    again = RunDirectory(str(tmp_path), "r")
+    assert again.skip_to(3) is None
+    assert again.skip_to(5) == (4, 5)
+    assert (again.last_step, again.safe_step) == (5, 5)
+    record(again, range(6, 8))
+    assert again.roll_back(6) == 1
+    assert steps_in(again.directory / "metrics.jsonl") == [1, 2, 3, 6]
+    assert steps_in(again.directory / "samples.jsonl") == [1, 2, 3, 6]
+    assert RunDirectory(str(tmp_path), "r").last_step == 6
+
+
 def test_beginning_a_run_again_takes_its_old_result_away(run):
     run.write_result(RESULT)
     run.begin({"steps": 6})
@@ -167,6 +208,13 @@ def test_storage_that_cannot_append_gets_segments_then_whole_files(tmp_path):
     (run.logs / "w0.log").write_text("hello\n")
     run.flush()
     assert run.place == "runs/r"
+    assert run.safe_step == 3
+    record(run, range(4, 5))
+    assert run.safe_step == 3
+    run.sync()
+    assert run.safe_step == 4
+    assert [m["step"] for m in read_lines(run.folder, "metrics.jsonl")] == [1, 2, 3, 4]
+    assert run.roll_back(3) == 1
     assert [m["step"] for m in read_lines(run.folder, "metrics.jsonl")] == [1, 2, 3]
     assert read_json(run.folder, "status.json") == STATUS
     assert run.roll_back(1) == 2
@@ -178,5 +226,6 @@ def test_storage_that_cannot_append_gets_segments_then_whole_files(tmp_path):
     again = RunDirectory(remote, "r", spool=tmp_path / "another machine")
     assert again.last_step == 1
     again.close()
-    assert read_lines(run.folder, "metrics.rolledback.jsonl") == [metrics(2), metrics(3)]
+    moved = [metrics(4), metrics(2), metrics(3)]
+    assert read_lines(run.folder, "metrics.rolledback.jsonl") == moved
     assert run.folder.at("logs").read("w0.log") == b"hello\n"

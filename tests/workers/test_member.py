@@ -57,6 +57,23 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     assert list(records[0]) == [1, 2, 3]
 
 
+def test_who_rolls_forward_comes_to_its_evaluation_before_it_pauses(rigs):
+    committed, behind = rigs
+    for rig in rigs:
+        rig.step()
+    committed.step()
+    behind.member.group = LosesVote()
+    behind.session._reducer_of = (0, ())
+    fields, payload = committed.link.of("committed")[-1]
+    behind.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    behind.form(generation=2, step=2, vote=fields["vote"], payload=payload, then_pause=True)
+    behind.form(generation=3, step=2)
+    assert behind.step().committed
+    assert (behind.link.of("paused"), behind.session.generation) == ([], 2)
+    behind.step()
+    assert behind.link.of("paused") == [({"generation": 2, "rank": 0, "step": 2}, b"")]
+
+
 def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     calm, cancelled = rigs
     for rig in rigs:
