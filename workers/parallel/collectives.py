@@ -76,8 +76,9 @@ class Collectives:
 
     def _wait(self, launch: Callable[[], Pending]) -> None:
         try:
+            pending = launch()  # not yet a wait: who hangs in here is late, and nobody else is
             with self._gathering():
-                launch().wait()
+                pending.wait()
         except PeerLost as error:
             self._on_lost(error)
 

@@ -32,7 +32,7 @@ def cases():
         yield pytest.param(strategy, fault, instant, marks=marks)
 
 
-@pytest.mark.parametrize(("strategy", "fault", "instant"), cases())
+@pytest.mark.parametrize(("strategy", "fault", "instant"), list(cases()))
 def test_a_fault_at_an_instant_changes_no_bit(
     strategy, fault, instant, tmp_path, ray_temp, reference
 ):
