@@ -15,6 +15,8 @@ BENCHMARKS = (
     "startup",
     "join",
     "recovery",
+    "controller_death",
+    "fsdp_recovery",
     "feed",
     "feed_wait",
     "feed_regroup",

@@ -27,7 +27,7 @@ from tests.bench.harness import (
     report,
     storage_directory,
 )
-from tests.bench.recovery import summary
+from tests.bench.recovery import against_peer, summary
 from tests.bench.torchrun_fsdp import MODEL
 
 WORKERS = 4
@@ -102,6 +102,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--per-run", type=int, default=5, help="kills in one run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-peer", action="store_true", help="do not measure Ray Train")
     arguments = parser.parse_args()
     dice = random.Random(arguments.seed)
     about = machine(WORKERS)
@@ -114,6 +115,8 @@ def main() -> int:
         ]
     seconds = [s for of_run, _ in runs for s in of_run]
     results, is_sound = summary(seconds, [end for _, end in runs], sha, median_step_s)
+    if not arguments.no_peer:
+        results |= against_peer("tests.bench.ray_train_fsdp", 15, seconds)
     report("SIGKILL of one of 4 FSDP ranks", list(results), [list(results.values())])
     setting = f"{len(seconds)} kills in {len(runs)} runs, bitwise, snapshots every step"
     record("fsdp recovery", about=about, setting=setting, results=results)

@@ -99,15 +99,20 @@ def kills_of_a_run(
     return seconds, found
 
 
-def peer_kill() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.bench.ray_train", "--workers", str(WORKERS)]
-    command += ["--kill-at", "25"]
+def against_peer(module: str, kill_at: int, seconds: list[float]) -> dict[str, str]:
+    """The same kill in tuned Ray Train, run by `module`: what is recorded of it."""
+    command = [sys.executable, "-m", module, "--workers", str(WORKERS), "--kill-at", str(kill_at)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=600
     )
     if done.returncode:
         raise RuntimeError(f"the peer failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    peer = json.loads(done.stdout.splitlines()[-1])
+    peer_s = peer["recovery_s"] - peer["median_step_s"]
+    return {
+        "Ray Train tuned": f"{peer_s:.1f} s, {peer['redone_steps']} steps redone",
+        "ratio": f"{peer_s / max(percentile(seconds, 50), 1e-3):.0f}x",
+    }
 
 
 def summary(
@@ -149,10 +154,7 @@ def main() -> int:
     seconds = [s for of_run, _ in runs for s in of_run]
     results, is_sound = summary(seconds, [end for _, end in runs], sha, median_step_s)
     if not arguments.no_peer:
-        peer = peer_kill()
-        peer_s = peer["recovery_s"] - peer["median_step_s"]
-        results["Ray Train tuned"] = f"{peer_s:.1f} s, {peer['redone_steps']} steps redone"
-        results["ratio"] = f"{peer_s / max(percentile(seconds, 50), 1e-3):.0f}x"
+        results |= against_peer("tests.bench.ray_train", 25, seconds)
     report("SIGKILL of one of 4 workers", list(results), [list(results.values())])
     record(
         "recovery",
