@@ -6,7 +6,7 @@ Reading happens in this process; no Ray.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.table import Table
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
+
+if TYPE_CHECKING:
+    from elastic.data.record import FeedRecord
 
 app = typer.Typer(no_args_is_help=True, help="Show a data set's plan; check what a run used.")
 MAX_SHOWN = 10
@@ -109,9 +112,17 @@ def check(
         return 1
     print(
         f"{found.steps} steps used {found.rows:,} rows, each as planned: {found.epochs} whole "
-        f"epochs{size}, no row lost, repeated or out of order"
+        f"epoch{'s' * (found.epochs != 1)}{size}, no row lost, repeated or out of order"
     )
     return 0
+
+
+def left_out_words(record: "FeedRecord") -> str:
+    """What an epoch goes without; empty if it has all rows."""
+    counted = {"file": sum(bool(f.problem) for f in record.plan.files)}
+    counted["row group"] = record.num_left_out
+    parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counted.items() if n]
+    return f" without {' and '.join(parts)} that could not be read" if parts else ""
 
 
 def stream_of(config: dict[str, Any], run_dir: str) -> tuple[Iterator[tuple[int, Any]], str]:
@@ -131,7 +142,8 @@ def stream_of(config: dict[str, Any], run_dir: str) -> tuple[Iterator[tuple[int,
     if isinstance(dataset, ParquetSource):
         made = make_plan(dataset, config["seed"])
         place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
-        return planned_stream(open_record(made, place)), ""
+        record = open_record(made, place)
+        return planned_stream(record), left_out_words(record)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WrongInput(
             f"dataset() returns a {type(dataset).__name__}, whose order is not planned: only "

@@ -34,6 +34,11 @@ def stop(
     if (result := read_json(folder, "result.json")) is not None:
         print(f"the run has ended already: {result['outcome']} after {result['steps']} steps")
         return 0
+    if address is None and config["address"] == "local":
+        raise WrongInput(
+            "a run with embedded Ray is stopped by Ctrl-C or SIGTERM at its driver; nobody else "
+            "reaches its cluster"
+        )
     from elastic.on_ray.remote_run import ask_to_end  # ray loads here
 
     ask_to_end(run_id_of(folder, run_dir), address or config["address"], is_now=now)

@@ -120,7 +120,7 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
         if not is_there(source.paths[file.root], file.inside):
             raise WrongInput(str(error)) from error
         if source.on_bad_file == "raise":
-            what = f'{error}; repair or remove it, or use on_bad_file="skip"'
+            what = f'{error}; repair or remove it, or use parquet(..., on_bad_file="skip")'
             raise WrongInput(what) from error
     try:  # once more: what passes is no damage
         return _read_footer(source, file)

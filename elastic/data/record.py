@@ -6,10 +6,10 @@ window gives is a function of the plan, so it holds for every later start of the
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from elastic.data.plan import Plan, differences, told
+from elastic.data.plan import Plan, PlannedFile, differences, told
 from elastic.data.stream import WindowKey
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, open_folder, read_json, write_json
@@ -76,6 +76,8 @@ class FeedRecord:
         return {
             "plan_sha256": self.plan.hash,
             "plan": self.plan.to_json(),
+            "files": [[*astuple(f)] for f in self.plan.files],
+            "columns": self.plan.columns,
             "counts": [[k.epoch, k.window, n] for k, n in sorted(self.counts.items())],
             "skipped": [[k.epoch, k.window, *u] for k, u in sorted(self.skipped.items())],
         }
@@ -87,14 +89,15 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
     WrongInput if the run began with another plan: says what changed.
     """
     folder = open_folder(place)
-    record = FeedRecord(plan, folder)
     found = read_json(folder, NAME)
     if found is None:
-        return record
+        return FeedRecord(plan, folder)
     if "plan_sha256" not in found:
         raise WrongInput(
             f"the run {place} began with other data than Parquet files; use another --name"
         )
+    if plan.source.on_bad_file == "skip":  # what is missing or damaged now is left out, not refused
+        plan = as_it_was(plan, found)
     if found["plan_sha256"] != plan.hash:
         changes = told(differences(found["plan"], plan.to_json()))
         raise WrongInput(
@@ -106,7 +109,21 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
             f"the run {place} left out row groups in {len(found['skipped'])} windows; go on with "
             'on_bad_file="skip", or use another --name'
         )
+    record = FeedRecord(plan, folder)
     record.counts = {WindowKey(epoch, window): n for epoch, window, n in found["counts"]}
     record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in found["skipped"]}
     record.written = record.version
     return record
+
+
+def as_it_was(plan: Plan, found: dict[str, Any]) -> Plan:
+    """The plan that the record tells of, if files that are gone or changed are all that differs."""
+    files = tuple(
+        PlannedFile(
+            *first, row_groups=tuple((rows, size) for rows, size in groups), problem=problem
+        )
+        for *first, groups, problem in found["files"]
+    )
+    before = replace(plan, files=files, columns=tuple(found["columns"]))
+    is_more = {f.path for f in plan.files} - {f.path for f in files}
+    return before if before.hash == found["plan_sha256"] and not is_more else plan

@@ -106,8 +106,9 @@ class FeedActor:
         see_folder(order.folder)
         source = within_stores(cloudpickle.loads(order.source), self._note)
         loop = asyncio.get_running_loop()
-        plan = await loop.run_in_executor(None, make_plan, source, order.seed)
-        record = await loop.run_in_executor(None, open_record, plan, order.place)
+        made = await loop.run_in_executor(None, make_plan, source, order.seed)
+        record = await loop.run_in_executor(None, open_record, made, order.place)
+        plan = record.plan
         self._plan = ray.put(cloudpickle.dumps(plan))
         options: dict[str, Any] = {
             "num_returns": 2,

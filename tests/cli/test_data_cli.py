@@ -83,6 +83,18 @@ def test_check_confirms_a_planned_run(folder, tmp_path, capsys):
     assert "15 steps used 180 rows, each as planned: 2 whole epochs" in capsys.readouterr().out
 
 
+def test_check_says_what_was_left_out(folder, tmp_path, capsys):
+    """A file that was damaged before the run began: an epoch is what the others hold."""
+    (folder / "1.parquet").write_bytes(b"PAR1 no more")
+    plan = make_plan(parquet(folder, window_bytes=300, on_bad_file="skip"), 4)
+    windows = [(e, w) for e in range(6) for w in range(len(plan.windows(e)))]
+    ids = np.concatenate([read_window(plan, e, w)[0].ids for e, w in windows])
+    run = record(tmp_path, folder, ids, transform='None, on_bad_file="skip"')
+    assert main(["data", "check", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "5 whole epochs without 1 file that could not be read, no row lost" in said
+
+
 def test_check_reads_again_what_a_transform_decides(folder, tmp_path, capsys):
     ids = planned_ids(folder, lambda t: t.take(list(range(0, t.num_rows, 2))))
     run = record(tmp_path, folder, ids, transform=EVERY_SECOND)

@@ -45,8 +45,8 @@ class LocalFeed:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.plan = make_plan(source, SEED)
-        self.record = open_record(self.plan, str(place))
+        self.record = open_record(make_plan(source, SEED), str(place))
+        self.plan = self.record.plan
         self.server = Server(self.record, self.read, self.notes.append)
 
     async def read(self, key, left_out) -> Read:

@@ -155,3 +155,30 @@ def test_what_happens_while_the_record_is_written_is_written_the_next_time(sourc
     known = json.loads((tmp_path / "data.json").read_text())
     assert known["counts"][:2] == [[0, 0, 5], [0, 1, 7]]
     assert known["skipped"] == [[0, 0, 3]]
+
+
+def test_a_run_that_skips_goes_on_without_a_file_that_is_gone_or_damaged_since(source, tmp_path):
+    """As it would have, had the feed not been started again."""
+    feed = LocalFeed(source, tmp_path)
+    feed.record.write()
+    feed.close()
+    damage(tmp_path / "set")
+    (tmp_path / "set" / "p4.parquet").unlink()
+    without = LocalFeed(source, tmp_path)
+    rows = walk(without)
+    without.record.write()
+    without.close()
+    assert set(rows) < set(range(ROWS))
+    again = LocalFeed(source, tmp_path)
+    assert walk(again) == rows
+    again.close()
+
+
+def test_a_run_that_skips_does_not_take_new_files_in(source, tmp_path):
+    feed = LocalFeed(source, tmp_path)
+    feed.record.write()
+    feed.close()
+    first = next(iter(sorted((tmp_path / "set").glob("*.parquet"))))
+    (tmp_path / "set" / "zz.parquet").write_bytes(first.read_bytes())
+    with pytest.raises(WrongInput, match=r"zz.parquet is new"):
+        open_record(make_plan(source, SEED), str(tmp_path))
