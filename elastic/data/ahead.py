@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from elastic.data.plan import Plan
-from elastic.data.stream import Stream, WindowKey
+from elastic.data.stream import Place, Stream, WindowKey
 
 RESERVE = 1 / 8
 """Of the budget, for the store's own losses; or the largest window, if that is more: a worker may
@@ -32,6 +32,8 @@ class Ahead:
     held: dict[WindowKey, int] = field(default_factory=dict[WindowKey, int])
     """Read, and their bytes."""
     running: set[WindowKey] = field(default_factory=set[WindowKey])
+    end: int | None = None
+    """Of the stream's elements the run uses no more than so many; None: not known."""
     growth: float | None = None
     """Bytes of a window in memory for each byte that the footers promise, at most so far; None:
     nothing has been read yet, and only what somebody waits for is."""
@@ -64,8 +66,11 @@ class Ahead:
             return Turn(tuple(start), tuple(forget))
         forget += self._make_room(needed)
         used = sum(self._sizes().values())
+        last = None if self.end is None else self.stream.find(self.end - 1)
         for key in self.stream.follow(oldest):
             if len(self.running) >= self.plan.source.max_reads:
+                break
+            if isinstance(last, Place) and key > last.key:
                 break
             if key in self.held or key in self.running or key < needed:
                 continue

@@ -38,14 +38,18 @@ class Server:
     """Windows of one plan, in any order that workers ask for. One event loop's."""
 
     def __init__(
-        self, record: FeedRecord, read: ReadWindow, note: Callable[[dict[str, Any]], None]
+        self,
+        record: FeedRecord,
+        read: ReadWindow,
+        note: Callable[[dict[str, Any]], None],
+        end: int | None = None,
     ) -> None:
-        """note: what has to go into the journal."""
+        """note: what has to go into the journal. end: elements that the run uses at most."""
         self.record, self._read, self._note = record, read, note
         stream = Stream(record.plan)
         for key, count in record.counts.items():
             stream.record(key, count)
-        self.ahead = Ahead(record.plan, stream)
+        self.ahead = Ahead(record.plan, stream, end=end)
         self._reads: dict[WindowKey, asyncio.Task[Read]] = {}
         self._rows: dict[WindowKey, Any] = {}
         self._front: tuple[WindowKey, WindowKey] | None = None

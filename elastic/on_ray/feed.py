@@ -55,6 +55,8 @@ class FeedOrder:
     seed: int
     place: str
     """The run directory, which need not exist yet."""
+    num_samples: int | None = None
+    """That the run will use; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ class FeedActor:
             asyncio.ensure_future(end_when_alone(order.run_id)),
             asyncio.ensure_future(self._tell_late(plan)),
         ]
-        return Server(record, self._read, self._note)
+        end = None if order.num_samples is None else order.num_samples * source.row_length
+        return Server(record, self._read, self._note, end)
 
     async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
         folder, here = self._order.folder, ray.get_runtime_context().current_actor

@@ -125,5 +125,6 @@ def open_feed(spec: WorkerSpec, workload: bytes, source: bytes) -> RayFeed:
             folder=spec.folder,
             seed=spec.seed,
             place=spec.place,
+            num_samples=spec.steps * spec.global_batch,
         )
     )

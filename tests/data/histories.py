@@ -39,7 +39,7 @@ def write_rows(folder: Path) -> Path:
 class LocalFeed:
     """`elastic.data.serving` in a thread of its own, where Ray would have an actor."""
 
-    def __init__(self, source, place: Path) -> None:
+    def __init__(self, source, place: Path, end: int | None = None) -> None:
         self.row_length = source.row_length
         self.reads, self.peak_bytes, self.notes = [], 0, []
         self.loop = asyncio.new_event_loop()
@@ -47,7 +47,7 @@ class LocalFeed:
         self.thread.start()
         self.record = open_record(make_plan(source, SEED), str(place))
         self.plan = self.record.plan
-        self.server = Server(self.record, self.read, self.notes.append)
+        self.server = Server(self.record, self.read, self.notes.append, end)
 
     async def read(self, key, left_out) -> Read:
         self.reads.append(key)

@@ -159,3 +159,17 @@ def test_a_filtered_run_goes_on_by_its_record_and_reads_nothing_before(tmp_path)
     again.close()
     assert min(again.reads) == key
     assert (window.first, window.rows.table) == (first.first, first.rows.table)
+
+
+@pytest.mark.parametrize("kind", ["planned", "filtered"])
+def test_nothing_is_read_far_behind_the_end_of_the_run(kind, tmp_path):
+    """The budget would hold hundreds of epochs."""
+    source = parquet(write_rows(tmp_path / "set"), window_bytes=300, **SOURCES[kind])
+    feed, at = LocalFeed(source, tmp_path, end=ROWS), 0
+    while at < ROWS:
+        at = feed.window_at(at, at, lambda: False).end
+    feed.close()
+    last = max(feed.reads)
+    known = feed.server.ahead.stream.find(ROWS - 1)
+    assert last.epoch <= known.key.epoch + 1
+    assert last <= known.key or (kind == "filtered" and last.window < source.max_reads)
