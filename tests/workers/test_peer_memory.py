@@ -6,6 +6,7 @@ Ranks are processes, holders live in the test's process, and nobody writes to st
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import build, catalogue_in, enter, newcomer, sha256, spec, train
@@ -79,6 +80,7 @@ class Rank:
             train(self.replica, self.group, self.parallel, 1, after_step=self.keep(keep))
         if is_last_held:
             self.keeper.wait(NEVER)
+        self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
 
     def keep(self, does_so):
         return lambda replica: does_so and self.keeper.after_step(replica, self.place)
