@@ -1,5 +1,7 @@
 """What a worker shows of itself, as its pulse reads it."""
 
+import os
+import signal
 from mmap import PROT_READ, mmap
 
 import torch
@@ -73,3 +75,22 @@ def test_a_compilation_in_the_middle_of_a_step_is_a_phase_of_its_own():
         seen.append(vitals.phase)
     assert seen == ["compile", "compute", "compute", "compile", "compute"]
     assert set(seen) <= set(PHASES)
+
+
+def test_a_reader_never_sees_a_process_that_has_not_begun():
+    """Read by another process all the while it is written."""
+    vitals, seen = Vitals(), set()
+    vitals.generation = 3
+    vitals.enter("reduce")
+    writer = os.fork()
+    if writer == 0:
+        while True:
+            vitals.enter("vote")
+            vitals.enter("reduce")
+    with mmap(vitals.fd, 4096, prot=PROT_READ) as memory:
+        for _ in range(50_000):
+            read = read_vitals(memory)
+            seen.add((read["generation"], read["phase_s"] < 3600))
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    assert seen == {(3, True)}

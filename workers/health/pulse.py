@@ -56,7 +56,7 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
     while True:
         before, generation, step, phase, since, p95, *others = LAYOUT.unpack_from(memory, 0)
         after = LAYOUT.unpack_from(memory, 0)[0]
-        if before == after and not before & 1:
+        if before and before == after and not before & 1:
             break
     number, collective, size, part, which, own_steps, own_s = others
     return {

@@ -46,6 +46,7 @@ LAYOUT = struct.Struct("<QqqIddqIqIIqd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1; of the last collective waited
 for: number, index in COLLECTIVES, elements, index in PARTS and which of these; own steps, own
 seconds per pass."""
+SEQUENCE = struct.Struct("<Q")
 SIZE_BYTES = 4096
 _WINDOW = 64
 _OWN_WINDOW = 8
@@ -129,18 +130,20 @@ class Vitals:
         self._pack()
 
     def _pack(self) -> None:
-        for parity in (1, 2):
-            LAYOUT.pack_into(
-                self._memory,
-                0,
-                self._sequence + parity,
-                self.generation,
-                self.step,
-                self._phase,
-                self._since,
-                self._p95,
-                *self._collective,
-                self._own_steps,
-                self._own_s,
-            )
+        """Odd while the rest is written. Not with pack_into, which writes zeros first: a reader in
+        that moment would take them for a process that has never begun."""
+        packed = LAYOUT.pack(
+            self._sequence,
+            self.generation,
+            self.step,
+            self._phase,
+            self._since,
+            self._p95,
+            *self._collective,
+            self._own_steps,
+            self._own_s,
+        )
+        self._memory[:8] = SEQUENCE.pack(self._sequence + 1)
+        self._memory[8 : LAYOUT.size] = packed[8:]
         self._sequence += 2
+        self._memory[:8] = SEQUENCE.pack(self._sequence)
