@@ -193,7 +193,7 @@ def _check_shardable(optimizer: torch.optim.Optimizer, spec: Settings) -> None:
         )
     if spec.reduction != "bitwise":
         return
-    if type(optimizer) not in ELEMENTWISE:  # a subclass may do anything
+    if not isinstance(optimizer, ELEMENTWISE):
         raise WrongInput(
             f"{kind} is not known to be elementwise, which reduction='bitwise' with parallel="
             f"{spec.parallel!r} needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
