@@ -204,7 +204,6 @@ class Step:
         self._has_iterated = False
         self._is_awaiting_backward = False
         self._num_passes_left = 0
-        self._is_echo = False
 
     def __enter__(self) -> "Step":
         self._session._open = self
@@ -258,6 +257,9 @@ class Step:
         member.replica.casting.cast()
         session._assign_loader()
         for self._num_passes_left in reversed(range(member.num_passes)):
+            if len(self._done) == len(member.ids):
+                self._reducer.serve_pass()
+                continue
             self._vitals.enter("data")
             loaded = self._next_batch()
             batch = to_device(loaded.batch, member.device)
@@ -269,18 +271,10 @@ class Step:
             if self._is_awaiting_backward:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
             self._check_cancelled()
-            if self._is_echo:
-                session._logged = {}
-        session.attempt, self._is_echo = None, False
+        session.attempt = None
 
     def _next_batch(self) -> LoadedBatch:
-        """The next micro-batch; where the other ranks have one more, an echo of the last one."""
         session, member = self._session, self._member
-        self._is_echo = len(self._done) == len(member.ids)
-        if self._is_echo:
-            self._keep_late_values()
-            assert session.attempt is not None
-            return session.attempt
         microbatch_id = member.ids[len(self._done)]
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
         session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
@@ -308,9 +302,6 @@ class Step:
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        if self._is_echo:
-            self._reducer.after_echo()
-            return
         self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
         self._done.add(total, weight, attempt.rows, session._logged)
         session._logged = {}
@@ -332,7 +323,7 @@ class Step:
         self._member.replica.casting.restore()
         try:
             self._vitals.enter("reduce")
-            self._vitals.end_step(self._member.num_passes)
+            self._vitals.end_step(len(self._member.ids))
             reduced = self._reducer.finish()
             if (sharded := self._member.replica.sharded) is not None:
                 sharded.share_integers()

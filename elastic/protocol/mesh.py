@@ -102,7 +102,7 @@ class Mesh:
 
     def num_passes(self, num_microbatches: int, rank: int) -> int:
         """Forward and backward passes of `rank` in a step. Where every pass exchanges parameters,
-        all of a replica make as many, and who has no id left makes an echo."""
+        all of a replica make as many, and who has no id left serves the others."""
         if not self._has_rounds:
             return len(self.ids(num_microbatches, rank))
         if self.is_standby(rank):

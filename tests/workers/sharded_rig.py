@@ -167,16 +167,16 @@ def train(
         replica.casting.cast()
         scale = replica.loss_scale.value if replica.loss_scale else 1.0
         for index in range(num_passes):
-            i = ids[min(index, len(ids) - 1)]
+            if index == len(ids):
+                reducer.serve_pass()
+                continue
+            i = ids[index]
             replica.buffers.begin_microbatch()
             seed_microbatch(3, replica.step, i)
             loss = replica.model(work.batch(replica.step, i), i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()
-            if index < len(ids):
-                reducer.after_backward(i, replica.buffers.end_microbatch())
-            else:
-                reducer.after_echo()
+            reducer.after_backward(i, replica.buffers.end_microbatch())
         replica.casting.restore()
         reduced = reducer.finish()
         if sharded is not None:

@@ -261,6 +261,18 @@ def test_a_round_sends_three_times_what_others_need_of_the_parameters():
     assert run_ranks(2, body) == [3 * parameters // 2 * rounds] * 2
 
 
+def test_who_has_no_micro_batch_left_computes_nothing():
+    def body(ranks):
+        replica, group = build("fsdp"), ranks.form(1, [0, 1, 2])
+        enter(replica, group, 0)
+        forwards = []
+        replica.model.register_forward_hook(lambda *_: forwards.append(1))
+        train(replica, group, "fsdp", 1)
+        return len(forwards)
+
+    assert run_ranks(3, body) == [3, 3, 2]
+
+
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
     kind = Kind("w", torch.float32, (4, 2), True)
     two, three = Mesh("fsdp", 2), Mesh("fsdp", 3)
@@ -275,7 +287,7 @@ def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
         moves_of(kind, [Place(two, 0), None], two)
 
 
-def test_ids_are_dealt_once_and_echoes_fill_the_last_round():
+def test_ids_are_dealt_once_and_all_ranks_make_as_many_passes():
     for world_size in (1, 2, 3, 8):
         mesh = Mesh("fsdp", world_size)
         ids = [mesh.ids(NUM_MICROBATCHES, rank) for rank in range(world_size)]

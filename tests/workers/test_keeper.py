@@ -35,9 +35,9 @@ class Kept:
         enter(self.replica, Alone(), 0, generation=1)
         self.begin(1)
 
-    def begin(self, generation):
+    def begin(self, generation, is_held=False):
         self.place = Place(generation)
-        self.keeper.begin(self.replica, 1, self.place)
+        self.keeper.begin(self.replica, 1, self.place, is_held=is_held)
 
     def step(self):
         self.keeper.wait(NEVER)
@@ -92,6 +92,21 @@ def test_holders_do_not_keep_the_copies_of_every_generation(holders):
     kept.step()
     kept.keeper.wait(NEVER)
     assert held(holders[0]) == [(5, 8)]
+
+
+def test_what_is_held_as_it_was_before_goes_to_another_holder_when_its_own_is_lost(holders):
+    kept = Kept(holders, every=1)
+    kept.step()
+    kept.keeper.wait(NEVER)
+    kept.begin(2, is_held=True)
+    assert held(holders[0]) == [(1, 0), (1, 1)]
+    kept.keeper.hear([["node1", *holders[1].address]])
+    kept.keeper.wait(NEVER)
+    assert held(holders[1]) == [(1, 1)]
+    kept.step()
+    kept.step()
+    kept.keeper.wait(NEVER)
+    assert held(holders[1]) == [(2, 2), (2, 3)]
 
 
 def test_who_pauses_has_its_newest_step_held(holders):

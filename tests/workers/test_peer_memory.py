@@ -70,7 +70,9 @@ class Rank:
         self.keeper.hear(self.holders)
         enter(self.replica, self.group, step, generation=generation)
         if is_kept:
-            self.keeper.begin(self.replica, self.replica.sharded.holding.origin, self.place)
+            sharded = self.replica.sharded
+            origin, is_held = sharded.holding.origin, sharded.is_held
+            self.keeper.begin(self.replica, origin, self.place, is_held=is_held)
 
     def train(self, num_steps, is_last_held=True):
         for i in range(num_steps):
@@ -160,7 +162,10 @@ def test_two_losses_in_a_row_and_newcomers_end_with_the_same_bits(plain, holders
     assert found == [plain[1:3], plain[1:2], plain[1:4], plain[1:3], plain[3:4], plain[3:4]]
 
 
-def test_a_loss_before_the_new_membership_s_copies_are_held_is_met_by_the_old_ones(plain, holders):
+def test_a_second_loss_before_the_new_membership_s_copies_are_held_is_met_by_the_old_ones(
+    plain, holders
+):
+    """They are all held, so no new ones are made of a state that will do as it is."""
     at = where(holders)
 
     def body(ranks):
@@ -169,16 +174,18 @@ def test_a_loss_before_the_new_membership_s_copies_are_held_is_met_by_the_old_on
         rank.train(STEPS)
         if ranks.index == 0:
             return None
-        rank.enter(2, [1, 2], STEPS, is_kept=ranks.index == 2)
+        rank.enter(2, [1, 2], STEPS)
         rank.keeper.wait(NEVER)
+        kept = [shadow.key.generation for shadow in rank.keeper.shadows]
         if ranks.index == 1:
-            return None
+            return kept
         rank.enter(3, [2], STEPS)
-        rank.train(1)
-        return rank.replica.step, sha256(rank.replica)
+        rank.train(2)
+        return kept, rank.replica.step, sha256(rank.replica)
 
     at_all = run_ranks(3, body)
-    assert at_all == [None, None, (STEPS + 1, plain[STEPS + 1])]
+    assert at_all == [None, [1], ([1], STEPS + 2, plain[STEPS + 2])]
+    assert {c.key.generation for c in holders[0].shelf.copies()} == {3}, "nothing stays behind"
 
 
 def test_at_a_longer_interval_the_run_returns_to_the_last_snapshot(plain, holders):

@@ -53,7 +53,7 @@ def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
         now += 1.0
         vitals.enter("reduce")
         if attempt:  # the first one was given up
-            vitals.end_step(num_passes=2)
+            vitals.end_step(num_microbatches=2)
     vitals.enter("vote")
     assert (shown(vitals)["own_steps"], shown(vitals)["own_s"]) == (2, 3.0)
 

@@ -88,9 +88,9 @@ class Vitals:
         """An attempt at a step."""
         self._own_now_s = 0.0
 
-    def end_step(self, num_passes: int) -> None:
+    def end_step(self, num_microbatches: int) -> None:
         """This rank has done its own part, and goes on to what all do together."""
-        self._own.append(self._own_now_s / max(num_passes, 1))
+        self._own.append(self._own_now_s / max(num_microbatches, 1))
         self._own_steps += 1
         self._own_s = statistics.median(self._own)
 

@@ -89,14 +89,17 @@ class _Memory:
 
 
 class ParameterGather(_Memory, AllGather):
-    """FSDP2's all-gather of a parameter group."""
+    """FSDP2's all-gather of a parameter group. on_gather: is told of each."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, collectives: Collectives, on_gather: Callable[[], None] = lambda: None
+    ) -> None:
+        self._collectives, self._on_gather = collectives, on_gather
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> None:
+        self._on_gather()
         self._collectives.all_gather(output_tensor, input_tensor)
 
 

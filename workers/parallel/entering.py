@@ -46,5 +46,6 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
     member.prepared = None
     member.vitals.step = replica.step
     if sharded.keeper is not None:
-        sharded.keeper.begin(replica, sharded.holding.origin, member)
+        origin, is_held = sharded.holding.origin, sharded.is_held
+        sharded.keeper.begin(replica, origin, member, is_held=is_held)
     return True

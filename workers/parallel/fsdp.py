@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
-from workers.parallel.collectives import Collectives, GradientSlices
+from workers.parallel.collectives import Collectives, GradientSlices, ParameterGather
 from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
+from workers.parallel.served_pass import ServedPass
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
 from workers.parallel.usage import Usage
@@ -55,8 +56,10 @@ class FsdpReducer:
             for fsdp_group in model.groups
         ]
         self._collectives = collectives
+        self._served = ServedPass(model)
         for i, fold in enumerate(self._folds):
-            take = partial(self._take, fold)
+            take, noted = partial(self._take, fold), partial(self._served.note_gather, fold.group)
+            fold.group._all_gather_comm = ParameterGather(collectives, noted)
             fold.group._reduce_scatter_comm = GradientSlices(collectives, f"slices {i}", take)
 
     def begin(self) -> None:
@@ -64,6 +67,7 @@ class FsdpReducer:
         self._buffers.begin()
         self._usage.begin()
         self._scalars.begin()
+        self._served.begin()
         self._round = 0
         for fold in self._folds:
             fold.begin()
@@ -79,9 +83,8 @@ class FsdpReducer:
         self._scalars.keep(microbatch_id)
         self._end_pass()
 
-    def after_echo(self) -> None:
-        self._usage.drop()
-        self._scalars.drop()
+    def serve_pass(self) -> None:
+        self._served.make()
         self._end_pass()
 
     def has_gradient(self) -> list[bool]:
@@ -104,11 +107,12 @@ class FsdpReducer:
 
     @property
     def _ids(self) -> range:
-        """What the ranks compute in this round; ranks behind its end echo."""
+        """What the ranks compute in this round; ranks behind its end serve the others."""
         first = self._round * self._num_shards
         return self._all_ids[first : first + self._num_shards]
 
     def _take(self, fold: "_GroupFold", slices: Tensor, output: Tensor) -> None:
+        self._served.note_slices(fold.group)
         if self._is_bitwise:
             fold.take(self._ids, slices)
         else:
@@ -121,6 +125,7 @@ class FsdpReducer:
                 fold.end_pass(self._ids, is_alone=self._num_shards == 1)
             for parameter in self._parameters:
                 parameter.grad = None
+        self._served.end_pass()
         self._round += 1
 
 
@@ -146,7 +151,7 @@ class _GroupFold:
         self._has_many_uses = len(self.group._post_forward_indices) > 1
 
     def take(self, ids: range, slices: Tensor) -> None:
-        """This rank's slice of the gradient of each of `ids`, and of echoes behind them."""
+        """This rank's slice of the gradient of each of `ids`, and nothing of use behind them."""
         if not self._has_many_uses:
             self._push(ids, slices)
         elif self._pending is None:

@@ -78,8 +78,8 @@ class FsdpGradOpReducer:
         if self._is_bitwise:
             self._add(microbatch_id)
 
-    def after_echo(self) -> None:
-        raise AssertionError("nobody waits for a pass of this strategy: there are no echoes")
+    def serve_pass(self) -> None:
+        raise AssertionError("nobody waits for a pass of this strategy")
 
     def has_gradient(self) -> list[bool]:
         return self._usage.used

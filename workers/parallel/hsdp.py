@@ -86,7 +86,7 @@ class StandbyReducer:
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
         raise AssertionError("a rank that stands by has no passes")
 
-    def after_echo(self) -> None:
+    def serve_pass(self) -> None:
         raise AssertionError("a rank that stands by has no passes")
 
     def has_gradient(self) -> list[bool]:

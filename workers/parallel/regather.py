@@ -75,6 +75,8 @@ class Gathered:
     header: dict[str, Any]
     rows: dict[str, Tensor]
     kinds: list[Kind]
+    is_held: bool
+    """Holders have all of the state."""
 
 
 class Regather:
@@ -165,7 +167,13 @@ class Regather:
         if bad:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
             return None
-        return Gathered(label, header, rows, kinds)
+        return Gathered(label, header, rows, kinds, self._is_held(label))
+
+    def _is_held(self, label: Label) -> bool:
+        """Holders have said that they have every rank's copy."""
+        copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
+        sizes = {place.mesh.world_size for place in copies}
+        return any(len([p for p in copies if p.mesh.world_size == n]) == n for n in sizes)
 
     def _describe(self, source: _Source) -> tuple[dict[str, Any], list[Kind]] | None:
         """JSON part and tensors of a state, from one who holds some of it."""

@@ -92,7 +92,7 @@ class ScalarGradients:
 
     def begin(self) -> None:
         self._sums.begin()
-        self.drop()
+        self._clear()
 
     def keep(self, microbatch_id: int) -> None:
         """After a backward."""
@@ -100,9 +100,9 @@ class ScalarGradients:
             microbatch_id,
             [torch.zeros_like(p) if p.grad is None else p.grad for p in self._scalars.values()],
         )
-        self.drop()
+        self._clear()
 
-    def drop(self) -> None:
+    def _clear(self) -> None:
         for p in self._scalars.values():
             p.grad = None
 

@@ -83,6 +83,8 @@ class Sharded:
         self._live: dict[str, Tensor] = {}
         self._distrusts_copies = False
         """They could not be read, although holders said that they had them."""
+        self.is_held = False
+        """Holders have all of the state that the generation began with."""
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 
@@ -149,7 +151,7 @@ class Sharded:
         claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
         shards = self._form_axes(mesh, group)  # while all are here: getting rows takes its time
         self.model.reset()
-        origin = generation
+        origin, self.is_held = generation, False
         references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
         if any(c.kind == "checkpoint" for c in references):
             assert catalogue is not None
@@ -227,6 +229,7 @@ class Sharded:
         self._place(mesh, group.rank, found.rows)
         shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
         self._install(found.header, found.rows, shapes)
+        self.is_held = found.is_held
         return found.label
 
     def _offers(self, mesh: Mesh) -> list[Offer]:

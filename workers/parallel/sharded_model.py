@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 
 from elastic.protocol.errors import WrongInput
 from workers.parallel.blocks import blocks_of
@@ -99,6 +99,12 @@ class ShardedModel:
                 param._unsharded_param.grad = None
             param.unsharded_accumulated_grad = None
             param.sharded_param.grad = None
+
+    def end_backward(self) -> None:
+        """What FSDP2 does behind a backward; no group has anything left to send."""
+        for group in self.groups:
+            group._training_state = TrainingState.POST_BACKWARD
+        cast(Any, self.model)._get_fsdp_state()._root_post_backward_final_callback()
 
     def release(self) -> None:
         """Between steps the model has its sharded parameters only."""

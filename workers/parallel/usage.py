@@ -10,7 +10,7 @@ from workers.parallel.shards import is_shard
 
 
 class Usage:
-    """One generation's. `watch` before every backward; then `keep` or `drop` what it used."""
+    """One generation's. `watch` before every backward; `keep` what it used."""
 
     def __init__(self, model: ShardedModel, parameters: Sequence[nn.Parameter]) -> None:
         self._model = model
@@ -43,10 +43,6 @@ class Usage:
     def keep(self) -> None:
         for index in self._in_pass:
             self.used[index] = True
-        self._in_pass.clear()
-
-    def drop(self) -> None:
-        """It was an echo."""
         self._in_pass.clear()
 
     def close(self) -> None:

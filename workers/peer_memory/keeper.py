@@ -116,6 +116,8 @@ class Keeper:
         """What a holder of this node may still read."""
         self._can_share = True
         self._generation = 0
+        self._carried = -1
+        """The generation before, whose copies of the state it began with are all held."""
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
@@ -134,18 +136,23 @@ class Keeper:
         return self._spec.snapshot_every == 1
 
     # --- main thread -------------------------------------------------------------------
-    def begin(self, replica: Replica, origin: int, by: Standing) -> None:
+    def begin(self, replica: Replica, origin: int, by: Standing, *, is_held: bool = False) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
 
-        origin: the generation that computed the step it begins with.
+        origin: the generation that computed the step it begins with. is_held: holders have all of
+        that state, cut as it was before, which will do until the first step's copies are held.
         """
-        self._generation = by.generation
+        self._generation, self._carried = by.generation, -1
         sending = self._sending
         if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
                 sending.shutdown(socket.SHUT_RDWR)
         same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, replica.step)]
-        self._keep(same[-1:], replica, origin, by, None)
+        if is_held:
+            self._let_go(same[-1:])
+            self._carried = same[-1].key.generation if same else -1
+        else:
+            self._keep(same[-1:], replica, origin, by, None)
 
     def after_step(self, replica: Replica, by: Standing) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
@@ -272,7 +279,7 @@ class Keeper:
             "settled": settled,
         }
         for holder in self.holders:
-            if shadow.key.generation != self._generation:
+            if not self._is_wanted(shadow):
                 return None
             if time.monotonic() - self._failed.get(holder, -RETRY_S) < RETRY_S:
                 continue
@@ -282,10 +289,13 @@ class Keeper:
                 return holder
             except (OSError, ValueError) as error:
                 self._close()
-                if shadow.key.generation == self._generation:
+                if self._is_wanted(shadow):
                     self._failed[holder] = time.monotonic()
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
         return None
+
+    def _is_wanted(self, shadow: Shadow) -> bool:
+        return shadow.key.generation in (self._generation, self._carried)
 
     def _settle(self, settled: tuple[int, int]) -> None:
         assert self._connection is not None
@@ -301,7 +311,7 @@ class Keeper:
                 self._transfer(self._connection, holder, header, shadow)
                 return
             except ConnectionError:  # `begin` may have ended what went before
-                if shadow.key.generation != self._generation:
+                if not self._is_wanted(shadow):
                     raise
         self._close()
         self._connection = connect(holder[1:], self._spec.token, CONNECT_S)

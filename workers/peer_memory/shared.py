@@ -29,15 +29,17 @@ class SharedArena(Arena):
         self._serial = -1
 
     def reserve(self, shapes: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
-        """Room for such tensors. Takes its time: a page fault per 4 KiB."""
+        """Room for such tensors. New memory takes its time: a page fault per 4 KiB."""
         size_bytes = sum(aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
         if self._flat.nbytes >= size_bytes:
             return
-        self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
-        self._file, self._serial = FileIO(os.memfd_create("shadow"), "r+"), next(_serials)
+        if self._file is None:
+            self._file = FileIO(os.memfd_create("shadow"), "r+")
+        begun, self._serial = self._flat.nbytes, next(_serials)
         self._file.truncate(size_bytes)
         area = mmap.mmap(self._file.fileno(), size_bytes)
-        self._flat = torch.frombuffer(area, dtype=torch.uint8).zero_()
+        self._flat = torch.frombuffer(area, dtype=torch.uint8)
+        self._flat[begun:].zero_()
 
     def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """How another process of this node finds them, as JSON; None if some are elsewhere."""

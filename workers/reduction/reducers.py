@@ -49,8 +49,9 @@ class Reducer(Protocol):
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None: ...
 
-    def after_echo(self) -> None:
-        """Instead of `after_backward`, where other ranks wait for a pass that does not count."""
+    def serve_pass(self) -> None:
+        """Where other ranks have a micro-batch more: do for their pass what they need of this one.
+        After a pass of its own in this step. Raises what a backward raises."""
         ...
 
     def has_gradient(self) -> list[bool]:
@@ -90,8 +91,8 @@ class FastReducer:
         self._buckets.add_buffers(buffers)
         self._used = [p.grad is not None for p in self._parameters]
 
-    def after_echo(self) -> None:
-        raise AssertionError("replicas do not wait for passes: there are no echoes")
+    def serve_pass(self) -> None:
+        raise AssertionError("replicas need nothing of each other's passes")
 
     def has_gradient(self) -> list[bool]:
         return self._used
@@ -146,8 +147,8 @@ class BitwiseReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def after_echo(self) -> None:
-        raise AssertionError("replicas do not wait for passes: there are no echoes")
+    def serve_pass(self) -> None:
+        raise AssertionError("replicas need nothing of each other's passes")
 
     def has_gradient(self) -> list[bool]:
         return self._used
