@@ -1,10 +1,11 @@
 """One rank's side of peer memory, with holders in the same process."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
+from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
 from workers.groups import Alone
 from workers.peer_memory import keeper as keepers
@@ -12,15 +13,6 @@ from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
 
 NEVER = lambda: False  # noqa: E731
-
-
-@dataclass
-class Place:
-    """Where the only member stands."""
-
-    generation: int
-    rank: int = 0
-    world_size: int = 1
 
 
 class Kept:

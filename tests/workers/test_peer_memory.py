@@ -3,11 +3,12 @@
 Ranks are processes, holders live in the test's process, and nobody writes to storage.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import build, catalogue_in, enter, newcomer, sha256, spec, train
 from workers.groups import Alone
@@ -41,15 +42,6 @@ def holders():
 
 def where(servers):
     return [[f"node{i}", *server.address] for i, server in enumerate(servers)]
-
-
-@dataclass
-class Place:
-    """Where a member stands."""
-
-    generation: int
-    rank: int
-    world_size: int
 
 
 class Rank:

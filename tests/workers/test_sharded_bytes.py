@@ -9,11 +9,22 @@ import torch
 from torch import nn
 
 from tests.workers.counting import CountingGroup
+from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
-from tests.workers.sharded_rig import NUM_MICROBATCHES, Microbatched, Work, build, enter, train
+from tests.workers.sharded_rig import (
+    NUM_MICROBATCHES,
+    Microbatched,
+    Work,
+    build,
+    enter,
+    spec,
+    train,
+)
 from workers.groups import Alone, AnyGroup
 from workers.parallel.reshard import give_back
 from workers.parallel.shards import local
+from workers.peer_memory.holder import HolderServer
+from workers.peer_memory.keeper import Keeper
 from workers.replica import Replica
 
 WIDTH, BLOCKS = 254, 2
@@ -127,6 +138,43 @@ def peak_of(what: Callable[[], None]) -> tuple[int, int]:
     peak = resident_bytes("VmHWM")
     give_back()
     return peak, resident_bytes("VmRSS")
+
+
+@pytest.mark.slow  # resident bytes are what they are only on a quiet machine
+def test_the_new_rows_take_the_place_of_the_old_ones_when_some_come_from_a_holder():
+    """One of three ranks is lost. Copies and shadows count apart."""
+    holder = HolderServer("127.0.0.1", "t")
+    at = [["elsewhere", *holder.address]]
+
+    def body(ranks):
+        replica = build("fsdp", workload=Large())
+        if ranks.index:
+            replica.sharded.forget()
+        keeper = Keeper(spec("fsdp"), lambda kind, **fields: None)
+        replica.sharded.keeper = keeper
+        keeper.hear(at)
+        group = ranks.form(1, [0, 1, 2])
+        enter(replica, group, 0)
+        keeper.begin(replica, 1, Place(1, ranks.index, 3))
+        keeper.wait(lambda: False)
+        after_step = lambda r: keeper.after_step(r, Place(1, ranks.index, 3))  # noqa: E731
+        train(replica, group, "fsdp", 1, work=Large(), after_step=after_step)
+        keeper.wait(lambda: False)
+        group.all_reduce(torch.zeros(1)).wait()
+        if ranks.index == 2:
+            return None
+        group = ranks.form(2, [0, 1])
+        shadows = resident_bytes("RssShmem")
+        peak, after = peak_of(lambda: enter(replica, group, 1, generation=2))
+        assert replica.sharded.holding.step == 1
+        base = after - held_bytes(replica) * 3 // 4  # no gradients now
+        return peak - base, after - base, shadows
+
+    for found in run_ranks(3, body)[:2]:
+        assert found is not None
+        peak, steady, shadows = found
+        assert peak <= 1.2 * steady + 8 * 2**20, (peak >> 20, steady >> 20, shadows >> 20)
+    holder.close()
 
 
 @pytest.mark.slow  # resident bytes are what they are only on a quiet machine

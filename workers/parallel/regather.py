@@ -20,7 +20,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
-from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, moves_of
+from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of
 from workers.parallel.shards import Kind, RowsLost
 from workers.peer import as_bytes, watch_host
 from workers.peer_memory.holder import ask, connect, read_rows
@@ -49,6 +49,8 @@ class Offer:
     place: Place
     tensors: Mapping[str, Tensor]
     describe: Callable[[], tuple[dict[str, Any], list[Kind]]]
+    is_live: bool = False
+    """The model's own, and not a copy of them."""
 
     def to_json(self) -> list[int]:
         return [*self.label, self.place.rank, self.place.mesh.world_size]
@@ -101,7 +103,7 @@ class Regather:
         """The newest state of at most `step` committed steps. Raises PeerLost and RowsLost.
 
         known_step: what this rank could report up to; rank 0's counts. give_up: gives the live rows
-        away, once all the state comes from members.
+        away, once nothing that may still happen needs them.
         """
         self._give_up = give_up
         mine = {"offers": [o.to_json() for o in self._offers], "known": known_step}
@@ -160,7 +162,12 @@ class Regather:
             self._why = f"{error} at step {label.step}, no holder either"
             return None
         has_copies = any(owners[m.source] == COPY for plan in plans for m in plan)
-        freed = None if has_copies else self._give_up()  # a copy may turn out to be damaged
+        freed = None  # a copy may turn out to be damaged
+        if not has_copies:
+            freed = self._give_up()
+        elif not self._needs_live(label):
+            self._give_up().clear()
+            give_back()
         rows, failed = self._exchange(kinds, plans, sources, freed)
         everywhere = gather_json(self._group, failed, self._device)
         bad = {i for of_rank in everywhere for i in of_rank}
@@ -168,6 +175,16 @@ class Regather:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
             return None
         return Gathered(label, header, rows, kinds, self._is_held(label))
+
+    def _needs_live(self, label: Label) -> bool:
+        """Whether there are live rows of the state and nothing else has them on this rank."""
+        live = next((o for o in self._offers if o.is_live), None)
+        return live is not None and live.label == label and self._twin(live) is live
+
+    def _twin(self, offer: Offer) -> Offer:
+        """A copy on this rank that will do in its stead, or itself."""
+        same = [o for o in self._offers if (o.label, o.place) == (offer.label, offer.place)]
+        return min(same, key=lambda o: o.is_live)
 
     def _is_held(self, label: Label) -> bool:
         """Holders have said that they have every rank's copy."""
@@ -220,7 +237,8 @@ class Regather:
                 failed.append(index)
 
         me = self._group.rank
-        mine = {i: self._offers[s.index].tensors for i, s in enumerate(sources) if s.owner == me}
+        own = {i: self._offers[s.index] for i, s in enumerate(sources) if s.owner == me}
+        mine = {i: o.tensors if freed else self._twin(o).tensors for i, o in own.items()}
         where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
         try:
             rows = exchange(kinds, plans, where, self._new, self._group, self._device, freed)
@@ -265,8 +283,10 @@ def _read_pieces(
     connection: socket.socket, key: Key, pieces: list[tuple[Kind, range, Tensor]]
 ) -> None:
     asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
-    hosted = [torch.empty_like(t, device="cpu") for _, _, t in pieces]
+    is_hosted = all(t.device.type == "cpu" for *_, t in pieces)
+    hosted = [t if is_hosted else torch.empty_like(t, device="cpu") for *_, t in pieces]
     into = [as_bytes(t) if t.numel() else memoryview(b"") for t in hosted]
     read_rows(connection, key, asked, into)
     for (_, _, target), rows in zip(pieces, hosted, strict=True):
-        target.copy_(rows)
+        if not is_hosted:
+            target.copy_(rows)

@@ -16,7 +16,7 @@ from workers.groups import AnyGroup
 from workers.parallel.shards import Kind, local
 
 PIECE_BYTES = 2 * 2**20
-PIECES, PIECES_KEPT = 256, 16
+PIECES, PIECES_KEPT = 256, 32
 """An exchange takes whole tensors, until they have so many bytes or this part of the state: what
 is on its way is in memory several times. Fewer where the old rows are kept anyway."""
 
@@ -103,6 +103,8 @@ def exchange(
     raises once all collectives are over.
     """
     found: dict[str, Tensor] = {}
+    if freed is None:  # all at first, or what comes and goes meanwhile leaves holes between them
+        found = {kind.name: kind.empty(kind.rows(new, group.rank), device) for kind in kinds}
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
     for batch in _batches(kinds, PIECES_KEPT if freed is None else PIECES):
         _exchange_batch(
@@ -154,7 +156,9 @@ def _exchange_batch(
     incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(new.world_size)]
     for kind, moves in batch:
         rows = kind.rows(new, me)
-        target = found[kind.name] = kind.empty(rows, device)
+        if kind.name not in found:
+            found[kind.name] = kind.empty(rows, device)
+        target = found[kind.name]
         for move in moves:
             owner = owners[move.source]
             if owner == me:

@@ -241,18 +241,19 @@ class Sharded:
             self._live = tensors
             place = Place(Mesh(mesh.parallel, live.world_size), live.position)
             label = Label(live.step, live.origin)
-            offers.append(Offer(label, place, tensors, lambda: (header, kinds_of(tensors))))
+            kinds = kinds_of(tensors)
+            offers.append(Offer(label, place, tensors, lambda: (header, kinds), is_live=True))
         for shadow in [] if self.keeper is None else self.keeper.finished():
             place = Place(shadow.mesh, shadow.key.rank)
             label = Label(shadow.key.step, shadow.origin)
-            if not any((o.label, o.place) == (label, place) for o in offers):
-                offers.append(Offer(label, place, shadow.tensors, shadow.described))
+            offers.append(Offer(label, place, shadow.tensors, shadow.described))
         return offers
 
     def _give_up_rows(self) -> dict[str, Tensor]:
         """From now on the returned dict alone has the live rows. They will be given up one by one;
         if that breaks off, the shadows are what is left."""
         self.holding, live, self._live = Holding(), self._live, {}
+        self._is_untouched = False
         self._replica.settle()
         self._replica.optimizer.state.clear()
         self.model.vacate()
