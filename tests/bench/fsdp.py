@@ -1,7 +1,7 @@
 """Milliseconds per step of `parallel="fsdp"` against a plain FSDP2 loop under torchrun, in pairs.
 
-World 2, one thread each; about 19 million parameters, the same micro-batches and clipping; copies
-to peer memory after no step, or after every one.
+World 2 (and 4, with fewer pairs), one thread each; about 19 million parameters, the same
+micro-batches and clipping; copies to peer memory after no step, or after every one.
     python -m tests.bench.fsdp --pairs 9
 """
 
@@ -26,20 +26,21 @@ from tests.bench.harness import (
 )
 from tests.bench.torchrun_fsdp import MODEL, WARMUP_STEPS
 
-WORLD = 2
 NEVER = 10**6
 WHEN = {1: "every step", NEVER: "off"}
 KINDS = (
-    ("fsdp", "fast", NEVER),
-    ("fsdp", "fast", 1),
-    ("fsdp", "bitwise", NEVER),
-    ("fsdp-grad-op", "fast", NEVER),
+    (2, "fsdp", "fast", NEVER),
+    (2, "fsdp", "fast", 1),
+    (2, "fsdp", "bitwise", NEVER),
+    (2, "fsdp-grad-op", "fast", NEVER),
+    (4, "fsdp", "fast", NEVER),
+    (4, "fsdp", "fast", 1),
 )
 
 
-def torchrun_ms(steps: int) -> float:
+def torchrun_ms(world: int, steps: int) -> float:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--standalone", "--nproc-per-node", str(WORLD)]
+    command = [torchrun, "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "tests.bench.torchrun_fsdp", "--steps", str(steps)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=900
@@ -50,13 +51,13 @@ def torchrun_ms(steps: int) -> float:
 
 
 def elastic_ms(
-    storage: Path, name: str, parallel: str, reduction: str, every: int, steps: int
+    storage: Path, name: str, world: int, parallel: str, reduction: str, every: int, steps: int
 ) -> float:
     """Median time from commit to commit. every: steps between snapshots."""
     options: dict[str, object] = {"snapshot_every": every, "clip_norm": 1.0}
     options |= {"global_batch": 16, "micro_batch": 4, "reduction": reduction}
     with elastic_run(
-        storage, name, workers=WORLD, steps=steps, parallel=parallel, set_=MODEL, **options
+        storage, name, workers=world, steps=steps, parallel=parallel, set_=MODEL, **options
     ) as run:
         run.finish(900)
         lines = run.metrics()[WARMUP_STEPS:]
@@ -68,19 +69,20 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=12)
     arguments = parser.parse_args()
-    about = machine(WORLD)
+    about = machine(2)
     console.print(about)
     results: dict[str, str] = {}
     numbers = count()
     with storage_directory() as storage:
         for kind in KINDS:
+            world = kind[0]
             ours, theirs = alternating(
-                arguments.pairs,
+                arguments.pairs if world == 2 else -(-arguments.pairs // 3),
                 lambda k=kind: elastic_ms(storage, f"f{next(numbers)}", *k, arguments.steps),
-                lambda: torchrun_ms(arguments.steps),
+                lambda w=world: torchrun_ms(w, arguments.steps),
             )
             ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            results[f"{kind[0]} {kind[1]}, snapshots {WHEN[kind[2]]}"] = (
+            results[f"{kind[1]} {kind[2]}, snapshots {WHEN[kind[3]]}, world {world}"] = (
                 f"{statistics.median(ratios):.3f} of torchrun's fsdp "
                 f"({statistics.median(ours):.0f} against {statistics.median(theirs):.0f} ms)"
             )

@@ -77,7 +77,8 @@ def is_full(status: dict[str, Any]) -> bool:
 
 def kills_of_a_run(
     storage: Path, number: int, steps: int, count: int, dice: random.Random, median_step_s: float
-) -> tuple[list[float], dict[str, Any]]:
+) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Seconds of each recovery, and of each growth's gap, beyond a median step; and the end."""
     options = {"workers": f"2..{WORKERS}", "steps": steps, "set_": MODEL, **OPTIONS}
     with elastic_run(storage, f"run-{number}", **options) as run:
         killed = [kill_at_random(run, dice, median_step_s) for _ in range(count)]
@@ -88,12 +89,21 @@ def kills_of_a_run(
         generation = max(e["generation"] for e in events if e["at"] < at)
         after = next(e for e in events if e["generation"] > generation and e["at"] > at)
         seconds.append(after["at"] - at - median_step_s)
+    growths = [
+        b["at"] - a["at"] - median_step_s
+        for a, b in pairwise(events)
+        if a["generation"] < b["generation"] and not any(a["at"] < k < b["at"] for k in killed)
+    ]
     console.print(f"run {number}: {[round(s, 3) for s in seconds]} s, {result['recoveries']}")
-    return seconds, {
-        "lost_steps": result["lost_steps"],
-        "sha": result["weights_sha256"],
-        "is_complete": [line["step"] for line in lines] == list(range(1, steps + 1)),
-    }
+    return (
+        seconds,
+        growths,
+        {
+            "lost_steps": result["lost_steps"],
+            "sha": result["weights_sha256"],
+            "is_complete": [line["step"] for line in lines] == list(range(1, steps + 1)),
+        },
+    )
 
 
 def main() -> int:
@@ -113,8 +123,10 @@ def main() -> int:
             kills_of_a_run(storage, i, arguments.steps, arguments.per_run, dice, median_step_s)
             for i in range(-(-arguments.kills // arguments.per_run))
         ]
-    seconds = [s for of_run, _ in runs for s in of_run]
-    results, is_sound = summary(seconds, [end for _, end in runs], sha, median_step_s)
+    seconds = [s for of_run, *_ in runs for s in of_run]
+    growths = [s for _, of_run, _ in runs for s in of_run]
+    results, is_sound = summary(seconds, [end for *_, end in runs], sha, median_step_s)
+    results["growth p50"] = f"{statistics.median(growths):.3f} s of {len(growths)}"
     if not arguments.no_peer:
         results |= against_peer("tests.bench.ray_train_fsdp", 15, seconds)
     report("SIGKILL of one of 4 FSDP ranks", list(results), [list(results.values())])
