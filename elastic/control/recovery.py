@@ -120,7 +120,7 @@ def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) 
 def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
     who = f"{names(lost)} lost ({cause})" if lost else cause
     return (
-        f"{who}: {ledger.failures} losses since step {ledger.step} was committed, "
+        f"{who}: {ledger.failures} failures since step {ledger.step} was committed, "
         f"max_failures is {limits.max_failures}"
     )
 

@@ -113,7 +113,7 @@ def test_a_spent_failure_budget_ends_the_run_with_the_reason(start):
         pids = run.seen_pids
     assert end["status"] == 1
     assert end["result"]["outcome"] == "failed"
-    assert "2 losses since step" in end["err"]
+    assert "2 failures since step" in end["err"]
     assert "max_failures is 1" in end["err"]
     assert leftovers(pids) == []
 

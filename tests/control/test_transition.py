@@ -257,7 +257,7 @@ def test_a_holder_that_waits_one_step_behind_rolls_forward_before_newcomers_ente
 def test_a_spent_budget_ends_the_run_with_the_reason():
     ledger = replace(LEDGER, failures=2, ready=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
-    reason = "w1 lost (process_died): 3 losses since step 40 was committed, max_failures is 2"
+    reason = "w1 lost (process_died): 3 failures since step 40 was committed, max_failures is 2"
     assert decision.phase == Finished("failed", reason)
     assert decision.commands == (Retire((0, 2, 4)),)
 
@@ -318,7 +318,7 @@ def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever()
     stall = CollectiveFailed(9, 0, "all 3 members wait", 9.0, is_stall=True)
     assert transition(ledger, phase, stall, LIMITS).phase == Finished(
         "failed",
-        "all 3 members wait: 3 losses since step 40 was committed, max_failures is 2",
+        "all 3 members wait: 3 failures since step 40 was committed, max_failures is 2",
     )
 
 
