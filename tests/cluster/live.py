@@ -118,6 +118,15 @@ def assert_complete(run: LiveRun, steps: int) -> None:
     assert [s["step"] for s in run.lines("samples.jsonl")] == list(range(1, steps + 1))
 
 
+def assert_same_bits(run: LiveRun, end: dict, expected: tuple[str, list[str]], steps: int) -> None:
+    """It succeeded, and every step's samples and the weights are those of the uninterrupted run."""
+    sha256, samples = expected
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert_complete(run, steps)
+
+
 def leftovers(pids) -> list[int]:
     """Those of `pids` that still run, zombies apart."""
     alive = []

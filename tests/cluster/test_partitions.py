@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tests.cluster.hosts import Forbidden, Hosts, command_of
-from tests.cluster.live import JOBS, assert_complete, leftovers
+from tests.cluster.live import JOBS, assert_same_bits, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HOSTS = partial(Hosts, 3, head_cpus=0)
@@ -19,11 +19,7 @@ LEASE_S = 20.0  # 10 x detect_s
 
 
 def assert_unharmed(run, end, reference) -> None:
-    sha256, samples = reference("Toy", steps=STEPS)
-    assert end["status"] == 0, end["err"]
-    assert end["result"]["weights_sha256"] == sha256
-    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert_complete(run, STEPS)
+    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
 
 

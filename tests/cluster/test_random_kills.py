@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.cluster.live import assert_complete, leftovers
+from tests.cluster.live import assert_same_bits, leftovers
 from tests.cluster.test_checkpoints import assert_equals, catalogue, kill_everything
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -36,10 +36,7 @@ def test_twenty_random_kills_leave_no_trace(start, reference, seed, parallel):
     assert end["status"] == 0, end["err"]
     assert len(end["result"]["recoveries"]) >= NUM_KILLS / 2
     assert end["result"]["lost_steps"] == 0
-    sha256, samples = reference("Toy", steps=STEPS)
-    assert end["result"]["weights_sha256"] == sha256
-    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert_complete(run, STEPS)
+    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
     assert leftovers(pids) == []
 
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.cluster.live import assert_complete
+from tests.cluster.live import assert_complete, assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
@@ -20,11 +20,7 @@ def test_a_sharded_run_that_grows_and_loses_members_loses_no_step(start, referen
             run.kill(rank)
             run.wait_for(lambda s, g=before["generation"]: s["generation"] > g)
         end = run.finish()
-    assert end["status"] == 0, end["err"]
-    sha256, samples = reference("Toy", steps=120, clip_norm=1.0, set=["sleep=0.0"])
-    assert end["result"]["weights_sha256"] == sha256
-    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert_complete(run, 120)
+    assert_same_bits(run, end, reference("Toy", steps=120, clip_norm=1.0, set=["sleep=0.0"]), 120)
     recoveries = [(r["cause"], r["lost_steps"]) for r in end["result"]["recoveries"]]
     assert recoveries == [("process_died", 0)] * 2
     assert end["result"]["lost_steps"] == 0
@@ -38,10 +34,7 @@ def test_a_sharded_worker_that_dies_inside_a_step_changes_no_bit(start, referenc
         end = run.finish()
     assert end["status"] == 0, end["err"]
     assert (tmp_path / "died").exists()
-    sha256, samples = reference("Toy")
-    assert end["result"]["weights_sha256"] == sha256
-    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert_complete(run, 30)
+    assert_same_bits(run, end, reference("Toy"), 30)
     assert end["result"]["lost_steps"] == 0
 
 
@@ -106,10 +99,6 @@ def test_snapshots_at_an_interval_cost_at_most_the_interval(start, reference):
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] % 10 > 4)
         run.kill(rank=1)
         end = run.finish()
-    assert end["status"] == 0, end["err"]
-    sha256, samples = reference("Toy", steps=90, set=["sleep=0.0"])
-    assert end["result"]["weights_sha256"] == sha256
-    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert_complete(run, 90)
+    assert_same_bits(run, end, reference("Toy", steps=90, set=["sleep=0.0"]), 90)
     assert 0 < end["result"]["lost_steps"] <= 10
     assert len(run.lines("metrics.rolledback.jsonl")) == end["result"]["lost_steps"]
