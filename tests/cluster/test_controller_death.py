@@ -94,6 +94,5 @@ def test_controllers_and_workers_die_at_random_moments(start, reference, seed):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         end = run.finish(patience_s=600)
-    assert_same_bits(
-        run, end, reference("Toy", steps=steps), steps
-    )  # steps whose holders were all killed were done again
+    # steps whose holders were all killed were done again
+    assert_same_bits(run, end, reference("Toy", steps=steps), steps)
