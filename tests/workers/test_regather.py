@@ -6,7 +6,7 @@ import torch
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.groups import Alone
-from workers.parallel.regather import Regather
+from workers.parallel.regather import Regather, is_whole
 from workers.parallel.shards import RowsLost
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.shelf import Copy, Key, Slice, crc32
@@ -42,3 +42,12 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     with pytest.raises(RowsLost):
         search.run(7, 7, dict)
     server.close()
+
+
+def test_one_rank_of_each_shard_is_a_whole_state():
+    fsdp, hsdp = Mesh("fsdp", 3), Mesh("hsdp:2", 5)
+    assert is_whole(fsdp, {0, 1, 2})
+    assert not is_whole(fsdp, {0, 2})
+    assert is_whole(hsdp, {0, 3})
+    assert not is_whole(hsdp, {0, 2})
+    assert not is_whole(hsdp, {0, 4}), "the last one stands by"

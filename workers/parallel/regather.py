@@ -187,10 +187,10 @@ class Regather:
         return min(same, key=lambda o: o.is_live)
 
     def _is_held(self, label: Label) -> bool:
-        """Holders have said that they have every rank's copy."""
+        """Holders have said that they have a copy of every row."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
-        sizes = {place.mesh.world_size for place in copies}
-        return any(len([p for p in copies if p.mesh.world_size == n]) == n for n in sizes)
+        meshes = {place.mesh for place in copies}
+        return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
 
     def _describe(self, source: _Source) -> tuple[dict[str, Any], list[Kind]] | None:
         """JSON part and tensors of a state, from one who holds some of it."""
@@ -270,12 +270,19 @@ def copies_in(holders: Sequence[HolderAt], token: str) -> list[list[Any]]:
         return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
 
 
-def newest_whole(holders: Sequence[HolderAt], token: str, at_most: int) -> int | None:
-    """The newest step of which the holders alone have every rank's copy."""
+def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
+    """Whether these ranks have every row: one of each shard, whatever its replica."""
+    return len({mesh.shard(r) for r in ranks if not mesh.is_standby(r)}) == mesh.num_shards
+
+
+def newest_whole(
+    holders: Sequence[HolderAt], token: str, parallel: str, at_most: int
+) -> int | None:
+    """The newest step of which the holders alone have every row."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
     for _, _, rank, step, origin, world_size, _ in copies_in(holders, token):
         ranks.setdefault((step, origin, world_size), set()).add(rank)
-    whole = [step for (step, _, size), found in ranks.items() if len(found) == size]
+    whole = [step for (step, _, n), found in ranks.items() if is_whole(Mesh(parallel, n), found)]
     return max((step for step in whole if step <= at_most), default=None)
 
 

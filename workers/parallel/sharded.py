@@ -100,7 +100,8 @@ class Sharded:
         checkpoints; WrongInput if all are."""
         held = None
         if self.keeper is not None and recorded_step and not self._distrusts_copies:
-            held = newest_whole(self.keeper.holders, self._spec.token, recorded_step)
+            where = self.keeper.holders, self._spec.token, self._spec.parallel
+            held = newest_whole(*where, recorded_step)
         step, damaged = (None, []) if held == recorded_step else find_newest(catalogue)
         self.holding = Holding("initial") if step is None else Holding("checkpoint", step)
         if held is not None and held > self.holding.step:
