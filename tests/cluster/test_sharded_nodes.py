@@ -1,5 +1,7 @@
 """A whole node lost under a sharded run: its rows come from the holders of other nodes."""
 
+import contextlib
+
 import pytest
 from ray.cluster_utils import Cluster
 
@@ -23,15 +25,27 @@ def cluster(ray_temp, monkeypatch):
     found.shutdown()
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op"])
+def spoil(checkpoints) -> int:
+    """Every file of every checkpoint so far; gives their number."""
+    files = [path for path in checkpoints.rglob("*") if path.is_file()]
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # it has been pruned
+            path.write_bytes(b"spoilt")
+    return len(files)
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op", "hsdp:2"])
 def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
     cluster, tmp_path, ray_temp, reference, parallel
 ):
+    """No checkpoint can be read, so nobody does."""
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     options = {"steps": 300, "set": ["sleep=0.01"], "workers": "2..6", "parallel": parallel}
+    options |= {"checkpoint_every": 3}
     target = f"{JOBS / 'toy.py'}:Toy"
     with LiveRun(target, tmp_path, "run", ray_temp, address=cluster.address, **options) as run:
-        run.wait_for(lambda s: s["world_size"] == 6 and s["step"] > 5)
+        run.wait_for(lambda s: s["world_size"] == 6 and s["step"] > 9)
+        assert spoil(run.directory / "checkpoints")
         cluster.remove_node(nodes[1], allow_graceful=False)
         run.wait_for(lambda s: s["world_size"] == 4 and s["phase"] == "running")
         end = run.finish()
