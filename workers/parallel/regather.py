@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ class Gathered:
     header: dict[str, Any]
     rows: dict[str, Tensor]
     kinds: list[Kind]
-    is_held: bool
+    is_held: bool = False
     """Holders have all of the state."""
 
 
@@ -113,14 +113,11 @@ class Regather:
             for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
                 place = Place(Mesh(self._new.parallel, world_size), rank)
                 self._sources.append(_Source(Label(at, origin), place, owner, index))
-        newest = self._labels(limit)[:1]
-        found = next(filter(None, map(self._try, newest)), None)
-        if found is None:
-            self._ask_holders()
-            found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
+        self._ask_holders()
+        found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
         if found is None:
             raise RowsLost(f"up to step {limit}: {self._why}")
-        return found
+        return replace(found, is_held=self._is_held(found.label))
 
     def _labels(self, limit: int) -> list[Label]:
         """The newest first."""
@@ -163,18 +160,18 @@ class Regather:
             return None
         has_copies = any(owners[m.source] == COPY for plan in plans for m in plan)
         freed = None  # a copy may turn out to be damaged
-        if not has_copies:
-            freed = self._give_up()
-        elif not self._needs_live(label):
+        if not self._needs_live(label) and (has_copies or self._device.type == "cpu"):
             self._give_up().clear()
             give_back()
+        elif not has_copies:
+            freed = self._give_up()
         rows, failed = self._exchange(kinds, plans, sources, freed)
         everywhere = gather_json(self._group, failed, self._device)
         bad = {i for of_rank in everywhere for i in of_rank}
         if bad:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
             return None
-        return Gathered(label, header, rows, kinds, self._is_held(label))
+        return Gathered(label, header, rows, kinds)
 
     def _needs_live(self, label: Label) -> bool:
         """Whether there are live rows of the state and nothing else has them on this rank."""
