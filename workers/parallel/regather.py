@@ -29,6 +29,8 @@ from workers.peer_memory.shelf import DamagedCopy, Key
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0
 """How long a holder may be silent before its copies count as lost."""
+ANSWER_S = 0.25
+"""The same where its copies are not needed, only good to know of."""
 CHECKED_BYTES_S = 5e8
 """At least so fast a holder checks what it is asked to send, before the first byte comes."""
 
@@ -113,8 +115,11 @@ class Regather:
             for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
                 place = Place(Mesh(self._new.parallel, world_size), rank)
                 self._sources.append(_Source(Label(at, origin), place, owner, index))
-        self._ask_holders()
-        found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
+        newest = self._labels(limit)[:1]
+        found = next(filter(None, map(self._try, newest)), None)
+        self._ask_holders(HOLDER_S if found is None else ANSWER_S)
+        if found is None:
+            found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
         if found is None:
             raise RowsLost(f"up to step {limit}: {self._why}")
         return replace(found, is_held=self._is_held(found.label))
@@ -123,10 +128,10 @@ class Regather:
         """The newest first."""
         return sorted({s.label for s in self._sources if s.label.step <= limit}, reverse=True)
 
-    def _ask_holders(self) -> None:
+    def _ask_holders(self, timeout_s: float) -> None:
         found: list[Any] = []
         if self._group.rank == 0:
-            found = copies_in(self._holders, self._token)
+            found = copies_in(self._holders, self._token, timeout_s)
         for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
             self._group, found, self._device
         )[0]:
@@ -251,12 +256,14 @@ def silence_s(size_bytes: int) -> float:
     return HOLDER_S + 2 * size_bytes / CHECKED_BYTES_S
 
 
-def copies_in(holders: Sequence[HolderAt], token: str) -> list[list[Any]]:
+def copies_in(
+    holders: Sequence[HolderAt], token: str, timeout_s: float = HOLDER_S
+) -> list[list[Any]]:
     """What the holders have: where, generation, rank, step, origin, world size, bytes of each."""
 
     def ask_one(holder: HolderAt) -> list[list[Any]]:
         try:
-            with connect(holder[1:], token, HOLDER_S) as connection:
+            with connect(holder[1:], token, timeout_s) as connection:
                 copies = ask(connection, {"type": "have"})["copies"]
         except OSError as error:
             log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
