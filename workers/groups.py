@@ -165,11 +165,18 @@ class Group:
         what = ("all_gather", tensor.numel())
         return self._launch(what, lambda: self.backend._allgather_base(output, tensor))
 
-    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        """Both flat and cut into `world_size` equal stretches: stretch r of `output` becomes
-        rank r's stretch `rank` of `tensor`."""
-        what = ("all_to_all", tensor.numel())
-        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, [], []))
+    def all_to_all_flat(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
+    ) -> Pending:
+        """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
+        `output` becomes rank r's stretch `rank` of `tensor`."""
+        sizes = list(out_sizes), list(in_sizes)
+        what = ("all_to_all", 0 if in_sizes else tensor.numel())
+        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, *sizes))
 
     def _launch(
         self,
@@ -238,7 +245,13 @@ class Alone:
         output.copy_(tensor)
         return self
 
-    def all_to_all_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+    def all_to_all_flat(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
+    ) -> "Alone":
         output.copy_(tensor)
         return self
 

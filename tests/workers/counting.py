@@ -44,9 +44,9 @@ class CountingGroup:
         self._count(tensor.nbytes)
         return cast(Pending, self._group.all_gather_flat(output, tensor))
 
-    def all_to_all_flat(self, output: Tensor, tensor: Tensor) -> Pending:
+    def all_to_all_flat(self, output: Tensor, tensor: Tensor, *sizes: Sequence[int]) -> Pending:
         self._count(tensor.nbytes / self.world_size)
-        return cast(Pending, self._group.all_to_all_flat(output, tensor))
+        return cast(Pending, self._group.all_to_all_flat(output, tensor, *sizes))
 
     def _count(self, to_each: float) -> None:
         total = self.sent.get(self._name, 0.0) + to_each * (self.world_size - 1)

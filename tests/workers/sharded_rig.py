@@ -228,9 +228,11 @@ def catalogue_in(place: str) -> Catalogue:
     return Catalogue(open_folder(place).at("checkpoints"))
 
 
-def load(parallel: str, group: AnyGroup, place: str, step: int) -> Replica:
+def load(
+    parallel: str, group: AnyGroup, place: str, step: int, work: Work | None = None
+) -> Replica:
     """A fresh worker's state from the checkpoint, as a member of `group`."""
-    replica = build(parallel)
+    replica = build(parallel, workload=work)
     if replica.sharded is None:
         assert load_newest(catalogue_in(place), replica) == []
     else:

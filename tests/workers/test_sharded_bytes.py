@@ -16,7 +16,10 @@ from tests.workers.sharded_rig import (
     Microbatched,
     Work,
     build,
+    catalogue_in,
     enter,
+    load,
+    save_part,
     spec,
     train,
 )
@@ -175,6 +178,31 @@ def test_the_new_rows_take_the_place_of_the_old_ones_when_some_come_from_a_holde
         peak, steady, shadows = found
         assert peak <= 1.2 * steady + 8 * 2**20, (peak >> 20, steady >> 20, shadows >> 20)
     holder.close()
+
+
+@pytest.mark.slow  # resident bytes are what they are only on a quiet machine
+def test_a_rank_that_loads_a_checkpoint_holds_its_rows_and_little_more(tmp_path):
+    place = str(tmp_path)
+
+    def save(ranks):
+        group, replica = ranks.form(1, [0, 1]), build("fsdp", workload=Large())
+        enter(replica, group, 0)
+        train(replica, group, "fsdp", 1, work=Large())
+        return save_part(replica, group, place, 1)
+
+    saved = run_ranks(2, save)
+    catalogue_in(place).publish(1, 1, [part for part, _ in saved], saved[0][1], {})
+
+    def body(ranks):
+        group = ranks.form(1, [0, 1, 2])
+        give_back()
+        base, loaded = resident_bytes("VmRSS"), []
+        what = lambda: loaded.append(load("fsdp", group, place, 1, Large()))  # noqa: E731
+        peak, after = peak_of(what)
+        return peak - base, after - base
+
+    for peak, steady in run_ranks(3, body):
+        assert peak <= 1.2 * steady + 8 * 2**20, (peak >> 20, steady >> 20)
 
 
 @pytest.mark.slow  # resident bytes are what they are only on a quiet machine

@@ -16,9 +16,9 @@ from workers.groups import AnyGroup
 from workers.parallel.shards import Kind, local
 
 PIECE_BYTES = 2 * 2**20
-PIECES, PIECES_KEPT = 256, 32
+PIECES = 32
 """An exchange takes whole tensors, until they have so many bytes or this part of the state: what
-is on its way is in memory several times. Fewer where the old rows are kept anyway."""
+is on its way is in memory several times. The same for all, whatever a rank does with old rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ def exchange(
     if freed is None:  # all at first, or what comes and goes meanwhile leaves holes between them
         found = {kind.name: kind.empty(kind.rows(new, group.rank), device) for kind in kinds}
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
-    for batch in _batches(kinds, PIECES_KEPT if freed is None else PIECES):
-        _exchange_batch(
-            [(kinds[i], plans[i]) for i in batch], sources, new, group, device, found, wanted
-        )
+    rooms = _Room(device), _Room(device)
+    for batch in _batches(kinds):
+        of_batch = [(kinds[i], plans[i]) for i in batch]
+        _exchange_batch(of_batch, sources, new, group, rooms, found, wanted)
         if freed is not None:
             for i in batch:
                 freed.pop(kinds[i].name, None)
@@ -117,6 +117,19 @@ def exchange(
     for source, pieces in wanted.items():
         sources.read(source, pieces)
     return found
+
+
+class _Room:
+    """Memory for what is on its way, the same for every batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, size_bytes: int) -> Tensor:
+        if self._flat.numel() < size_bytes:
+            self._flat = self._flat.new_empty(0)  # first: never the old and the new
+            self._flat = self._flat.new_empty(size_bytes)
+        return self._flat[:size_bytes]
 
 
 def give_back() -> None:
@@ -127,9 +140,9 @@ def give_back() -> None:
         trim(0)
 
 
-def _batches(kinds: Sequence[Kind], num_pieces: int) -> Iterator[list[int]]:
+def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
     sizes = [k.row_bytes * (k.shape[0] if k.is_sharded else 1) for k in kinds]
-    limit = max(PIECE_BYTES, sum(sizes) // num_pieces)
+    limit = max(PIECE_BYTES, sum(sizes) // PIECES)
     batch: list[int] = []
     size = 0
     for i, of_kind in enumerate(sizes):
@@ -147,17 +160,18 @@ def _exchange_batch(
     sources: Sources,
     new: Mesh,
     group: AnyGroup,
-    device: torch.device,
+    rooms: tuple[_Room, _Room],
     found: dict[str, Tensor],
     wanted: dict[int, list[tuple[Kind, range, Tensor]]],
 ) -> None:
+    """rooms: for what is sent and for what is received."""
     me, owners = group.rank, sources.owners
-    sent: list[list[Tensor]] = [[] for _ in range(new.world_size)]
-    incoming: list[list[tuple[Tensor, int]]] = [[] for _ in range(new.world_size)]
+    outgoing: list[list[Tensor]] = [[] for _ in range(new.world_size)]
+    incoming: list[list[Tensor]] = [[] for _ in range(new.world_size)]
     for kind, moves in batch:
         rows = kind.rows(new, me)
         if kind.name not in found:
-            found[kind.name] = kind.empty(rows, device)
+            found[kind.name] = kind.empty(rows, rooms[0].take(0).device)
         target = found[kind.name]
         for move in moves:
             owner = owners[move.source]
@@ -167,21 +181,37 @@ def _exchange_batch(
                 piece = _rows(kind, sources.mine[move.source][kind.name], move.rows, first)
                 if move.target == me:
                     _rows(kind, target, move.rows, rows.start).copy_(piece)
-                    continue
-                sent[move.target].append(piece.to(device).reshape(-1).view(torch.uint8))
-            if move.target == me:
+                else:
+                    outgoing[move.target].append(_as_flat(piece))
+            elif move.target == me:
                 part = _rows(kind, target, move.rows, rows.start)
                 if owner == COPY:
                     wanted.setdefault(move.source, []).append((kind, move.rows, part))
                 else:
-                    incoming[owner].append((part, part.nbytes))
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    outgoing = [torch.cat(pieces) if pieces else nothing for pieces in sent]
-    received = [nothing.new_empty(sum(size for _, size in parts)) for parts in incoming]
-    group.all_to_all(received, outgoing).wait()
-    for parts, flat in zip(incoming, received, strict=True):
-        for (part, _), piece in zip(parts, flat.split([n for _, n in parts]), strict=True):
-            part.reshape(-1).view(torch.uint8).copy_(piece)
+                    incoming[owner].append(_as_flat(part))
+    out_sizes, in_sizes = _sizes(incoming), _sizes(outgoing)
+    sent, received = rooms[0].take(sum(in_sizes)), rooms[1].take(sum(out_sizes))
+    for flat, piece in _stretches(sent, outgoing):
+        flat.copy_(piece)
+    group.all_to_all_flat(received, sent, out_sizes, in_sizes).wait()
+    for flat, part in _stretches(received, incoming):
+        part.copy_(flat)
+
+
+def _as_flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _sizes(of_ranks: Sequence[Sequence[Tensor]]) -> list[int]:
+    return [sum(piece.numel() for piece in pieces) for pieces in of_ranks]
+
+
+def _stretches(
+    flat: Tensor, of_ranks: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece, rank by rank, and its stretch of `flat`."""
+    pieces = [piece for of_rank in of_ranks for piece in of_rank]
+    return zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True)
 
 
 def _rows(kind: Kind, tensor: Tensor, rows: range, first: int) -> Tensor:
