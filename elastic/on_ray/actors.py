@@ -28,7 +28,6 @@ ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """Resources that only the head's node has: without it there is no Ray, so only on its side of a cut
 can a run go on, and it is the last one to be a spot instance. (Ray ignores a soft affinity of an
 actor without resources.)"""
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 LAST_WORDS_S = 5.0
 """How long a controller stays for its driver to fetch the result."""
 FIND_S = 2.0
@@ -157,7 +156,6 @@ def spawn_worker(
         "num_gpus": gpus,
         "max_restarts": 0,
         "max_concurrency": 1,
-        "runtime_env": {"env_vars": HUGE_PAGES},
     }
     return cast(Any, ray.remote(WorkerActor).options(**options).remote(workload))
 
