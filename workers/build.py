@@ -12,6 +12,7 @@ from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
 from workers.parallel.blocks import blocks_of
 from workers.parallel.initial import Initial, initialise_modules, settle_small
+from workers.parallel.row_step import ELEMENTWISE
 from workers.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.randomness import seed_microbatch
 from workers.recompute import recompute
@@ -163,20 +164,6 @@ def _build_optimizer(
             "the model; take them from `params` or from `model`"
         )
     return optimizer
-
-
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-)
-"""Whose step on a shard gives the bits of the step on the whole (tests/workers/test_shards.py)."""
 
 
 def _check_shardable(optimizer: torch.optim.Optimizer, spec: Settings) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from workers import state
 from workers.buffers import TrackedBuffers
 from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
+from workers.parallel.row_step import on_rows
+from workers.parallel.shards import local
 from workers.precision import Casting, LossScale
 from workers.reduction.norm import clip_coefficient, global_norm
 
@@ -169,14 +171,16 @@ class Replica:
             parameter.grad = None
             if is_used:
                 assert gradient is not None
-                parameter.grad = gradient.div_(divisor)
+                local(gradient).div_(divisor)
+                parameter.grad = gradient
         if self.clip_norm is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             self.gradient_norm = self.norm_of(gradients)
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
             if coefficient < 1.0:
-                torch._foreach_mul_(gradients, coefficient)  # pyright: ignore[reportPrivateImportUsage]
-        self.optimizer.step()
+                torch._foreach_mul_([local(g) for g in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
+        with on_rows(self.optimizer):
+            self.optimizer.step()
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
     def snapshot(

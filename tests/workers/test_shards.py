@@ -1,6 +1,8 @@
 """Optimizers on shards: the bits of the whole, or a refusal that says why."""
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,16 +10,19 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
-from workers.build import ELEMENTWISE, build_replica
+from workers.build import build_replica
 from workers.parallel.blocks import blocks_of
+from workers.parallel.row_step import ELEMENTWISE, on_rows
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import local
+from workers.parallel.shards import is_shard, local
 
 ROWS, WIDTH = 59, 17
 SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}
 
 
-def stepped(kind: type, options: dict, rank: int, world_size: int) -> torch.Tensor:
+def stepped(
+    kind: type, options: dict, rank: int, world_size: int, around: Callable = on_rows
+) -> torch.Tensor:
     """Three steps of one linear layer's rows, as this rank has them."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, ROWS, bias=False)
@@ -32,8 +37,48 @@ def stepped(kind: type, options: dict, rank: int, world_size: int) -> torch.Tens
     for _ in range(3):
         gradient = torch.randn(ROWS, WIDTH)
         model.weight.grad = param.to_sharded_dtensor(gradient[rows].contiguous())
-        optimizer.step()
+        with around(optimizer):
+            optimizer.step()
+    state = optimizer.state[model.weight]
+    assert list(optimizer.state) == optimizer.param_groups[0]["params"] == [model.weight]
+    assert all(is_shard(t) for t in state.values() if t.dim()), "the state is sharded all the same"
     return local(model.weight.detach()).clone()
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda k: k.__name__)
+def test_plain_rows_get_the_bits_that_dtensors_get(kind) -> None:
+    plain = stepped(kind, {}, 1, 3)
+    assert torch.equal(plain, stepped(kind, {}, 1, 3, around=lambda _: nullcontext()))
+
+
+def sharded_weight() -> nn.Parameter:
+    model = nn.Linear(WIDTH, ROWS, bias=False)
+    sharded = ShardedModel(model, CPU, keeps_parameters=False)
+    sharded.reshard(1, 3)
+    return model.weight
+
+
+class Own(torch.optim.SGD):
+    """It may do anything."""
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Own])
+def test_a_users_own_code_sees_the_sharded_parameters(kind, has_hook) -> None:
+    optimizer = kind([sharded_weight()], lr=0.1)
+    if has_hook:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    with on_rows(optimizer):
+        (seen,) = optimizer.param_groups[0]["params"]
+    assert is_shard(seen) == (has_hook or kind is Own)
+
+
+def test_a_step_that_fails_leaves_the_parameters_as_they_were() -> None:
+    weight = sharded_weight()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with pytest.raises(RuntimeError), on_rows(optimizer):
+        raise RuntimeError
+    assert optimizer.param_groups[0]["params"] == [weight]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
