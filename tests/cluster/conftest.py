@@ -1,14 +1,18 @@
 """Fixtures of the suites that start Ray."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from ray.cluster_utils import Cluster
 
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
+
+SHARED_STEPS, HASHED_EVERY = 200, 10
 
 
 @pytest.fixture(scope="session")
@@ -31,20 +35,32 @@ def start(tmp_path, ray_temp):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory, ray_temp):
-    """The uninterrupted run with one worker: hash and sample records, by its options."""
-    known = {}
+    """of(steps=30, **options): hash and sample records of Toy's uninterrupted run with one worker.
 
-    def of(target: str, **options):
-        key = (target, tuple(sorted((k, str(v)) for k, v in options.items())))
-        if key not in known:
-            storage = tmp_path_factory.mktemp("reference")
-            place = f"{JOBS / 'toy.py'}:{target}"
-            with LiveRun(place, storage, "run", ray_temp, workers=1, **options) as run:
-                end = run.finish()
+    Shorter runs are the beginning of one that all test processes share.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    hashes = shared / "hashes"
+
+    def of(steps: int = 30, **options) -> tuple[str, list[str]]:
+        is_part = steps <= SHARED_STEPS and steps % HASHED_EVERY == 0
+        length, every = (SHARED_STEPS, HASHED_EVERY) if is_part else (steps, steps)
+        name = "-".join(["run", str(length), *(f"{k}-{v}" for k, v in sorted(options.items()))])
+        folder = hashes / name
+        with FileLock(shared / f"{name}.lock"):
+            folder.mkdir(parents=True, exist_ok=True)
+            options |= {"workers": 1, "steps": length, "eval_every": every}
+            options["set"] = [f"folder={str(folder)!r}"]
+            place = f"{JOBS / 'toy.py'}:Hashed"
+            run = LiveRun(place, shared, name, ray_temp, **options)
+            if not (run.directory / "result.json").exists():
+                with run:
+                    end = run.finish()
                 assert end["status"] == 0, end["err"]
-                samples = [s["sha256"] for s in run.lines("samples.jsonl")]
-                known[key] = (end["result"]["weights_sha256"], samples)
-        return known[key]
+                assert (folder / str(length)).read_text() == end["result"]["weights_sha256"]
+        samples = [s["sha256"] for s in run.lines("samples.jsonl")]
+        return (folder / str(steps)).read_text(), samples[:steps]
 
     return of
 

@@ -50,7 +50,7 @@ def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, refe
         ray_temp,
         address=cluster.address,
         workers="1..2",
-        steps=400,
+        steps=200,
         set=["sleep=0.01"],
     ) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
@@ -61,9 +61,9 @@ def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, refe
         end = run.finish()
         pids = run.seen_pids
     assert end["status"] == 0, end["err"]
-    assert_complete(run, 400)
+    assert_complete(run, 200)
     assert leftovers(pids) == []
-    assert end["result"]["weights_sha256"] == reference("Toy", steps=400)[0]
+    assert end["result"]["weights_sha256"] == reference(steps=200)[0]
 
 
 def test_capacity_that_others_hold_does_not_block_a_start_at_min(cluster, tmp_path, ray_temp):

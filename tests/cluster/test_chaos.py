@@ -36,7 +36,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
         done = chaos(run, scenario, run.directory, "--report", tmp_path / "report")
         end = run.finish()
     assert done.returncode == 0, done.stderr
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
 
     report = json.loads((tmp_path / "report.json").read_text())
     results = [(f["strike"], f["what"], f["result"]) for f in report["faults"]]

@@ -56,13 +56,14 @@ def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference)
     saved = catalogue(run).steps()[-1]
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference("Toy", steps=120))
+    assert_equals(again, end, reference(steps=120))
     rolled_back = [m["step"] for m in again.lines("metrics.rolledback.jsonl")]
     assert rolled_back == list(range(saved + 1, saved + len(rolled_back) + 1))
     assert stood_at <= rolled_back[-1]
     assert end["result"]["lost_steps"] == len(rolled_back)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, reference):
     with start("Toy", workers=2, **OPTIONS) as run:
         run.wait_for(lambda s: s["step"] > 25)
@@ -73,12 +74,12 @@ def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, r
     assert checkpoint_sha256(catalogue(run)) == stopped["result"]["weights_sha256"]
     with start("Toy", workers="1..3", **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference("Toy", steps=120))
+    assert_equals(again, end, reference(steps=120))
     assert end["result"]["lost_steps"] == 0
     assert not (again.directory / "metrics.rolledback.jsonl").exists()
     with start("Toy", workers=1, **{**OPTIONS, "steps": 150}) as longer:
         end = longer.finish()
-    assert_equals(longer, end, reference("Toy", steps=150))
+    assert_equals(longer, end, reference(steps=150))
 
 
 def test_a_loop_saves_when_it_likes_and_its_pin_is_never_retired(tmp_path, ray_temp):
@@ -112,7 +113,7 @@ def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, re
         run.wait_for(lambda s: s["step"] % 20 > 5 and (s.get("committed_checkpoint") or 0) >= 40)
         run.kill(rank=0)
         end = run.finish()
-    assert_equals(run, end, reference("Toy", steps=120))
+    assert_equals(run, end, reference(steps=120))
     assert 0 < end["result"]["lost_steps"] < 20
     assert end["result"]["recoveries"][0]["lost_steps"] == end["result"]["lost_steps"]
 
@@ -130,7 +131,7 @@ def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(sta
     path.write_bytes(content)
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference("Toy", steps=120))
+    assert_equals(again, end, reference(steps=120))
     lines = [line["checkpoint"] for line in again.lines("journal.jsonl") if "checkpoint" in line]
     damaged = next(line for line in lines if "damaged" in line)
     assert damaged["damaged"] == newest
@@ -156,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(start, refer
         (run.directory / "checkpoints").mkdir(exist_ok=True)
         (run.directory / "checkpoints" / "step-00000040").write_text("in the way")
         end = run.finish()
-    sha256, _ = reference("Toy", steps=120)
+    sha256, _ = reference(steps=120)
     assert end["result"]["weights_sha256"] == sha256
     assert catalogue(run).steps() == [100, 120]
     reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]

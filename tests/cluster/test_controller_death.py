@@ -28,7 +28,7 @@ def await_successor(run, pid: int) -> dict:
 
 
 def assert_as_if_nothing_had_happened(run, end, reference, steps: int = STEPS) -> None:
-    assert_same_bits(run, end, reference("Toy", steps=steps), steps)
+    assert_same_bits(run, end, reference(steps=steps), steps)
     assert end["result"]["lost_steps"] == 0
     assert leftovers(run.seen_pids) == []
 
@@ -95,4 +95,4 @@ def test_controllers_and_workers_die_at_random_moments(start, reference, seed):
                     os.kill(pid, signal.SIGKILL)
         end = run.finish(patience_s=600)
     # steps whose holders were all killed were done again
-    assert_same_bits(run, end, reference("Toy", steps=steps), steps)
+    assert_same_bits(run, end, reference(steps=steps), steps)

@@ -16,8 +16,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 STEPS = 200
 OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "set": ["sleep=0.02"]}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-LOADED_S = 2.0
-"""A gap on this machine under load; what it is on an idle one, tests/bench/faults.py measures."""
+LOADED_S = 5.0
+"""A gap beside other tests on two cores, where each of two regroups has taken over a second; what
+it is on an idle machine, tests/bench/faults.py measures."""
 
 
 def longest_gap_s(run, since: float) -> float:
@@ -28,7 +29,7 @@ def longest_gap_s(run, since: float) -> float:
 
 
 def assert_left_as_planned(run, end, reference, since: float) -> None:
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert (end["result"]["lost_steps"], end["result"]["recoveries"]) == (0, [])
     gap_s = longest_gap_s(run, since)
     print(f"longest gap {gap_s:.3f} s")

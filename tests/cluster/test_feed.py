@@ -136,6 +136,7 @@ def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, planned):
     assert_complete(run, STEPS)
 
 
+@pytest.mark.slow
 def test_filtered_and_repeated_rows_resume_exactly(fed, planned):
     settings = ["transform=True"]
     with fed("resumed", workers=2, steps=21, settings=settings) as run:
@@ -275,7 +276,9 @@ def assert_no_trace(fed, planned, seed, num_stops):
     assert (end["result"]["weights_sha256"], samples(run)) == planned(transform)
 
 
-@pytest.mark.parametrize("seed", [100, 101, 102])
+@pytest.mark.parametrize(
+    "seed", [101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (100, 102))]
+)
 def test_no_random_history_leaves_a_trace(fed, planned, seed):
     assert_no_trace(fed, planned, seed, num_stops=seed % 2)
 

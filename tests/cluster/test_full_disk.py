@@ -37,7 +37,7 @@ def test_a_full_disk_costs_checkpoints_and_no_step(start, reference, tmp_path):
         run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 20)
         fill(tmp_path / "ballast")
         end = run.finish()
-    sha256, samples = reference("Toy", steps=120)
+    sha256, samples = reference(steps=120)
     assert end["status"] == 0, end["err"]
     assert json.loads(end["out"])["weights_sha256"] == sha256
     warning = next(x for x in end["err"].splitlines() if x.startswith("elastic: warning:"))

@@ -47,7 +47,7 @@ STEPS = 150
 
 
 def assert_no_trace(run, end, reference) -> None:
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
 
 
@@ -137,7 +137,7 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     assert end["status"] == 0, end["err"]
     assert losses_in(run) == []
     assert end["result"]["recoveries"] == []
-    assert end["result"]["weights_sha256"] == reference("Toy", steps=16)[0]
+    assert end["result"]["weights_sha256"] == reference(steps=16)[0]
     slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 1.5]
     assert len(slow) > 10, "most steps are slower than detect_s"
 

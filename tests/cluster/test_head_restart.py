@@ -53,7 +53,7 @@ def test_with_storage_the_workers_train_on_and_the_run_ends_as_if_nothing_had_be
     took = until(lambda: (run.directory / "result.json").exists(), 150)
     print(f"the end came {took:.1f} s after the head's restart")
     result = json.loads((run.directory / "result.json").read_text())
-    sha256, samples = reference("Toy", steps=STEPS)
+    sha256, samples = reference(steps=STEPS)
     assert (result["outcome"], result["weights_sha256"]) == ("succeeded", sha256)
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert_complete(run, STEPS)
@@ -74,6 +74,6 @@ def test_without_storage_everything_ends_within_the_lease_and_the_run_resumes(
     with hosts.run(TOY, tmp_path, "run", **OPTIONS) as again:
         end = again.finish()
     assert end["status"] == 0, end["err"]
-    assert end["result"]["weights_sha256"] == reference("Toy", steps=STEPS)[0]
+    assert end["result"]["weights_sha256"] == reference(steps=STEPS)[0]
     assert_complete(again, STEPS)
     assert [command_of(pid) for pid in leftovers(pids)] == []

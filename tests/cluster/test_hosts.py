@@ -84,7 +84,7 @@ def test_a_cut_link_costs_seconds_and_no_step(hosts, reference, tmp_path, capsys
     after = next(m for m in run.lines("metrics.jsonl") if m["time"] > at and m["world_size"] == 2)
     with capsys.disabled():
         print(f"\nlink cut: {after['time'] - at:.2f} s to the next step; {end['result']}")
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
 
 

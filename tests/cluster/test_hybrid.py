@@ -16,7 +16,7 @@ def test_a_run_of_replicas_loses_a_shard_and_no_step(start, reference):
         run.wait_for(lambda s: s["generation"] > before["generation"] and s["world_size"] == 3)
         run.wait_for(lambda s: s["world_size"] == 4)
         end = run.finish()
-    assert_same_bits(run, end, reference("Toy", steps=100, clip_norm=1.0, set=["sleep=0.0"]), 100)
+    assert_same_bits(run, end, reference(steps=100, clip_norm=1.0), 100)
     assert end["result"]["lost_steps"] == 0
 
 
@@ -27,7 +27,7 @@ def test_half_precision_with_recomputed_blocks_grows_and_keeps_its_bits(start, r
         run.wait_for(lambda s: s["world_size"] > 1)
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    sha256, _ = reference("Toy", precision="fp16", clip_norm=1.0, set=["sleep=0.0"])
+    sha256, _ = reference(precision="fp16", clip_norm=1.0)
     assert end["result"]["weights_sha256"] == sha256
     assert_complete(run, 30)
     assert {m["applied"] for m in run.lines("metrics.jsonl")} == {True, False}

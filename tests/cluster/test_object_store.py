@@ -84,7 +84,7 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
     assert run.result() is None
     with start_remote(workers=3, **OPTIONS) as again:
         end = again.finish()
-    sha256, samples = reference("Toy", steps=120)
+    sha256, samples = reference(steps=120)
     assert end["status"] == 0, end["err"]
     result = again.result()
     assert result is not None
@@ -114,7 +114,7 @@ def test_an_outage_costs_saves_but_no_step_and_the_run_says_so(start_remote, s3,
     assert (steps[-1], len(steps), 60 in steps) == (120, 2, False)
     result = run.result()
     assert result is not None
-    assert result["weights_sha256"] == reference("Toy", steps=120)[0]
+    assert result["weights_sha256"] == reference(steps=120)[0]
     warning = next(x for x in end["err"].splitlines() if x.startswith("elastic: warning:"))
     assert re.search("1 of [3456] saves failed, the last at step 60: OSError: .* 500", warning)
     assert warning.endswith("the newest checkpoint is of step 120")

@@ -19,7 +19,7 @@ LEASE_S = 20.0  # 10 x detect_s
 
 
 def assert_unharmed(run, end, reference) -> None:
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
 
 

@@ -36,7 +36,7 @@ def test_twenty_random_kills_leave_no_trace(start, reference, seed, parallel):
     assert end["status"] == 0, end["err"]
     assert len(end["result"]["recoveries"]) >= NUM_KILLS / 2
     assert end["result"]["lost_steps"] == 0
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert leftovers(pids) == []
 
 
@@ -53,7 +53,7 @@ def test_killed_whole_during_a_save_twenty_times_and_resumed(start, reference):
         num_torn += bool(torn(run))
     with start("Toy", workers=3, **options) as run:
         end = run.finish()
-    assert_equals(run, end, reference("Toy", steps=1200))
+    assert_equals(run, end, reference(steps=1200))
     assert num_torn >= NUM_KILLS / 4, "else the test does not test what it says"
     assert torn(run) == []
 

@@ -50,6 +50,6 @@ def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
         run.wait_for(lambda s: s["world_size"] == 4 and s["phase"] == "running")
         end = run.finish()
         pids = run.seen_pids
-    assert_same_bits(run, end, reference("Toy", steps=300), 300)
+    assert_same_bits(run, end, reference(steps=300), 300)
     assert end["result"]["lost_steps"] == 0
     assert leftovers(pids) == []

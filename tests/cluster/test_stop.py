@@ -60,7 +60,7 @@ def test_a_detached_run_is_stopped_abandoned_and_resumed_to_the_same_bits(
     with LiveRun(target, tmp_path, "run", ray_temp, **options) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    assert end["result"]["weights_sha256"] == reference("Toy", steps=STEPS)[0]
+    assert end["result"]["weights_sha256"] == reference(steps=STEPS)[0]
     assert_complete(run, STEPS)
 
 

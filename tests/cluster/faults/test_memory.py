@@ -44,7 +44,7 @@ def test_a_worker_out_of_memory_costs_no_step_and_is_explained(
     target = f"{JOBS / 'hanging.py'}:Hungry"
     with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
         end = run.finish()
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
     (recovery,) = end["result"]["recoveries"]
     assert recovery["cause"] == "process_died"

@@ -56,7 +56,7 @@ def test_a_node_that_goes_costs_no_step(hosts, fault, tmp_path, reference, capsy
     after = next(m for m in run.lines("metrics.jsonl") if m["world_size"] == 2 and m["time"] > at)
     with capsys.disabled():
         print(f"\n{fault.__name__}: {after['time'] - at:.2f} s to the next step of two workers")
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
     if fault is drain:
         assert end["result"]["recoveries"] == []

@@ -62,6 +62,6 @@ def run_with(faults, strategy, tmp_path, ray_temp):
 
 
 def assert_conforms(run, end, reference) -> None:
-    assert_same_bits(run, end, reference("Toy", steps=STEPS), STEPS)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
     assert leftovers(run.seen_pids) == []
