@@ -1,8 +1,9 @@
 """SIGKILL of one of 4 FSDP ranks at random instants: time to the next committed step, and the bits.
 
 About 19 million parameters, nothing is saved to storage. Recovery = time of the controller's first
-committed step of a later generation - time of the kill - one median step. No step may be lost, and
-all runs must end with the weights of the uninterrupted one.
+committed step of a later generation - time of the kill - the median step of the same run with all
+4 ranks (of the uninterrupted run: printed beside it). No step may be lost, and all runs must end
+with the weights of the uninterrupted one.
     python -m tests.bench.fsdp_recovery --kills 50
 """
 
@@ -75,26 +76,39 @@ def is_full(status: dict[str, Any]) -> bool:
     return status["world_size"] == WORKERS and status["phase"] == "running"
 
 
+def full_step_s(lines: list[dict[str, Any]]) -> float:
+    """The median of the steps that followed another one of the same full membership."""
+    return statistics.median(
+        b["time"] - a["time"]
+        for a, b in pairwise(lines)
+        if a["generation"] == b["generation"] and b["world_size"] == WORKERS
+    )
+
+
 def kills_of_a_run(
     storage: Path, number: int, steps: int, count: int, dice: random.Random, median_step_s: float
 ) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Seconds of each recovery, and of each growth's gap, beyond a median step; and the end."""
+    """Seconds of each recovery, and of each growth's gap, beyond a median step of this run; and
+    the end. median_step_s: about a step, in which a kill falls."""
     options = {"workers": f"2..{WORKERS}", "steps": steps, "set_": MODEL, **OPTIONS}
     with elastic_run(storage, f"run-{number}", **options) as run:
         killed = [kill_at_random(run, dice, median_step_s) for _ in range(count)]
         result = run.finish(900)
         events, lines = commits(run), run.metrics()
+    step_s = full_step_s(lines)
     seconds: list[float] = []
     for at in killed:
         generation = max(e["generation"] for e in events if e["at"] < at)
         after = next(e for e in events if e["generation"] > generation and e["at"] > at)
-        seconds.append(after["at"] - at - median_step_s)
+        seconds.append(after["at"] - at - step_s)
     growths = [
-        b["at"] - a["at"] - median_step_s
+        b["at"] - a["at"] - step_s
         for a, b in pairwise(events)
         if a["generation"] < b["generation"] and not any(a["at"] < k < b["at"] for k in killed)
     ]
-    console.print(f"run {number}: {[round(s, 3) for s in seconds]} s, {result['recoveries']}")
+    states = [round(r["state_s"], 3) for r in result["recoveries"]]
+    said = [round(s, 3) for s in seconds]
+    console.print(f"run {number}: {said} s beyond {step_s:.3f} s, state {states} s")
     return (
         seconds,
         growths,
@@ -102,6 +116,7 @@ def kills_of_a_run(
             "lost_steps": result["lost_steps"],
             "sha": result["weights_sha256"],
             "is_complete": [line["step"] for line in lines] == list(range(1, steps + 1)),
+            "step_s": step_s,
         },
     )
 
@@ -125,7 +140,13 @@ def main() -> int:
         ]
     seconds = [s for of_run, *_ in runs for s in of_run]
     growths = [s for _, of_run, _ in runs for s in of_run]
-    results, is_sound = summary(seconds, [end for *_, end in runs], sha, median_step_s)
+    ends = [end for *_, end in runs]
+    step_s = statistics.median(end["step_s"] for end in ends)
+    results, is_sound = summary(seconds, ends, sha, step_s)
+    beyond_calm = [s + end["step_s"] - median_step_s for of_run, _, end in runs for s in of_run]
+    results["uninterrupted"] = (
+        f"{median_step_s:.3f} s a step, p50 {statistics.median(beyond_calm):.3f} s"
+    )
     results["growth p50"] = f"{statistics.median(growths):.3f} s of {len(growths)}"
     if not arguments.no_peer:
         results |= against_peer("tests.bench.ray_train_fsdp", 15, seconds)

@@ -32,6 +32,7 @@ def fill(path) -> None:
             ballast.write(bytes(1 << 12))
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_checkpoints_and_no_step(start, reference, tmp_path):
     with start("Toy", workers=2, **OPTIONS) as run:
         run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 20)

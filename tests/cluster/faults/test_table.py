@@ -15,7 +15,6 @@ STRATEGIES = ("ddp", "fsdp")
 INSTANTS = ("forward", "backward", "collective", "vote", "applied", "save", "regroup")
 FAULTS = ("kill", "stop", "hang", "term")
 FAST = {
-    ("ddp", "kill", "collective"),
     ("ddp", "kill", "vote"),
     ("ddp", "kill", "regroup"),
     ("ddp", "stop", "backward"),
