@@ -109,9 +109,9 @@ class Supervisor:
     async def run(self) -> dict[str, Any]:
         self._loop = self.writer.loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
-        self.actor.on_stop = self.cluster.request_stop
-        self.actor.on_end = functools.partial(self.cluster.cancel, "stopped")
-        self.actor.on_note = functools.partial(self._note, "data")
+        end_now = functools.partial(self.cluster.cancel, "stopped")
+        note = functools.partial(self._note, "data")
+        self.actor.listen(stop=self.cluster.request_stop, end_now=end_now, note=note)
         taken_over = await self._take_over() if self.actor.has_predecessor else None
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic.protocol import wire
 
 EXIT_WITHOUT_CONTROLLER = 71
 RETRY_S = 0.05
 WRITABLE_S = 0.5
+LAST_WORDS_S = 1.0
 URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
 """Commands that `on_command` is told of at once, before the main thread obeys them."""
 
@@ -172,8 +173,20 @@ class ControllerLink:
         self._leave("no controller within the lease")
 
     def _leave(self, reason: str) -> None:
+        leave(EXIT_WITHOUT_CONTROLLER, reason)
+
+
+def leave(status: int, reason: str, last: Callable[[], None] = lambda: None) -> NoReturn:
+    """End this process, whatever becomes of its last words: its log may be on a full disk, or on a
+    file system that hangs."""
+    end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
+    end.daemon = True
+    end.start()
+    try:
         print(f'leaving reason="{reason}"', file=sys.stderr, flush=True)
-        os._exit(EXIT_WITHOUT_CONTROLLER)
+        last()
+    finally:
+        os._exit(status)
 
 
 def is_writable(connection: socket.socket, patience_s: float) -> bool:

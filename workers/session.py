@@ -223,7 +223,8 @@ class Step:
         self._session._open = None
         self._vitals.enter("user")
         self._member.replica.casting.restore()
-        if isinstance(error, StepCancelled):
+        is_swallowed = error is None and not self.committed and self._member.is_cancelled
+        if isinstance(error, StepCancelled) or is_swallowed:
             self._session._logged = self._carried  # the next attempt takes it again
             self._member.replica.buffers.restore()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.replica.step)  # it broke in the apply
@@ -268,9 +269,9 @@ class Step:
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
             yield batch
+            self._check_cancelled()
             if self._is_awaiting_backward:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
-            self._check_cancelled()
         session.attempt = None
 
     def _next_batch(self) -> LoadedBatch:
@@ -289,8 +290,8 @@ class Step:
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
+        self._check_cancelled()  # first: the user's code may have swallowed it, and made no loss
         total, weight = check_loss(loss)
-        self._check_cancelled()
         attempt, scale = session.attempt, member.replica.loss_scale
         self._reducer.before_backward(not self._num_passes_left)
         session._inspection.before_backward(attempt.microbatch_id)
@@ -314,6 +315,7 @@ class Step:
         """
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
+        self._check_cancelled()
         if self._reducer is None or len(self._done) != len(self._member.ids):
             raise RuntimeError(
                 f"commit() after {len(self._done)} of {len(self._member.ids)} micro-batches; "

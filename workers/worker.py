@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.protocol.errors import UnfitNode, UserError, WrongInput
+from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -37,7 +37,7 @@ from workers.digest import weights_sha256
 from workers.health import pulse, stacks
 from workers.health.notice import Notice
 from workers.health.vitals import Vitals
-from workers.link import Address, ControllerLink
+from workers.link import Address, ControllerLink, leave
 from workers.loop import fit
 from workers.loss import check_loss
 from workers.member import Member, RolledBack, RunEnded
@@ -100,13 +100,15 @@ class Worker:
             self._link.send(kind, message=str(error))
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
-            print(f'leaving reason="{error}"', file=sys.stderr, flush=True)
-            self._keep_log()
-            os._exit(EXIT_WITHOUT_LOADER)
+            leave(EXIT_WITHOUT_LOADER, str(error), self._keep_log)
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
             self._fail(error)
+        except StepCancelled:  # of a collective outside of any step
+            raise
+        except BaseException as error:  # to Ray it would look like the end of the process
+            self._fail(RuntimeError(f"the workload raised {type(error).__name__}: {error}"))
 
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""

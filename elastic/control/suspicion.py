@@ -134,13 +134,15 @@ def suspects(
     now: float,
     detect_s: float | None,
     asked: Mapping[int, float] = MappingProxyType({}),
+    cut: "Cut | None" = None,
 ) -> Iterator[tuple[int, str]]:
     """Every worker that must be taken for hung, and why. Linear but for sorting by step.
 
     asked: since when workers have been asked to give their generation up, without an answer.
+    cut: the last one that `hear_cut` found.
     """
     watches = tuple(watches)
-    is_cut = is_cut_off(watches, now, detect_s)
+    cut = hear_cut(cut, watches, now, detect_s)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
     waits: dict[int, float] = {}  # generation -> longest wait of any member
     waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
@@ -159,22 +161,43 @@ def suspects(
         if heartbeat.worker in asked:
             awaited_s = max(awaited_s or 0.0, now - asked[heartbeat.worker])
         why = suspicion(w, awaited_s, now, detect_s)
-        is_spared = is_cut and detect_s is not None and now - w.heard_at > detect_s
-        if why is not None and not is_spared:
+        if why is not None and not (cut and cut.spares(w, now)):
             yield heartbeat.worker, why
         if heartbeat.waits_for_peers:
             pending.append(w)
 
 
-def is_cut_off(watches: tuple[Watch, ...], now: float, detect_s: float | None) -> bool:
-    """Whether all members of the newest generation are silent at once: as it may be our own link,
-    nobody is suspect who is silent, member or not."""
-    if detect_s is None:
-        return False
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All members of the newest generation were silent at once: it may be our own link, and nobody
+    is suspect who has been silent since, member or not."""
+
+    begun_at: float
+    """When even the last one had been silent for `detect_s`."""
+    last_at: float
+    """When they still were."""
+    length_s: float
+
+    def spares(self, watched: Watch, now: float) -> bool:
+        """Connections come back one by one: by the backoff of TCP (RFC 6298) the last one sends
+        again after as long again as it was silent."""
+        return watched.heard_at < self.begun_at and now < self.last_at + self.length_s
+
+
+def hear_cut(
+    before: Cut | None, watches: Iterable[Watch], now: float, detect_s: float | None
+) -> Cut | None:
+    """The cut that lasts, else the last one, unless it has lasted too long."""
+    watches = tuple(watches)
     newest = max((w.heartbeat.generation for w in watches), default=0)
-    heard = [w.heard_at for w in watches if w.heartbeat.generation == newest]
-    silent_s = now - max(heard, default=now)
-    return newest > 0 and detect_s < silent_s < PATIENCE_WITH_ALL * detect_s
+    if detect_s is None or not newest:
+        return before
+    last = max(w.heard_at for w in watches if w.heartbeat.generation == newest)
+    silent_s = now - last
+    if silent_s <= detect_s:
+        return before
+    is_bearable = silent_s < PATIENCE_WITH_ALL * detect_s
+    return Cut(last + detect_s, now, silent_s) if is_bearable else None
 
 
 def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:

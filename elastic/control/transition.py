@@ -229,8 +229,8 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
             return False  # a step that a lost member has committed is committed
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
-        case DrainNotice(worker=w) if w in ledger.leaving:
-            return True
+        case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
+            return deadline >= ledger.gone_at  # a shorter one counts
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
             return not is_in_lobby(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):

@@ -34,6 +34,7 @@ FIND_S = 2.0
 """How long a worker waits for the answer of a controller that it looks for."""
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
+DRIVER_WATCH_S = 0.5
 
 Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -43,9 +44,9 @@ class ControllerActor:
 
     def __init__(self, supervise: Supervise, order: dict[str, Any]) -> None:
         self._supervise, self._order = supervise, order
-        self.on_stop: Callable[[str], None] | None = None
-        self.on_end: Callable[[str], None] | None = None
-        self.on_note: Callable[[dict[str, Any]], None] | None = None
+        self._wishes: dict[str, Callable[[Any], None]] = {}
+        self._early: list[tuple[str, Any]] = []
+        """What was wished before anybody listened."""
         self._heard = time.monotonic()
         self._is_abandoned = False
         self.place = ""
@@ -54,6 +55,18 @@ class ControllerActor:
         """Where workers reach this incarnation, once it listens."""
         self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         """Ray has started this actor again after its process died."""
+
+    def listen(self, **wishes: Callable[[Any], None]) -> None:
+        """Who obeys `stop`, `end_now` and `note`, the ones of before included."""
+        self._wishes, early, self._early = wishes, self._early, []
+        for name, said in early:
+            self._wish(name, said)
+
+    def _wish(self, name: str, said: Any) -> None:
+        if name in self._wishes:
+            self._wishes[name](said)
+        else:
+            self._early.append((name, said))
 
     async def run(self) -> dict[str, Any]:
         """Supervise the run from start to end."""
@@ -79,22 +92,21 @@ class ControllerActor:
     async def stop(self, reason: str) -> None:
         """Finish the step, then end the run as stopped."""
         self._heard = time.monotonic()
-        if self.on_stop is not None:
-            self.on_stop(reason)
+        self._wish("stop", reason)
 
     async def end_now(self, reason: str) -> None:
         """End the run at once."""
-        if self.on_end is not None:
-            self.on_end(reason)
+        self._wish("end_now", reason)
 
     async def note(self, fields: dict[str, Any]) -> None:
         """Something about the data that belongs into the journal."""
-        if self.on_note is not None:
-            self.on_note(fields)
+        self._wish("note", fields)
 
     async def _watch_driver(self) -> None:
-        while time.monotonic() - self._heard < DRIVER_LEASE_S:
-            await asyncio.sleep(0.5)
+        while (begun := time.monotonic()) - self._heard < DRIVER_LEASE_S:
+            await asyncio.sleep(DRIVER_WATCH_S)
+            if time.monotonic() - begun > 2 * DRIVER_WATCH_S:
+                self._heard = time.monotonic()  # frozen ourselves: its words wait to be read
         self._is_abandoned = True
         await self.end_now("the driver is gone")
 

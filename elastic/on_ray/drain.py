@@ -7,6 +7,7 @@ It only says so: what becomes of the workers there is elastic/control's.
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.exceptions import RayError
@@ -37,9 +38,9 @@ def draining_nodes() -> dict[str, float | None]:
 
 
 async def watch_drains(cluster: "RayCluster") -> None:
-    """Tell of every worker's notice, once."""
+    """Tell of every worker's notice, and again if the deadline is brought forward."""
     loop = asyncio.get_running_loop()
-    told: set[int] = set()
+    told: dict[int, float] = {}
     while True:
         await asyncio.sleep(POLL_S)
         try:
@@ -49,7 +50,9 @@ async def watch_drains(cluster: "RayCluster") -> None:
             continue
         now = cluster.now()
         for worker, slot in tuple(cluster.workers.items()):
-            if slot.node_id in nodes and worker not in told:
-                told.add(worker)
-                deadline = nodes[slot.node_id] or now + NO_DEADLINE_S
+            if slot.node_id not in nodes:
+                continue
+            deadline = nodes[slot.node_id] or now + NO_DEADLINE_S
+            if deadline < told.get(worker, math.inf):
+                told[worker] = deadline
                 cluster.say(DrainNotice(worker, "its node is drained", deadline, now))

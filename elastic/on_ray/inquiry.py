@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.control.state import CollectiveFailed
 from elastic.control.straying import stalled, strays
-from elastic.control.suspicion import Watch, last_move, place_of, suspects
+from elastic.control.suspicion import Cut, Watch, hear_cut, last_move, place_of, suspects
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.waits import waits_of
 
@@ -31,6 +31,7 @@ class Inquiry:
         self._stalled = 0
         """The newest generation that was given up because all of it waits."""
         self._asked: dict[int, float] = {}
+        self._cut: Cut | None = None
         self._awaited: set[int] = set()
         self._found: dict[int, str] = {}
         self._has_all = asyncio.Event()
@@ -41,8 +42,10 @@ class Inquiry:
         if self._is_under_way or cluster.detect_s is None:
             return
         watches = {w: r.watch for w, r in cluster.workers.items() if r.watch is not None}
-        late = dict(strays(watches.values(), cluster.detect_s))
-        late |= dict(suspects(watches.values(), cluster.now(), cluster.detect_s, self._asked))
+        now, detect_s = cluster.now(), cluster.detect_s
+        self._cut = hear_cut(self._cut, watches.values(), now, detect_s)
+        late = dict(strays(watches.values(), detect_s))
+        late |= dict(suspects(watches.values(), now, detect_s, self._asked, self._cut))
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}

@@ -78,6 +78,13 @@ def test_two_notices_are_one_regroup():
     assert commands == [Form(Membership(8, (1,)), 44)]
 
 
+def test_a_shorter_notice_counts_and_a_longer_one_does_not():
+    sigterm = replace(NOTICE, deadline=21.0, at=11.0)
+    later = replace(NOTICE, deadline=99.0, at=12.0)
+    _, phase, commands = play(LEDGER, Running(ABC), NOTICE, sigterm, later, Tick(16.0), limits=ONE)
+    assert (phase, commands) == (Pausing(ABC), [Spawn((3,)), Pause(ABC)])
+
+
 def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure():
     limits = replace(LIMITS, min_workers=3, max_failures=0)
     ledger, phase, commands = play(LEDGER, Running(ABC), NOTICE, Tick(39.0), limits=limits)

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from elastic.control.suspicion import (
+    Cut,
     Heartbeat,
     Watch,
+    hear_cut,
     is_awaited,
     last_move,
     suspects,
@@ -163,3 +165,26 @@ def test_members_that_are_silent_all_at_once_may_only_be_cut_off():
     assert [w for w, _ in suspects([*silent, standby], 40.1, 3.0)] == [1, 2, 3]
     heard = Watch(replace(BEAT, worker=4, p95_s=0.1), 19.0)
     assert [w for w, _ in suspects([*silent, heard], 20.0, 3.0)] == [1, 2]
+
+
+def test_after_a_cut_members_may_come_back_one_by_one():
+    """Each connection sends again when its own backoff is over."""
+    silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0 + w / 10) for w in (1, 2, 3)]
+    cut = None
+    for now in (12.0, 14.0, 18.0, 22.3):
+        cut = hear_cut(cut, silent, now, 3.0)
+        assert not dict(suspects(silent, now, 3.0, cut=cut))
+    assert cut == Cut(begun_at=13.3, last_at=22.3, length_s=pytest.approx(12.0))
+    for now in (22.6, 25.0, 34.2):
+        watches = [replace(silent[0], heard_at=now - 0.1), *silent[1:]]
+        cut = hear_cut(cut, watches, now, 3.0)
+        assert not dict(suspects(watches, now, 3.0, cut=cut)), now
+    assert [w for w, _ in suspects(watches, 34.4, 3.0, cut=cut)] == [2, 3]
+
+
+def test_a_cut_that_lasts_too_long_spares_nobody_any_more():
+    silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0) for w in (1, 2)]
+    cut = hear_cut(None, silent, 39.9, 3.0)
+    assert cut is not None
+    assert hear_cut(cut, silent, 40.1, 3.0) is None
+    assert [w for w, _ in suspects(silent, 40.1, 3.0, cut=cut)] == [1, 2]

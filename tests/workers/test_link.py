@@ -1,7 +1,12 @@
 """The worker's link to its controller when nobody reads at the other end."""
 
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
+
+import pytest
 
 from elastic.protocol import wire
 from workers.link import ControllerLink
@@ -35,3 +40,16 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
     assert [header["step"] for header, _ in received] == list(range(300))
     assert {bytes(payload) for _, payload in received} == {b"x" * 50_000}
     listener.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_worker_whose_log_is_on_a_full_disk_leaves_all_the_same():
+    script = "import workers.link as l; l.leave(7, 'the lease is over'); print('still here')"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stderr=full, timeout=60, check=False)
+    assert done.returncode == 7
+
+
+def test_a_worker_whose_last_words_hang_leaves_all_the_same():
+    script = "import time, workers.link as l; l.leave(7, 'over', lambda: time.sleep(600))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 7

@@ -1,5 +1,7 @@
 """A step whose vote only some have seen complete: the others roll forward to the same bits."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -92,6 +94,36 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert weights_sha256(cancelled.replica.model) == before
     suspended, _ = cancelled.link.of("suspended")[-1]
     assert (suspended["step"], suspended["is_prepared"]) == (1, False)
+    for rig in rigs:
+        rig.step()
+    assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
+
+
+@pytest.mark.parametrize("where", ["loss", "commit", "everything"])
+def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
+    calm, cancelled = rigs
+    for rig in rigs:
+        rig.step()
+    cancelled.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    cancelled.form(generation=2, step=1)
+    swallowing = contextlib.suppress(BaseException)
+    with (
+        cancelled.session.next_step() as step,
+        swallowing if where == "everything" else contextlib.nullcontext(),
+    ):
+        for batch in step.microbatches():
+            loss = cancelled.workload.loss(cancelled.session.model, batch)
+            if where != "commit":
+                cancelled.member.group.abandon()
+                loss = torch.zeros(())  # what a fallback gives: nothing to be differentiated
+            step.backward(loss)
+        if where == "commit":
+            cancelled.member.group.abandon()
+            with swallowing:
+                step.commit()
+        else:
+            step.commit()
+    assert not step.committed
     for rig in rigs:
         rig.step()
     assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)

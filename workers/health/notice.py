@@ -3,6 +3,7 @@
 What follows from it is elastic/control's. Ray by itself would end the process at once.
 """
 
+import os
 import signal
 import socket
 import threading
@@ -27,6 +28,7 @@ class Notice:
         signal.signal(signal.SIGTERM, _ignore)
         signal.siginterrupt(signal.SIGTERM, False)
         signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=self._listen, name="notice", daemon=True).start()
 
     def repeat(self) -> None:
@@ -39,6 +41,13 @@ class Notice:
             if signal.SIGTERM in self._inbox.recv(64) and self._ends_at is None:
                 self._ends_at = time.monotonic() + NOTICE_S
                 self.repeat()
+
+
+def _forget() -> None:
+    """A forked child is no worker: SIGTERM ends it, and tells nobody else."""
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _ignore(*_: object) -> None:
