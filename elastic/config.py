@@ -30,6 +30,7 @@ class FaultPolicy:
     """Steps in a row that may be skipped because a gradient is not finite; default 8."""
     verify_every: int | None = None
     """Compare the replicas' weights and optimizer state every so many steps; default None: never.
+    Rows that one rank holds alone ("fsdp") cannot be compared.
 
     A rank that differs from the majority is replaced from a good peer, before any gradient that
     it computed after the last comparison's step is applied if this is 1. Without a majority the

@@ -1,6 +1,6 @@
 """From a fault to the next committed step: the table of what clusters do, 4 workers, detect_s 3.
 
-    python -m tests.bench.faults --repeats 9 [--only stop,hang,term,controller,cut,crash,...]
+    python -m tests.bench.faults --repeats 9 [--only stop,hang,collective,term,controller,cut,...]
 
 Seconds are from the fault itself, detection included. For notices (term, drain) and for the death
 of the controller it is the longest gap between two commits, less the median step. The last four
@@ -146,17 +146,17 @@ def measure(name: str, hit: Hit, start, repeats: int, dice: random.Random) -> di
     return row_of(name, run, times, end["result"])
 
 
-def measure_hangs(start, storage: Path, repeats: int) -> dict[str, str]:
-    """A thread of the user's loss that never returns."""
-    struck = storage / "struck"
+def measure_hangs(name: str, start, storage: Path, repeats: int) -> dict[str, str]:
+    """What the workload itself does, in one run."""
+    struck = storage / f"struck-{name}"
     struck.mkdir()
-    faults = [("hang", "forward", 40 * (i + 1)) for i in range(repeats)]
+    faults = [(*HANGS[name], 40 * (i + 1)) for i in range(repeats)]
     settings = [f"sleep={SLEEP_S}", f"folder={str(struck)!r}", f"faults={faults!r}"]
     target = f"{JOBS / 'faulty.py'}:Faulty"
-    with start("hang", target, steps=40 * (repeats + 1), set=settings) as run:
+    with start(name, target, steps=40 * (repeats + 1), set=settings) as run:
         end = run.finish(PATIENCE_S + 30 * repeats)
     times = [path.stat().st_mtime for path in sorted(struck.iterdir(), key=lambda p: int(p.name))]
-    return row_of("hang", run, times, end["result"])
+    return row_of(name, run, times, end["result"])
 
 
 def row_of(name: str, run: LiveRun, times: list[float], result: dict) -> dict[str, str]:
@@ -191,6 +191,8 @@ LOCAL: dict[str, Hit] = {
     "term": by_signal(signal.SIGTERM),
     "controller": kill_controller,
 }
+HANGS = {"hang": ("hang", "forward"), "collective": ("alone", "boundary")}
+"""A loss that never returns; a rank that makes a collective alone. What, and where in a step."""
 HOSTS = ("cut", "crash", "raylet", "drain")
 
 
@@ -198,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=",".join(("stop", "hang", "term", "controller", *HOSTS)))
+    parser.add_argument("--only", default=",".join((*LOCAL, *HANGS, *HOSTS)))
     arguments = parser.parse_args()
     chosen, dice = arguments.only.split(","), random.Random(arguments.seed)
     about = machine(WORKERS)
@@ -211,8 +213,8 @@ def main() -> int:
 
         for name in (n for n in LOCAL if n in chosen):
             rows.append(measure(name, LOCAL[name], start, arguments.repeats, dice))
-        if "hang" in chosen:
-            rows.append(measure_hangs(start, storage, arguments.repeats))
+        for name in (n for n in HANGS if n in chosen):
+            rows.append(measure_hangs(name, start, storage, arguments.repeats))
         for name in (n for n in HOSTS if n in chosen):
             with Hosts(WORKERS + 1, head_cpus=0) as hosts:
                 hosts.start_ray()

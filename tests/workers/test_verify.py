@@ -6,12 +6,22 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.mesh import Mesh
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
+from workers import state
 from workers.build import build_replica
 from workers.groups import Alone
-from workers.health.verify import Diverged, combined, compare, fingerprint, fingerprints, verify
+from workers.health.verify import (
+    Diverged,
+    combined,
+    compare,
+    fingerprint,
+    fingerprints,
+    groups_alike,
+    verify,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -72,6 +82,7 @@ def verified(num_ranks, flip):
             link=link,
             generation=4,
             spec=SimpleNamespace(worker=10 + group.rank),
+            mesh=Mesh("ddp", num_ranks),
         )
         try:
             verify(member, 1)
@@ -85,12 +96,23 @@ def verified(num_ranks, flip):
 WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
 
 
-def test_of_sharded_state_only_what_every_rank_holds_is_compared():
+def test_rows_are_told_from_what_is_replicated():
     replica = build("fsdp")
     enter(replica, Alone(), 0)
     train(replica, Alone(), "fsdp", 1)
-    names = [n for n in fingerprints(replica) if not n.endswith("/step")]
+    whole, rows = fingerprints(replica)
+    names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
+    trained = state.trained_tensors(replica.model, replica.optimizer)
+    assert set(whole) | set(rows) == set(trained)
+    assert not set(whole) & set(rows)
+
+
+def test_replicas_of_a_shard_must_agree_on_its_rows():
+    everyone = (0, [0, 1, 2, 3, 4])
+    assert groups_alike(Mesh("ddp", 5)) == [everyone, (1, everyone[1])]
+    assert groups_alike(Mesh("hsdp:2", 5)) == [everyone, (1, [0, 2]), (1, [1, 3])], "4 stands by"
+    assert groups_alike(Mesh("fsdp", 2)) == [(0, [0, 1]), (1, [0]), (1, [1])]
 
 
 def test_equal_replicas_say_nothing():

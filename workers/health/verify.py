@@ -1,4 +1,4 @@
-"""Whether the ranks still hold the same bits of what all of them hold: replicas that diverge
+"""Whether the ranks still hold the same bits of what several of them hold: replicas that diverge
 silently (a flipped bit, a bad core) are found by a cheap hash.
 
 What follows from it is the controller's: with a majority the others are replaced.
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.mesh import Mesh
 from workers import state
 from workers.exchange import gather_json
-from workers.parallel.shards import is_shard
+from workers.parallel.shards import is_shard, local
 
 if TYPE_CHECKING:
     from workers.member import Member
@@ -41,26 +42,40 @@ def verify(member: "Member", every: int) -> None:
     if group.world_size == 1 or replica.step == 0 or replica.step % every:
         return
     hashes = fingerprints(replica)
-    mine = torch.tensor([combined(hashes)], device=member.device)
+    mine = torch.tensor([combined(part) for part in hashes], device=member.device)
     everyones = [torch.empty_like(mine) for _ in range(group.world_size)]
     group.all_gather(everyones, mine).wait()
-    if len({int(one) for one in everyones}) == 1:
+    numbers = [one.tolist() for one in everyones]
+    differing = [
+        (part, ranks)
+        for part, ranks in groups_alike(member.mesh)
+        if len({numbers[rank][part] for rank in ranks}) > 1
+    ]
+    if not differing:
         return
+    part, ranks = differing[0]
     gathered = gather_json(group, [member.spec.worker, hashes], member.device)
-    found = [hashes for _, hashes in gathered]
-    odd, tensor, count = compare(found)
+    odd, tensor, count = compare([gathered[r][1][part] for r in ranks])
     others = f"{count} tensors" if count > 1 else "one tensor"
     what = f"after step {replica.step} in {tensor!r} ({others} in all)"
     if not odd:
-        ranks = " and ".join(str(rank) for rank in range(len(found)))
+        named = " and ".join(map(str, ranks))
         raise Diverged(
-            f"the replicas of ranks {ranks} differ {what}, and no majority says who is right; "
+            f"the replicas of ranks {named} differ {what}, and no majority says who is right; "
             "resume from the newest checkpoint, and suspect the hardware of these nodes"
         )
-    why = f"its replica, rank {' '.join(map(str, odd))}, differs from the majority's {what}"
-    workers = [gathered[rank][0] for rank in odd]
+    theirs = " ".join(str(ranks[index]) for index in odd)
+    why = f"its replica, rank {theirs}, differs from the majority's {what}"
+    workers = [gathered[ranks[index]][0] for index in odd]
     member.link.send("diverged", generation=member.generation, workers=workers, message=why)
     raise PeerLost(why)
+
+
+def groups_alike(mesh: Mesh) -> list[tuple[int, list[int]]]:
+    """(part of `fingerprints`, ranks that must agree on it): all on what is replicated, the
+    replicas of a shard on its rows."""
+    shards = [(1, mesh.holders_of(shard)) for shard in range(mesh.num_shards)]
+    return [(0, list(range(mesh.world_size))), *shards]
 
 
 def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
@@ -74,11 +89,14 @@ def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
     return odd if 2 * count > len(found) else [], differing[0], len(differing)
 
 
-def fingerprints(replica: "Replica") -> dict[str, int]:
-    """Of parameters and optimizer state by their names in a snapshot; shards are left out, which
-    one rank holds alone, and buffers, which a step in progress has changed."""
-    tensors = state.trained_tensors(replica.model, replica.optimizer)
-    return {name: fingerprint(t) for name, t in tensors.items() if not is_shard(t)}
+def fingerprints(replica: "Replica") -> tuple[dict[str, int], dict[str, int]]:
+    """Of parameters and optimizer state by their names in a snapshot: of what is replicated, and
+    of this rank's rows. Not of buffers, which a step in progress has changed."""
+    whole: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    for name, tensor in state.trained_tensors(replica.model, replica.optimizer).items():
+        (rows if is_shard(tensor) else whole)[name] = fingerprint(local(tensor))
+    return whole, rows
 
 
 def combined(hashes: Mapping[str, int]) -> int:

@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from toy import Toy
+from toy import Samples, Toy
 
 NUMBERS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
@@ -44,6 +44,9 @@ class Faulty(Toy):
         if what == "hang":
             while True:
                 time.sleep(60)
+        if what == "alone":  # a collective that the others do not make
+            self.session.evaluate(Samples(12), lambda model, batch: model(batch[0]).mean())
+            return
         os.kill(os.getpid(), NUMBERS[what])
 
     def loss(self, model, batch):
@@ -82,7 +85,8 @@ def install(workload):
     next_step, contents = Session.next_step, _Job.contents
 
     def counted(session):
-        workload.step = session.step
+        workload.session, workload.step = session, session.step
+        workload.strike("boundary")
         return next_step(session)
 
     def cut_short(job, copies):
