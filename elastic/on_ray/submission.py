@@ -5,6 +5,7 @@
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -21,6 +22,9 @@ REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
 KEEP_ALIVE_S = 2.0
 """How long the driver waits for a word of a controller that may be busy."""
+SILENT_S = 15.0
+"""After so long without a word the user is told: Ray starts a dead controller again, but leaves a
+frozen one alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class RayDriver:
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
+        self._heard_at, self._is_silent = time.monotonic(), False
         self.place = ""
         """The run directory, once it exists."""
 
@@ -141,6 +146,7 @@ class RayDriver:
         self._run_id = order["run_id"]
         self._controller = actors.start_controller(self._run_id, supervise, order)
         self._run = self._controller.run.remote()
+        self._heard_at = time.monotonic()
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
         """Tell the controller that the driver lives; its answer once the run has ended."""
@@ -162,8 +168,20 @@ class RayDriver:
     def _keep_alive(self) -> None:
         try:
             self.place = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
-        except (RayActorError, GetTimeoutError):
+        except RayActorError:
             return  # the end of run() tells
+        except GetTimeoutError:
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > SILENT_S and not self._is_silent:
+                self._is_silent = True
+                print(
+                    f"the run's controller has been silent for {silent_s:.0f} s: perhaps its "
+                    "process is stopped, or its node is cut off; two interrupts end the run, and "
+                    "the same command resumes it",
+                    file=sys.stderr,
+                )
+            return
+        self._heard_at, self._is_silent = time.monotonic(), False
 
     def stop(self, reason: str) -> None:
         self._controller.stop.remote(reason)
