@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The driver's side of Ray: find or start a cluster, submit the controller, ask it how it goes."""
 
+import math
 import os
 import socket
 import sys
@@ -57,7 +58,7 @@ class RayDriver:
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
-        self._heard_at, self._is_silent = time.monotonic(), False
+        self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
         self.place = ""
         """The run directory, once it exists."""
 
@@ -146,7 +147,6 @@ class RayDriver:
         self._run_id = order["run_id"]
         self._controller = actors.start_controller(self._run_id, supervise, order)
         self._run = self._controller.run.remote()
-        self._heard_at = time.monotonic()
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
         """Tell the controller that the driver lives; its answer once the run has ended."""
