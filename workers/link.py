@@ -20,7 +20,8 @@ from elastic.protocol import wire
 EXIT_WITHOUT_CONTROLLER = 71
 RETRY_S = 0.05
 WRITABLE_S = 0.5
-LAST_WORDS_S = 1.0
+LAST_WORDS_S = 10.0
+"""For a log on its way to a store; a process that has to leave may not take longer."""
 URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
 """Commands that `on_command` is told of at once, before the main thread obeys them."""
 
@@ -178,11 +179,11 @@ class ControllerLink:
 
 def leave(status: int, reason: str, last: Callable[[], None] = lambda: None) -> NoReturn:
     """End this process, whatever becomes of its last words: its log may be on a full disk, or on a
-    file system that hangs."""
-    end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
-    end.daemon = True
-    end.start()
+    file system that hangs. last: what to do before, within LAST_WORDS_S."""
     try:
+        end = threading.Timer(LAST_WORDS_S, os._exit, (status,))
+        end.daemon = True
+        end.start()
         print(f'leaving reason="{reason}"', file=sys.stderr, flush=True)
         last()
     finally:

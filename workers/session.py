@@ -247,11 +247,11 @@ class Step:
 
         Each is what `collate` makes of RunConfig.micro_batch samples, on the session's device.
         """
+        self._check_cancelled()
         if self._has_iterated:
             raise RuntimeError("microbatches() a second time in one step; iterate it once")
         self._has_iterated = True
         session, member = self._session, self._member
-        self._check_cancelled()
         self._reducer = session._take_reducer()
         self._reducer.begin()
         member.replica.buffers.begin_step()
@@ -287,10 +287,10 @@ class Step:
         loss: a scalar, the mean over the micro-batch; or (sum, weight), two scalars. WrongInput
         for another form and for a loss without a gradient.
         """
+        self._check_cancelled()  # first: the user's code may have swallowed it, and made no loss
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
-        self._check_cancelled()  # first: the user's code may have swallowed it, and made no loss
         total, weight = check_loss(loss)
         attempt, scale = session.attempt, member.replica.loss_scale
         self._reducer.before_backward(not self._num_passes_left)
@@ -321,7 +321,6 @@ class Step:
                 f"commit() after {len(self._done)} of {len(self._member.ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
-        self._check_cancelled()
         self._member.replica.casting.restore()
         try:
             self._vitals.enter("reduce")

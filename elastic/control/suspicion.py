@@ -173,7 +173,8 @@ class Cut:
     is suspect who has been silent since, member or not."""
 
     begun_at: float
-    """When even the last one had been silent for `detect_s`."""
+    """When even the last one had been silent for half of `detect_s`: three heartbeats, and before
+    the first one is suspect."""
     last_at: float
     """When they still were."""
     length_s: float
@@ -194,10 +195,10 @@ def hear_cut(
         return before
     last = max(w.heard_at for w in watches if w.heartbeat.generation == newest)
     silent_s = now - last
-    if silent_s <= detect_s:
+    if silent_s <= detect_s / 2:
         return before
     is_bearable = silent_s < PATIENCE_WITH_ALL * detect_s
-    return Cut(last + detect_s, now, silent_s) if is_bearable else None
+    return Cut(last + detect_s / 2, now, silent_s) if is_bearable else None
 
 
 def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:

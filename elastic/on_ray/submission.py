@@ -13,7 +13,13 @@ from typing import Any, NoReturn, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from elastic.on_ray import actors
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -168,9 +174,7 @@ class RayDriver:
     def _keep_alive(self) -> None:
         try:
             self.place = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
-        except RayActorError:
-            return  # the end of run() tells
-        except GetTimeoutError:
+        except (GetTimeoutError, ActorUnavailableError):
             silent_s = time.monotonic() - self._heard_at
             if silent_s > SILENT_S and not self._is_silent:
                 self._is_silent = True
@@ -181,6 +185,8 @@ class RayDriver:
                     file=sys.stderr,
                 )
             return
+        except RayActorError:
+            return  # the end of run() tells
         self._heard_at, self._is_silent = time.monotonic(), False
 
     def stop(self, reason: str) -> None:

@@ -51,5 +51,6 @@ def test_a_worker_whose_log_is_on_a_full_disk_leaves_all_the_same():
 
 
 def test_a_worker_whose_last_words_hang_leaves_all_the_same():
-    script = "import time, workers.link as l; l.leave(7, 'over', lambda: time.sleep(600))"
+    script = "import time, workers.link as l; l.LAST_WORDS_S = 0.1\n"
+    script += "l.leave(7, 'over', lambda: time.sleep(600))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 7

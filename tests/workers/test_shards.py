@@ -75,10 +75,15 @@ def test_a_users_own_code_sees_the_sharded_parameters(kind, has_hook) -> None:
 
 def test_a_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     weight = sharded_weight()
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    with pytest.raises(RuntimeError), on_rows(optimizer):
-        raise RuntimeError
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    with pytest.raises(RuntimeError, match="of the user's"), on_rows(optimizer):
+        raise RuntimeError("of the user's")
     assert optimizer.param_groups[0]["params"] == [weight]
+    assert optimizer.state[weight]["momentum_buffer"] is momentum
+    assert list(optimizer.state) == [weight]
 
 
 @pytest.mark.parametrize("foreach", [False, True])

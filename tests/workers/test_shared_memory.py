@@ -87,3 +87,26 @@ def test_tensors_outside_of_the_arena_are_not_shared():
     assert arena.describe({"n": torch.zeros(3)}) is None
     tensors = filled(arena)
     assert arena.describe({**tensors, "late": torch.zeros(3)}) is None
+
+
+def test_memory_that_is_still_being_touched_is_given_to_nobody(monkeypatch):
+    """The keeper's thread reserves while the main one copies what is left of the state."""
+    arena, zero_, taken = SharedArena(), torch.Tensor.zero_, []
+
+    def take_meanwhile(area):
+        taken.append(arena.take("w", torch.int32, (4, 2)).fill_(7))
+        return zero_(area)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", take_meanwhile)
+    arena.reserve(SHAPES.values())
+    assert taken[0].eq(7).all()
+
+
+def test_memory_that_grows_keeps_what_is_in_it():
+    arena = SharedArena()
+    tensors = filled(arena)
+    arena.reserve([*SHAPES.values(), (torch.uint8, (10_000,))])
+    assert tensors["w"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert arena.describe(tensors) is None, "it is mapped anew: the old tensors are elsewhere"
+    arena.give({})
+    assert arena.take("w", *SHAPES["w"]).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -33,6 +33,7 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the run through the worker
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     seed_dataset(plan.seed)
     plan.enter_child()

@@ -45,8 +45,8 @@ class Notice:
 
 def _forget() -> None:
     """A forked child is no worker: SIGTERM ends it, and tells nobody else."""
+    signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -1,7 +1,7 @@
 """The optimizer's step on a rank's rows as plain tensors.
 
 Elementwise, it is the same step, bit for bit. Through DTensor the first one of each new world size
-derives the sharding of every operation anew: 0.15 s for 19 million parameters in 40 tensors.
+derives the sharding of every operation anew: 0.16 s for 19 million parameters in 40 tensors.
 """
 
 from collections.abc import Generator
@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, optim
+from torch.optim import optimizer as _torch_optimizer
 
 from workers.parallel.shards import is_shard, like, local
 
+shared: Any = _torch_optimizer
+"""Where torch keeps the hooks of all optimizers."""
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -40,13 +43,13 @@ def on_rows(optimizer: optim.Optimizer) -> Generator[None]:
         return
     rows = {p: local(p).detach() for of_group in whole for p in of_group}
     known: dict[Tensor, dict[str, Any]] = {p: optimizer.state.pop(p, {}) for p in rows}
-    for group, of_group in zip(groups, whole, strict=True):
-        group["params"] = [rows[p] for p in of_group]
-    for p, of_rank in rows.items():
-        of_rank.grad = None if p.grad is None else local(p.grad)
-        if known[p]:
-            optimizer.state[of_rank] = {k: _rows(v) for k, v in known[p].items()}
     try:
+        for group, of_group in zip(groups, whole, strict=True):
+            group["params"] = [rows[p] for p in of_group]
+        for p, of_rank in rows.items():
+            of_rank.grad = None if p.grad is None else local(p.grad)
+            if known[p]:
+                optimizer.state[of_rank] = {k: _rows(v) for k, v in known[p].items()}
         yield
     finally:
         for group, of_group in zip(groups, whole, strict=True):
@@ -57,8 +60,9 @@ def on_rows(optimizer: optim.Optimizer) -> Generator[None]:
 
 
 def _sees_rows(optimizer: Any) -> bool:
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return type(optimizer) in ELEMENTWISE and not any(hooks)
+    of_all = (shared._global_optimizer_pre_hooks, shared._global_optimizer_post_hooks)
+    its_own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return type(optimizer) in ELEMENTWISE and not any((*of_all, *its_own))
 
 
 def _rows(value: Any) -> Any:

@@ -38,8 +38,9 @@ class SharedArena(Arena):
         begun, self._serial = self._flat.nbytes, next(_serials)
         self._file.truncate(size_bytes)
         area = mmap.mmap(self._file.fileno(), size_bytes)
-        self._flat = torch.frombuffer(area, dtype=torch.uint8)
-        self._flat[begun:].zero_()
+        flat = torch.frombuffer(area, dtype=torch.uint8)
+        flat[begun:].zero_()
+        self._flat = flat  # not before: another thread may take from it at once
 
     def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
         """How another process of this node finds them, as JSON; None if some are elsewhere."""
