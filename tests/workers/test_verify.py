@@ -22,6 +22,8 @@ from workers.health.verify import (
     groups_alike,
     verify,
 )
+from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.shards import local
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -67,11 +69,16 @@ def stepped():
 
 
 def verified(num_ranks, flip):
-    """What each rank's verify raises, and what it tells the controller."""
+    """As `verified_of`, of whole replicas, one of them perhaps with another bit."""
     replicas = [stepped() for _ in range(num_ranks)]
     moment = replicas[1].optimizer.state[replicas[1].parameters[0]]["exp_avg"]
     if flip:
         moment.view(torch.int32)[1, 2] ^= 4
+    return verified_of(replicas, Mesh("ddp", num_ranks))
+
+
+def verified_of(replicas, mesh):
+    """What each rank's verify raises, and what it tells the controller."""
 
     def body(group):
         link = FakeLink()
@@ -82,7 +89,7 @@ def verified(num_ranks, flip):
             link=link,
             generation=4,
             spec=SimpleNamespace(worker=10 + group.rank),
-            mesh=Mesh("ddp", num_ranks),
+            mesh=mesh,
         )
         try:
             verify(member, 1)
@@ -90,7 +97,7 @@ def verified(num_ranks, flip):
             return type(error), str(error), link.of("diverged")
         return None
 
-    return run_threads(num_ranks, body)
+    return run_threads(len(replicas), body)
 
 
 WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
@@ -131,3 +138,36 @@ def test_two_that_differ_are_both_named():
         "resume from the newest checkpoint, and suspect the hardware of these nodes"
     )
     assert verified(2, flip=True) == [(Diverged, why, [])] * 2
+
+
+def rows_of_a_layer(mesh, rank):
+    """What verify looks at, of a sharded layer after one step."""
+    model = torch.nn.Linear(8, 6, bias=False)
+    sharded = ShardedModel(model, CPU, keeps_parameters=False)
+    sharded.reshard(None if mesh.is_standby(rank) else mesh.shard(rank), mesh.num_shards)
+    rows = local(model.weight.detach())
+    rows.copy_(torch.arange(rows.numel()).view(rows.shape) + mesh.shard(rank))
+    return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()), step=1)
+
+
+@pytest.mark.parametrize("flipped", [3, 4])
+def test_of_three_replicas_of_a_shard_the_one_that_differs_is_named(flipped):
+    mesh = Mesh("hsdp:2", 7)
+    replicas = [rows_of_a_layer(mesh, rank) for rank in range(7)]
+    assert verified_of(replicas, mesh) == [None] * 7
+    local(replicas[flipped].model.weight.detach()).view(torch.int32)[1, 2] ^= 4
+    why = (
+        f"its replica, rank {flipped}, differs from the majority's after step 1 in 'model/weight' "
+        "(one tensor in all)"
+    )
+    said = [({"generation": 4, "workers": [10 + flipped], "message": why}, b"")]
+    assert verified_of(replicas, mesh) == [(PeerLost, why, said)] * 7
+
+
+def test_two_replicas_of_a_shard_that_differ_are_both_named():
+    mesh = Mesh("hsdp:2", 4)
+    replicas = [rows_of_a_layer(mesh, rank) for rank in range(4)]
+    local(replicas[3].model.weight.detach()).view(torch.int32)[0, 0] ^= 4
+    found = verified_of(replicas, mesh)
+    assert {kind for kind, *_ in found} == {Diverged}
+    assert {why[:38] for _, why, _ in found} == {"the replicas of ranks 1 and 3 differ a"}

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, optim
-from torch.optim import optimizer as _torch_optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks_of_all
+from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks_of_all
 
 from workers.parallel.shards import is_shard, like, local
 
-shared: Any = _torch_optimizer
-"""Where torch keeps the hooks of all optimizers."""
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -60,9 +59,9 @@ def on_rows(optimizer: optim.Optimizer) -> Generator[None]:
 
 
 def _sees_rows(optimizer: Any) -> bool:
-    of_all = (shared._global_optimizer_pre_hooks, shared._global_optimizer_post_hooks)
     its_own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return type(optimizer) in ELEMENTWISE and not any((*of_all, *its_own))
+    hooks = (*its_own, pre_hooks_of_all, post_hooks_of_all)
+    return type(optimizer) in ELEMENTWISE and not any(hooks)
 
 
 def _rows(value: Any) -> Any:
