@@ -289,6 +289,7 @@ class Supervisor:
     def _record(self, event: s.Event | None, decision: Decision) -> None:
         """Every event that mattered and what was decided, with its reason."""
         before, self.decision = self.decision, decision
+        self._last_reason = decision.reason or self._last_reason  # the next may come before a look
         if isinstance(event, s.PartFailed):
             self.trouble.hear_save(event.step, event.message)
         if event is not None and before is not None:
@@ -371,8 +372,6 @@ class Supervisor:
         return self.checkpoints.committed if self.checkpoints else None
 
     def _reason(self, decision: Decision) -> str:
-        if decision.reason:
-            self._last_reason = decision.reason
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
         return "; ".join(
