@@ -35,11 +35,11 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff format .
 
 test: lint ## what CI runs: lint, unit tests and then those that start Ray, two at a time
-	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2
-	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist loadfile --timeout 600 --durations 25
+	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 -rs
+	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist loadfile --timeout 600 --durations 25 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
-	$(BIN)/pytest tests --ignore=tests/gpu -m slow
+	$(BIN)/pytest tests --ignore=tests/gpu -m slow -rs
 
 test-gpu: $(INSTALLED) ## what one or more GPUs allow
 	$(BIN)/pytest tests/gpu

@@ -202,11 +202,12 @@ class Member:
 
     def wait_for_generation(self, *, is_in_step: bool = False) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
-        self.vitals.enter("done" if self.is_done else "lobby")
         self.standing.is_waiting = True
         while True:
+            self.vitals.enter("done" if self.is_done else "lobby")
             while not self._obey(*self._next_command()):
-                pass
+                if self.vitals.phase == "form":  # in vain: it waits for nobody now
+                    self.vitals.enter("lobby")
             if is_in_step or not self.should_pause or self.is_evaluating or self.is_done:
                 break
             self._say_paused()

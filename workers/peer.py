@@ -145,6 +145,7 @@ class PeerServer:
     ) -> None:
         self._detect_s = detect_s
         self._listener = socket.create_server((host, 0))
+        self._listener.settimeout(None)  # a user's module may have set another default
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._token, self._wake = token, wake
         self._arrived: queue.SimpleQueue[Follower] = queue.SimpleQueue()

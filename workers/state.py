@@ -111,7 +111,7 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
             if source.shape == target.shape and source.dtype == target.dtype:
                 if local(source).data_ptr() != local(target).data_ptr():
                     local(target).copy_(local(source))
-            elif not _replace_cache(model, name.removeprefix("model/"), source, target.device):
+            elif not _is_cache(model, name.removeprefix("model/")):
                 raise ValueError(
                     f"{name!r} is {source.dtype}{list(source.shape)} in the state and "
                     f"{target.dtype}{list(target.shape)} in the model"
@@ -120,13 +120,10 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
         module.set_extra_state(decode(header["extra"][name], tensors))
 
 
-def _replace_cache(model: nn.Module, name: str, source: Tensor, device: torch.device) -> bool:
+def _is_cache(model: nn.Module, name: str) -> bool:
+    """A table that grows with its input, as long as it has been needed here."""
     path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    if key not in module._non_persistent_buffers_set:
-        return False
-    module._buffers[key] = source.to(device, copy=True)
-    return True
+    return key in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _captured_optimizer(

@@ -323,7 +323,8 @@ class Worker:
         """The hash of the final weights."""
         self._keep_log()
         if member.replica.sharded is not None:
-            return member.replica.sharded.weights_sha256()
+            with member.vitals.gathering():
+                return member.replica.sharded.weights_sha256()
         return weights_sha256(member.replica.model)
 
     def _rest(self) -> None:

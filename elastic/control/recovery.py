@@ -29,6 +29,17 @@ from elastic.control.state import (
 from elastic.protocol.membership import NumberSet, worker_name
 
 MAX_BACKOFF_S = 60
+OF_THE_NETWORK = (
+    "Connection reset",
+    "Connection closed",
+    "Connection refused",
+    "Broken pipe",
+    "timed out",
+    "No route to host",
+    "Network is unreachable",
+    "ncclRemoteError",
+)
+"""Words of errors that say nothing about who asked for the collective."""
 MAX_IN_VAIN = 8
 """Generations without a committed step whose members could not get the state."""
 
@@ -49,6 +60,8 @@ def lose_member(
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
     ledger = count_losses(ledger, NumberSet.of((event.worker,)))
+    if event.cause == "unreachable":  # a replacement may come to the same place
+        ledger = replace(ledger, respawn_at=event.at + MAX_BACKOFF_S)
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
@@ -190,8 +203,15 @@ def abort_arrival(
 
 
 def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
-    """No loss was reported in time: whoever did not answer is given up, else the error surfaces."""
+    """No loss was reported in time: whoever did not answer is given up. If all did, a connection
+    that broke between the living is made again; any other error surfaces."""
     silent = NumberSet.of(range(phase.membership.world_size)) - answered(phase)
+    if not silent and any(words in phase.complaint for words in OF_THE_NETWORK):
+        ledger = replace(ledger, failures=ledger.failures + 1)
+        if ledger.failures > limits.max_failures:
+            return spend_budget(ledger, phase, phase.complaint, limits)
+        reason = f"no worker is lost, the same ones try again after: {phase.complaint}"
+        return settle(Decision(ledger, replace(phase, deadline=None), (), reason), at, limits)
     if not silent:
         return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
     workers = NumberSet.of(phase.membership.workers[rank] for rank in silent)

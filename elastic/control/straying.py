@@ -48,8 +48,8 @@ def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str
 
 
 def stalled(watches: Iterable[Watch], now: float, detect_s: float) -> Iterator[tuple[int, str]]:
-    """Generations in which everybody waits and nobody can be named: a path between two of them is
-    cut that the controller does not use, or one has skipped a collective of a part."""
+    """Generations in which everybody waits and nobody can be named: one has skipped a collective of
+    a part, or a path between two of them is cut and no kernel tells which (parting.py)."""
     members: dict[int, list[Watch]] = {}
     for w in watches:
         members.setdefault(w.heartbeat.generation, []).append(w)

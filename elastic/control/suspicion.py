@@ -43,6 +43,8 @@ class Heartbeat:
     """Seconds of that part per micro-batch, the median of the last steps."""
     part: str = ""
     """Of the generation's group, whose `collective` it is; empty: the whole."""
+    unanswered: tuple[tuple[str, float], ...] = ()
+    """Hosts that have not answered it, and for how many seconds; looked at while it waits."""
 
 
 @dataclass(frozen=True, slots=True)

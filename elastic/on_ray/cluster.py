@@ -38,7 +38,7 @@ from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
-FROM_PULSE = ("heartbeat", "stacks")
+FROM_PULSE = ("heartbeat", "stacks", "reached")
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -76,6 +76,7 @@ class RayCluster:
         self.holders = Holders(self.token, self.in_background, self.workers, self.links)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
+            "reached": self._inquiry.hear,
             "stacks": self._inquiry.hear,
             "ready": self._on_ready,
             "loaded": self._on_loaded,

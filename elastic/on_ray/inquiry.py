@@ -4,10 +4,14 @@ The rule of suspicion is elastic/control/suspicion.py's, what a loss means is el
 """
 
 import asyncio
+import ipaddress
+import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elastic.control.parting import disputed, parted
 from elastic.control.state import CollectiveFailed
 from elastic.control.straying import stalled, strays
 from elastic.control.suspicion import Cut, Watch, hear_cut, last_move, place_of, suspects
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
     from elastic.on_ray.slots import Slot
 
+UNEXPLAINED = 3
+"""A failure without a loss after this part of `detect_s` may be a cut path's."""
+MANY = 64
+"""Hosts that all members dial at once, at most."""
 FRESH = 4
 """Whose pulse was heard within so many limits of this inquiry is waited for."""
 
@@ -32,6 +40,12 @@ class Inquiry:
         """The newest generation that was given up because all of it waits."""
         self._asked: dict[int, float] = {}
         self._cut: Cut | None = None
+        self._unexplained: tuple[Membership, float] | None = None
+        """A membership that was given up, and when."""
+        self._dials_at = 0.0
+        """The earliest time for the next dial."""
+        self._kind = ""
+        """Of the answers that are waited for."""
         self._awaited: set[int] = set()
         self._found: dict[int, str] = {}
         self._has_all = asyncio.Event()
@@ -44,8 +58,7 @@ class Inquiry:
         watches = {w: r.watch for w, r in cluster.workers.items() if r.watch is not None}
         now, detect_s = cluster.now(), cluster.detect_s
         self._cut = hear_cut(self._cut, watches.values(), now, detect_s)
-        late = dict(strays(watches.values(), detect_s))
-        late |= dict(suspects(watches.values(), now, detect_s, self._asked, self._cut))
+        late = self._late(watches, now, detect_s)
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}
@@ -53,14 +66,53 @@ class Inquiry:
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
             return
+        members, ends = self._disputed(watches, now, detect_s)
+        if ends:
+            self._is_under_way, self._dials_at = True, now + detect_s
+            cluster.in_background(self._conclude_dispute(members, ends))
+            return
         for generation, why in stalled(watches.values(), cluster.now(), cluster.detect_s):
             if generation > self._stalled and not self._is_under_way:
                 self._stalled, self._is_under_way = generation, True
                 of_it = {n: w for n, w in watches.items() if w.heartbeat.generation == generation}
                 cluster.in_background(self._conclude_stall(generation, why, of_it))
 
-    def hear(self, worker: int, _record: "Slot", _header: Any, payload: bytes) -> None:
+    def _late(
+        self, watches: dict[int, Watch], now: float, detect_s: float
+    ) -> dict[int, tuple[str, str]]:
+        """Who must go: cause, and why."""
+        found = {w: ("hung", why) for w, why in strays(watches.values(), detect_s)}
+        for w, why in suspects(watches.values(), now, detect_s, self._asked, self._cut):
+            found[w] = ("heartbeat_silent" if "no heartbeat" in why else "hung"), why
+        return found
+
+    def _disputed(
+        self, watches: dict[int, Watch], now: float, detect_s: float
+    ) -> tuple[dict[int, Watch], set[str]]:
+        """Members of a generation, and hosts among theirs that some may not reach; or nothing."""
+        if now < self._dials_at:
+            return {}, set()
+        hosts = self._hosts(watches)
+        for generation, ends in disputed(watches.values(), hosts, now, detect_s).items():
+            return {n: w for n, w in watches.items() if w.heartbeat.generation == generation}, ends
+        membership, at = self._unexplained or (None, now)
+        if membership is None or now - at < detect_s / UNEXPLAINED:
+            return {}, set()
+        self._unexplained = None
+        members = {w: watches[w] for w in membership.workers if w in watches}
+        ends = {hosts[w] for w in members}
+        is_explained = len(members) < membership.world_size  # one of them is lost
+        return (members, set()) if is_explained or not 1 < len(ends) <= MANY else (members, ends)
+
+    def _hosts(self, workers: Iterable[int]) -> dict[int, str]:
+        """As connections name them; who is lost by now has none."""
+        slots = self._cluster.workers
+        return {w: plain_host(slots[w].node_ip) for w in workers if w in slots}
+
+    def hear(self, worker: int, _record: "Slot", header: Any, payload: bytes) -> None:
         """A pulse has answered."""
+        if header["type"] != self._kind:
+            return  # the question before was given up
         self._found[worker] = payload.decode(errors="replace")
         self._awaited.discard(worker)
         if not self._awaited:
@@ -68,7 +120,8 @@ class Inquiry:
 
     def expect_answers(self, membership: Membership) -> None:
         """Its members have just been asked to give their generation up."""
-        self._asked = dict.fromkeys(membership.workers, self._cluster.now())
+        now = self._cluster.now()
+        self._asked, self._unexplained = dict.fromkeys(membership.workers, now), (membership, now)
 
     def hear_answer(self, worker: int) -> None:
         self._asked.pop(worker, None)
@@ -79,17 +132,36 @@ class Inquiry:
             self._cluster.lost(worker, "diverged", header["message"])
 
     async def _conclude(
-        self, late: dict[int, str], members: dict[int, Watch], limit_s: float
+        self, late: dict[int, tuple[str, str]], members: dict[int, Watch], limit_s: float
     ) -> None:
         """The suspects are lost, once it is on record where everybody stood."""
-        said = "; ".join(f"suspect {worker_name(w)}: {why}" for w, why in late.items())
+        said = "; ".join(f"suspect {worker_name(w)}: {why}" for w, (_, why) in late.items())
         is_saved = await self._save(said, members, limit_s)
-        for worker, why in late.items():
-            watched, is_silent = members[worker], "no heartbeat" in why
-            cause = "heartbeat_silent" if is_silent else "hung"
+        for worker, (cause, why) in late.items():
+            watched = members[worker]
+            is_silent = cause == "heartbeat_silent"
             last_seen = watched.heard_at if is_silent else last_move(watched)
             place = place_of_stacks(watched.heartbeat.generation) if is_saved else ""
             self._cluster.lost(worker, cause, why + place, last_seen)
+
+    async def _conclude_dispute(self, members: dict[int, Watch], ends: set[str]) -> None:
+        """Everybody dials the hosts at the ends; who is cut off is lost."""
+        cluster, hosts = self._cluster, self._hosts(members)
+        addresses = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
+        try:
+            limit_s = waits_of(cluster.detect_s).inquiry_s
+            found = await self._ask(members, limit_s, "reached", addresses=addresses)
+        finally:
+            self._is_under_way = False
+        hosts = self._hosts(members)  # without whom was lost meanwhile
+        unreached = {w: ends - set(json.loads(found[w])) for w in found if w in hosts}
+        heard = {hosts[w] for w in unreached}  # else it is silent for us, too
+        hosts = {w: host for w, host in hosts.items() if host in heard}
+        newcomers = {w for w in members if not members[w].heartbeat.own_steps}
+        gone = {w: ("unreachable", why) for w, why in parted(hosts, unreached, newcomers)}
+        if gone and not self._is_under_way:
+            self._is_under_way = True
+            await self._conclude(gone, members, limit_s)
 
     async def _conclude_stall(self, generation: int, why: str, members: dict[int, Watch]) -> None:
         """Nobody is lost: the generation is."""
@@ -102,7 +174,7 @@ class Inquiry:
         """Where everybody stands goes among the logs; False if there are none."""
         deadline = time.monotonic() + limit_s
         try:
-            await self._ask(members, 0.8 * limit_s)
+            await self._ask(members, 0.8 * limit_s, "stacks")
             saving = self._cluster.host.on_stacks(self._texts(said, members))
             if saving is not None:
                 left_s = max(0.0, deadline - time.monotonic())
@@ -111,16 +183,19 @@ class Inquiry:
             self._is_under_way = False
         return saving is not None
 
-    async def _ask(self, members: dict[int, Watch], limit_s: float) -> None:
-        """Have every member's stacks taken. Whose pulse is silent already is not waited for."""
-        cluster, question = self._cluster, {"type": "stacks", "timeout_s": 0.8 * limit_s}
-        self._found, self._has_all = {}, asyncio.Event()
+    async def _ask(
+        self, members: dict[int, Watch], limit_s: float, kind: str, **what: Any
+    ) -> dict[int, str]:
+        """Have every member's pulse answer. Whose is silent already is not waited for."""
+        cluster, question = self._cluster, {"type": kind, "timeout_s": 0.8 * limit_s, **what}
+        self._kind, self._found, self._has_all = kind, {}, asyncio.Event()
         asked = {w for w in members if cluster.links.ask_pulse(w, question)}
         now = cluster.now()
         self._awaited = {w for w in asked if now - members[w].heard_at < FRESH * limit_s}
         if self._awaited:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_all.wait(), limit_s)
+        return self._found
 
     def _texts(self, said: str, members: dict[int, Watch]) -> dict[str, str]:
         """Files by name, one of each member: what is wrong, where this one is, its stacks."""
@@ -136,6 +211,13 @@ class Inquiry:
                 f"{self._found.get(worker, silence)}\n"
             )
         return texts
+
+
+def plain_host(address: str) -> str:
+    """In the one way to write it; a name stays one."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(address))
+    return address
 
 
 def place_of_stacks(generation: int) -> str:

@@ -65,4 +65,5 @@ def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
         own_steps=header["own_steps"],
         own_s=header["own_s"],
         part=header["part"],
+        unanswered=tuple(header["unanswered"].items()),
     )

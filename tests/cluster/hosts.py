@@ -156,6 +156,23 @@ class Hosts:
                 drop = ("!", "-i", "lo") if chain == "INPUT" else ("!", "-o", "lo")
                 sh(*self.inside(host, "iptables", "-A", chain, *drop, *rule, "-j", "DROP"))
 
+    def separate(self, host: int, other: int) -> float:
+        """No packet passes between these two any more, in no direction; returns the Unix time."""
+        at = time.time()
+        for chain, end in (("INPUT", "-s"), ("OUTPUT", "-d")):
+            drop = ("-A", chain, end, self.address(other), "-j", "DROP")
+            sh(*self.inside(host, "iptables", *drop))
+        return at
+
+    def reset(self, host: int, other: int) -> None:
+        """Connections between these two break, as when a firewall forgets them; new ones may come
+        about."""
+        rule = ("OUTPUT", "-p", "tcp", "-d", self.address(other), "-j", "REJECT")
+        rule += ("--reject-with", "tcp-reset")
+        sh(*self.inside(host, "iptables", "-A", *rule))
+        time.sleep(0.5)  # until something has been sent on each: the fault itself
+        sh(*self.inside(host, "iptables", "-D", *rule))
+
     # --- what runs there -----------------------------------------------------------
     def start_ray(self) -> str:
         """A raylet on each host, the head on host 0; returns the cluster's address."""

@@ -276,9 +276,8 @@ def assert_no_trace(fed, planned, seed, num_stops):
     assert (end["result"]["weights_sha256"], samples(run)) == planned(transform)
 
 
-@pytest.mark.parametrize(
-    "seed", [101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (100, 102))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [100, 101, 102])
 def test_no_random_history_leaves_a_trace(fed, planned, seed):
     assert_no_trace(fed, planned, seed, num_stops=seed % 2)
 

@@ -16,6 +16,8 @@ STEPS = 250
 TOY = f"{JOBS / 'toy.py'}:Toy"
 OPTIONS = {"steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.02"]}
 LEASE_S = 20.0  # 10 x detect_s
+LOADED_S = 8.0
+"""From a fault to the next step beside other work; on an idle machine detect_s and a second."""
 
 
 def assert_unharmed(run, end, reference) -> None:
@@ -84,3 +86,68 @@ def test_a_link_that_loses_every_tenth_packet_only_slows_the_run(hosts, referenc
             pytest.skip(f"loss was not tried: {reason}")
         end = run.finish()
     assert_unharmed(run, end, reference)
+
+
+def next_step_of(run, at: float, world_size: int) -> float:
+    """Seconds from `at` to the first committed step of so many members."""
+    lines = run.lines("metrics.jsonl")
+    return next(m["time"] for m in lines if m["time"] > at and m["world_size"] == world_size) - at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["incoming", "outgoing"])
+def test_a_link_that_is_dead_in_one_direction_costs_seconds_and_no_step(
+    hosts, reference, tmp_path, way, capsys
+):
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", **{**OPTIONS, "workers": "1..2"}) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        at = time.time()
+        host = hosts.host_of(status["workers"][1]["node_ip"])
+        try:
+            hosts.lose(host, 1.0, incoming=way == "incoming", outgoing=way == "outgoing")
+        except Forbidden as reason:
+            pytest.skip(f"loss was not tried: {reason}")
+        end = run.finish()
+    took_s = next_step_of(run, at, 1)
+    with capsys.disabled():
+        print(f"\n{way} dead: {took_s:.2f} s to the next step")
+    assert_unharmed(run, end, reference)
+    assert took_s < LOADED_S
+
+
+@pytest.mark.slow
+def test_of_two_workers_that_cannot_reach_each_other_one_goes_on(
+    hosts, reference, tmp_path, capsys
+):
+    """Driver and controller reach both."""
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", **{**OPTIONS, "workers": "1..2"}) as run:
+        run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        assert hosts.host_running("ray::ControllerActor") == 0
+        try:
+            at = hosts.separate(1, 2)
+        except Forbidden as reason:
+            pytest.skip(f"a path was not cut: {reason}")
+        end = run.finish()
+    took_s = next_step_of(run, at, 1)
+    with capsys.disabled():
+        print(f"\npath cut: {took_s:.2f} s to the next step")
+    assert_unharmed(run, end, reference)
+    assert took_s < LOADED_S
+    assert {r["cause"] for r in end["result"]["recoveries"]} == {"unreachable"}
+
+
+@pytest.mark.slow
+def test_connections_that_break_between_the_living_are_made_again(hosts, reference, tmp_path):
+    hosts.start_ray()
+    with hosts.run(TOY, tmp_path, "run", workers=2, **OPTIONS) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 20)
+        try:
+            hosts.reset(1, 2)
+        except Forbidden as reason:
+            pytest.skip(f"nothing was reset: {reason}")
+        run.wait_for(lambda s: s["generation"] > status["generation"] and s["world_size"] == 2)
+        end = run.finish()
+    assert_unharmed(run, end, reference)
+    assert end["result"]["recoveries"] == []

@@ -50,6 +50,7 @@ def test_a_sharded_worker_that_dies_at_the_end_takes_nothing_along(start, refere
     assert_complete(run, 30)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
     with start("Toy", workers=2, parallel="fsdp", steps=20) as run:
         first = run.finish()
@@ -93,6 +94,7 @@ def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
     assert end["result"]["lost_steps"] == 0
 
 
+@pytest.mark.slow
 def test_snapshots_at_an_interval_cost_at_most_the_interval(start, reference):
     options = {"steps": 90, "snapshot_every": 10, "set": ["sleep=0.01"]}
     with start("Toy", workers="2..3", parallel="fsdp", **options) as run:

@@ -1,6 +1,7 @@
 """What happens between suspicion and loss: everybody is asked, nobody is waited for in vain."""
 
 import asyncio
+import json
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +21,20 @@ class Cluster:
 
     detect_s = 3.0
 
-    def __init__(self, *beats: Heartbeat, answering: tuple[int, ...], deaf: tuple[int, ...] = ()):
-        self.workers = {b.worker: SimpleNamespace(watch=Watch(b, 20.0)) for b in beats}
+    def __init__(
+        self,
+        *beats: Heartbeat,
+        answering: tuple[int, ...],
+        deaf: tuple[int, ...] = (),
+        reached: dict[int, list[str]] | None = None,
+    ):
+        self.workers = {
+            b.worker: SimpleNamespace(
+                watch=Watch(b, 20.0), node_ip=f"h{b.worker}", peer_address=("h", b.worker)
+            )
+            for b in beats
+        }
+        self.reached, self.time = reached or {}, 20.0
         self.answering, self.deaf = answering, deaf
         self.links = self.host = self
         self.inquiry = Inquiry(self)  # pyright: ignore[reportArgumentType]
@@ -29,16 +42,18 @@ class Cluster:
         self.work: list[asyncio.Task] = []
 
     def now(self) -> float:
-        return 20.0
+        return self.time
 
     def in_background(self, work) -> None:
         self.work.append(asyncio.ensure_future(work))
 
     def ask_pulse(self, worker: int, header: dict) -> bool:
-        assert header["type"] == "stacks"
+        kind = header["type"]
+        assert kind in ("stacks", "reached")
         assert header["timeout_s"] < 0.5
         if worker in self.answering:
-            args = (worker, None, {}, f"stacks of {worker}".encode())
+            text = f"stacks of {worker}" if kind == "stacks" else json.dumps(self.reached[worker])
+            args = (worker, None, {"type": kind}, text.encode())
             asyncio.get_running_loop().call_soon(self.inquiry.hear, *args)
         return worker not in self.deaf
 
@@ -61,6 +76,7 @@ class Cluster:
             assert len(self.work) <= 1
             for work in self.work:
                 await asyncio.wait_for(work, 5)
+            self.work.clear()
 
         asyncio.run(run())
         return self.happened
@@ -125,3 +141,31 @@ def test_where_everybody_waits_is_saved_and_the_generation_is_given_up_once():
     assert said == CollectiveFailed(4, 0, why, 20.0, is_stall=True)
     cluster.happened, cluster.work = [], []
     assert cluster.look() == [], "it is being given up"
+
+
+def test_whose_path_to_a_peer_is_cut_is_unreachable_if_a_dial_says_so():
+    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    one, three = replace(WAITS, worker=1), replace(WAITS, worker=3)
+    members = one, waits, three
+    reached = {1: ["h1", "h2"], 2: ["h2"], 3: ["h1", "h2"]}
+    *_, lost = Cluster(*members, answering=(1, 2, 3), reached=reached).look()
+    assert lost[:2] == (2, "unreachable")
+    assert lost[2].startswith("h1 cannot be reached from h2, and both are heard")
+    silent = Cluster(*members, answering=(2, 3), reached=reached)  # w1's own link is cut
+    assert silent.look() == []
+    reached[2] = ["h1", "h2"]  # what was unanswered was no cut path
+    assert Cluster(*members, answering=(1, 2, 3), reached=reached).look() == []
+
+
+def test_a_failure_that_nobodys_loss_explains_may_be_a_cut_paths():
+    computing = [replace(HUNG, worker=w, phase_s=0.1) for w in (1, 2)]
+    cluster = Cluster(*computing, answering=(1, 2), reached={1: ["h1"], 2: ["h2"]})
+    cluster.inquiry.expect_answers(Membership(4, (1, 2)))
+    assert cluster.look() == []
+    cluster.time = 21.5
+    *_, lost = cluster.look()
+    assert lost[:2] == (2, "unreachable")
+    one_lost = Cluster(computing[0], answering=(1,), reached={1: ["h1"]})
+    one_lost.inquiry.expect_answers(Membership(4, (1, 2)))
+    one_lost.time = 21.5
+    assert one_lost.look() == []

@@ -297,11 +297,29 @@ def test_a_failed_collective_waits_for_the_loss_that_explains_it():
 
 
 def test_a_failed_collective_that_no_loss_explains_surfaces():
-    failed = CollectiveFailed(7, 1, "connection reset", 9.0)
+    failed = CollectiveFailed(7, 1, "sizes differ", 9.0)
     answers = [suspended(rank, 40) for rank in range(3)]
     _, phase, commands = play(LEDGER, Running(ABC), failed, *answers, Tick(11.9), Tick(12.0))
-    assert phase == Finished("failed", "no worker is lost, but connection reset")
+    assert phase == Finished("failed", "no worker is lost, but sizes differ")
     assert commands == [Abort(ABC), Retire((0, 1, 2))]
+
+
+def test_a_connection_that_broke_between_the_living_is_made_again_but_not_for_ever():
+    ledger, phase, commands = LEDGER, Running(ABC), []
+    for generation in (7, 8):
+        failed = CollectiveFailed(generation, 1, "Read error: Connection reset by peer", 9.0)
+        answers = [Suspended(generation, rank, 40, False, False, 9.0) for rank in range(3)]
+        joined = [Joined(generation + 1, rank, 0.0, 12.0, 40) for rank in range(3)]
+        ledger, phase, new = play(ledger, phase, failed, *answers, Tick(12.0), *joined)
+        commands += new
+    again = [Membership(n, (0, 1, 2)) for n in (8, 9)]
+    assert [c.membership for c in commands if isinstance(c, Form)] == again
+    assert ledger.failures == 2
+    failed = CollectiveFailed(9, 1, "Read error: Connection reset by peer", 13.0)
+    answers = [Suspended(9, rank, 40, False, False, 13.0) for rank in range(3)]
+    _, phase, _ = play(ledger, phase, failed, *answers, Tick(16.0))
+    assert isinstance(phase, Finished)
+    assert phase.outcome == "failed"
 
 
 def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever():

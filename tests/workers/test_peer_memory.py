@@ -10,7 +10,7 @@ import torch
 
 from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
-from tests.workers.sharded_rig import build, catalogue_in, enter, newcomer, sha256, spec, train
+from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
 from workers.groups import Alone
 from workers.parallel.shards import RowsLost
 from workers.peer_memory.holder import HolderServer
@@ -47,9 +47,12 @@ def where(servers):
 class Rank:
     """One process: a replica that is kept in peer memory."""
 
-    def __init__(self, ranks, parallel, holders, every=1, node="elsewhere"):
+    def __init__(self, ranks, parallel, holders, every=1, node="elsewhere", work=None):
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
-        self.replica = build(parallel) if ranks.index == 0 else newcomer(parallel)
+        self.work = work or Work()
+        self.replica = build(parallel, workload=self.work)
+        if ranks.index:
+            self.replica.sharded.forget()
         self.said = []
         config = replace(spec(parallel), snapshot_every=every, node=node)
         self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
@@ -71,7 +74,8 @@ class Rank:
             self.keeper.wait(NEVER)  # as a session does before its vote
             is_last = i == num_steps - 1
             keep = is_last_held or not is_last
-            train(self.replica, self.group, self.parallel, 1, after_step=self.keep(keep))
+            keeping = {"after_step": self.keep(keep), "work": self.work}
+            train(self.replica, self.group, self.parallel, 1, **keeping)
         if is_last_held:
             self.keeper.wait(NEVER)
         self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
@@ -216,6 +220,60 @@ def test_a_damaged_copy_is_never_used(plain, holders):
         holders[0].shelf.copy(Key(1, 1, STEPS)).content[100] ^= 1
 
     assert run_ranks(2, body, on_pause=damage) == [(STEPS - 1, plain[STEPS - 1]), "lost"]
+
+
+def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
+    """The survivor's own: its live rows are as good. Holders have copies of their own here."""
+    at = where(holders)
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at)
+        rank.enter(1, [0, 1], 0)
+        rank.train(STEPS)
+        if ranks.index == 1:
+            return "lost"
+        shadow = rank.keeper.shadows[-1]
+        next(t for t in shadow.tensors.values() if t.numel() > 1).view(-1)[0] += 1
+        assert not shadow.is_intact()
+        rank.enter(2, [0], STEPS)
+        return rank.replica.step, sha256(rank.replica)
+
+    assert run_ranks(2, body) == [(STEPS, plain[STEPS]), "lost"]
+
+
+class Cached(Dense):
+    """With a table that grows with its input: no state."""
+
+    def build_model(self):
+        model = super().build_model()
+        model[1].register_buffer("table", torch.ones(2), persistent=False)
+        return model
+
+
+def test_caches_may_have_grown_differently_in_the_step_that_was_cut_off(holders):
+    """A newcomer gets rows, too, and has a cache as long as it needs."""
+    at = where(holders)
+    alone = build("ddp", workload=Cached())
+    train(alone, Alone(), "ddp", 2, work=Cached())
+
+    def body(ranks):
+        rank = Rank(ranks, "fsdp", at, work=Cached())
+        if ranks.index < 3:
+            rank.enter(1, [0, 1, 2], 0)
+            rank.train(1)
+        if ranks.index == 2:
+            return None
+        if ranks.index < 2:
+            rank.replica.model[1].table = torch.ones(5 + ranks.index)
+            rank.replica.buffers.end_microbatch()
+            rank.replica.buffers.restore()
+        rank.enter(2, [0, 1, 3], 1)
+        rank.train(1)
+        return sha256(rank.replica), len(rank.replica.model[1].table)
+
+    expected = sha256(alone)
+    found = run_ranks(4, body)
+    assert found == [(expected, 5), (expected, 6), None, (expected, 2)]
 
 
 def test_a_rank_and_its_holder_lost_at_once_are_told_by_all(holders):

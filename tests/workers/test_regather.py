@@ -7,6 +7,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.groups import Alone
 from workers.parallel.regather import Regather, is_whole
+from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import RowsLost
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.shelf import Copy, Key, Slice, crc32
@@ -38,7 +39,7 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [HolderAt("n", *server.address)]
-    search = Regather(Alone(), Mesh("fsdp", 1), [], where, "t", torch.device("cpu"))
+    search = Regather(Alone(), Mesh("fsdp", 1), [], where, "t", torch.device("cpu"), RowMemory())
     with pytest.raises(RowsLost):
         search.run(7, 7, dict)
     server.close()

@@ -6,6 +6,7 @@ by file name.
 """
 
 import ctypes
+import json
 import os
 import select
 import signal
@@ -21,8 +22,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic.protocol import wire
+from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
+from workers.health.unanswered import Silences
 from workers.health.vitals import COLLECTIVES, LAYOUT, PARTS, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
@@ -83,17 +86,39 @@ def beat(
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    memory = mmap(fds[0], 4096, prot=PROT_READ)
-    connection = socket.create_connection(controller, timeout=10 * interval_s)
+    memory, silences = mmap(fds[0], 4096, prot=PROT_READ), Silences()
+    connection = connected(controller, 10 * interval_s)
     wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
     while os.getppid() == parent:
         state = {"process_state": state_of(parent), **read_vitals(memory)}
         state["memory"] = memory_of(parent)
+        state["unanswered"] = {}
+        if state["waits_for_peers"] and state["phase_s"] > interval_s:
+            state["unanswered"] = silences.look(parent, time.monotonic())
+        else:
+            silences.forget()
         wire.send(connection, {"type": "heartbeat", "worker": worker, **state})
         if select.select([connection], [], [], interval_s)[0]:
             question, _ = wire.receive(connection)
-            text = collect(parent, fds[1], question["timeout_s"]).encode()
-            wire.send(connection, {"type": "stacks"}, [memoryview(text)])
+            text = answer(question, parent, fds[1]).encode()
+            wire.send(connection, {"type": question["type"]}, [memoryview(text)])
+
+
+def connected(controller: tuple[str, int], timeout_s: float) -> socket.socket:
+    """Exit status 2 if nobody is there: the worker may start another pulse."""
+    try:
+        return socket.create_connection(controller, timeout=timeout_s)
+    except TimeoutError:
+        sys.exit(2)
+
+
+def answer(question: dict[str, Any], parent: int, stacks: int) -> str:
+    """Where the worker's threads are, or which hosts can be reached from here."""
+    timeout_s = question["timeout_s"]
+    if question["type"] == "stacks":
+        return collect(parent, stacks, timeout_s)
+    addresses = {host: tuple(address) for host, address in question["addresses"].items()}
+    return json.dumps(sorted(reached(addresses, timeout_s)))
 
 
 if __name__ == "__main__":

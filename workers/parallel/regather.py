@@ -21,7 +21,8 @@ from elastic.protocol.pairing import HolderAt
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of
-from workers.parallel.shards import Kind, RowsLost
+from workers.parallel.row_memory import RowMemory
+from workers.parallel.shards import Kind, RowsLost, is_shard
 from workers.peer import as_bytes, watch_host
 from workers.peer_memory.holder import ask, connect, read_rows
 from workers.peer_memory.shelf import DamagedCopy, Key
@@ -53,6 +54,8 @@ class Offer:
     describe: Callable[[], tuple[dict[str, Any], list[Kind]]]
     is_live: bool = False
     """The model's own, and not a copy of them."""
+    is_intact: Callable[[], bool] = lambda: True
+    """A copy has the checksums that it was made with."""
 
     def to_json(self) -> list[int]:
         return [*self.label, self.place.rank, self.place.mesh.world_size]
@@ -79,6 +82,8 @@ class Gathered:
     header: dict[str, Any]
     rows: dict[str, Tensor]
     kinds: list[Kind]
+    memory: RowMemory
+    """Where they may be."""
     is_held: bool = False
     """Holders have all of the state."""
 
@@ -94,11 +99,16 @@ class Regather:
         holders: Sequence[HolderAt],
         token: str,
         device: torch.device,
+        memory: RowMemory,
     ) -> None:
-        """holders: all that this rank knows; rank 0 asks them."""
+        """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live rows, or
+        unused."""
         self._group, self._new, self._offers = group, new, offers
         self._holders, self._token, self._device = holders, token, device
+        self._memory = memory
         self._sources: list[_Source] = []
+        self._damaged: set[int] = set()
+        """Of this rank's offers."""
         self._why = "no member holds anything"
 
     def run(self, step: int, known_step: int, give_up: Callable[[], dict[str, Tensor]]) -> Gathered:
@@ -157,6 +167,7 @@ class Regather:
             self._sources.remove(sources[0])
             return None
         header, kinds = described
+        sources = [s for s in self._sources if s.label == label]
         held, owners = [s.place for s in sources], [s.owner for s in sources]
         try:
             plans = [moves_of(kind, held, self._new, owners) for kind in kinds]
@@ -164,29 +175,35 @@ class Regather:
             self._why = f"{error} at step {label.step}, no holder either"
             return None
         has_copies = any(owners[m.source] == COPY for plan in plans for m in plan)
-        freed = None  # a copy may turn out to be damaged
-        if not self._needs_live(label) and (has_copies or self._device.type == "cpu"):
-            self._give_up().clear()
-            give_back()
+        memory, freed = RowMemory(), None  # a copy may turn out to be damaged
+        if not self._needs_live(label, has_copies) and (has_copies or self._device.type == "cpu"):
+            drop_rows(self._give_up())
+            memory = self._memory
+            if not memory.is_used:
+                give_back()
         elif not has_copies:
-            freed = self._give_up()
-        rows, failed = self._exchange(kinds, plans, sources, freed)
+            memory, freed = self._memory, self._give_up()
+        rows, failed = self._exchange(kinds, plans, sources, memory, freed)
         everywhere = gather_json(self._group, failed, self._device)
         bad = {i for of_rank in everywhere for i in of_rank}
         if bad:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
             return None
-        return Gathered(label, header, rows, kinds)
+        return Gathered(label, header, rows, kinds, RowMemory() if freed is not None else memory)
 
-    def _needs_live(self, label: Label) -> bool:
-        """Whether there are live rows of the state and nothing else has them on this rank."""
+    def _needs_live(self, label: Label, has_copies: bool) -> bool:
+        """Whether there are live rows that nothing else has on this rank: of the state, or of an
+        earlier one, to go back to if a copy turns out damaged."""
         live = next((o for o in self._offers if o.is_live), None)
-        return live is not None and live.label == label and self._twin(live) is live
+        if live is None or self._twin(live) is not live:
+            return False
+        return live.label == label or (has_copies and live.label < label)
 
     def _twin(self, offer: Offer) -> Offer:
         """A copy on this rank that will do in its stead, or itself."""
-        same = [o for o in self._offers if (o.label, o.place) == (offer.label, offer.place)]
-        return min(same, key=lambda o: o.is_live)
+        intact = [o for i, o in enumerate(self._offers) if i not in self._damaged]
+        same = [o for o in intact if (o.label, o.place) == (offer.label, offer.place)]
+        return min(same, key=lambda o: o.is_live, default=offer)
 
     def _is_held(self, label: Label) -> bool:
         """Holders have said that they have a copy of every row."""
@@ -195,16 +212,25 @@ class Regather:
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
 
     def _describe(self, source: _Source) -> tuple[dict[str, Any], list[Kind]] | None:
-        """JSON part and tensors of a state, from one who holds some of it."""
+        """JSON part and tensors of a state, from one who holds some of it. Offers of it that were
+        damaged in memory are sources no more."""
         speaker = max(source.owner, 0)
         said: Any = None
+        for i, offer in enumerate(self._offers):
+            if offer.label == source.label and i not in self._damaged and not offer.is_intact():
+                log.error("step=%d this rank's own copy is damaged and not used", offer.label.step)
+                self._damaged.add(i)
         if self._group.rank == speaker:
             if source.copy is None:
                 header, kinds = self._offers[source.index].describe()
                 said = [header, [k.to_json() for k in kinds]]
             else:
                 said = self._described_copy(*source.copy)
-        said = gather_json(self._group, said, self._device)[speaker]
+        mine = {"damaged": sorted(self._damaged), "state": said}
+        everywhere = gather_json(self._group, mine, self._device)
+        damaged = {(r, i) for r, of_rank in enumerate(everywhere) for i in of_rank["damaged"]}
+        self._sources = [s for s in self._sources if (s.owner, s.index) not in damaged]
+        said = everywhere[speaker]["state"]
         return said and (said[0], [Kind.from_json(k) for k in said[1]])
 
     def _described_copy(self, holder: HolderAt, key: Key) -> list[Any] | None:
@@ -218,6 +244,7 @@ class Regather:
         kinds: list[Kind],
         plans: list[list[Move]],
         sources: list[_Source],
+        memory: RowMemory,
         freed: dict[str, Tensor] | None,
     ) -> tuple[dict[str, Tensor], list[int]]:
         """This rank's rows, and which copies it could not read."""
@@ -240,14 +267,22 @@ class Regather:
 
         me = self._group.rank
         own = {i: self._offers[s.index] for i, s in enumerate(sources) if s.owner == me}
-        mine = {i: o.tensors if freed else self._twin(o).tensors for i, o in own.items()}
+        twins = {i: self._twin(o).tensors for i, o in own.items() if not freed}
+        mine = {i: {**twins.get(i, {}), **o.tensors} for i, o in own.items()}
         where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
         try:
-            rows = exchange(kinds, plans, where, self._new, self._group, self._device, freed)
+            where_to = self._group, self._device, memory, freed
+            rows = exchange(kinds, plans, where, self._new, *where_to)
         finally:
             for connection in connections.values():
                 connection.close()
         return rows, failed
+
+
+def drop_rows(live: dict[str, Tensor]) -> None:
+    """What is replicated stays: it takes little, and is described as it is here."""
+    for name in [name for name, tensor in live.items() if is_shard(tensor)]:
+        del live[name]
 
 
 def silence_s(size_bytes: int) -> float:

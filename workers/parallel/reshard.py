@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.groups import AnyGroup
+from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, local
 
 PIECE_BYTES = 2 * 2**20
@@ -94,17 +95,23 @@ def exchange(
     new: Mesh,
     group: AnyGroup,
     device: torch.device,
+    memory: RowMemory,
     freed: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """This rank's rows under `new` of every tensor, in fresh memory. A collective.
+    """This rank's rows under `new` of every tensor, not where any were. A collective.
 
     plans: the `moves_of` each kind. freed: where this rank's live rows are, by name, emptied on the
-    way so that nobody ever has all of the old and the new. Raises PeerLost, and what `sources.read`
-    raises once all collectives are over.
+    way so that nobody ever has all of the old and the new. memory: for rows on the host, or where
+    those of `freed` may be. Raises PeerLost, and what `sources.read` raises once all collectives
+    are over.
     """
     found: dict[str, Tensor] = {}
     if freed is None:  # all at first, or what comes and goes meanwhile leaves holes between them
-        found = {kind.name: kind.empty(kind.rows(new, group.rank), device) for kind in kinds}
+        on_host = device.type == "cpu"
+        found = memory.take(kinds, new, group.rank) if on_host else {}
+        for kind in kinds:
+            if kind.name not in found:
+                found[kind.name] = kind.empty(kind.rows(new, group.rank), device)
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
     rooms = _Room(device), _Room(device)
     for batch in _batches(kinds):
@@ -112,7 +119,9 @@ def exchange(
         _exchange_batch(of_batch, sources, new, group, rooms, found, wanted)
         if freed is not None:
             for i in batch:
-                freed.pop(kinds[i].name, None)
+                rows = freed.pop(kinds[i].name, None)
+                if rows is not None:
+                    memory.discard(local(rows))
             give_back()
     for source, pieces in wanted.items():
         sources.read(source, pieces)
@@ -180,7 +189,7 @@ def _exchange_batch(
                 first = kind.rows(place.mesh, place.rank).start
                 piece = _rows(kind, sources.mine[move.source][kind.name], move.rows, first)
                 if move.target == me:
-                    _rows(kind, target, move.rows, rows.start).copy_(piece)
+                    _keep(found, kind, piece, move.rows, rows)
                 else:
                     outgoing[move.target].append(_as_flat(piece))
             elif move.target == me:
@@ -196,6 +205,14 @@ def _exchange_batch(
     group.all_to_all_flat(received, sent, out_sizes, in_sizes).wait()
     for flat, part in _stretches(received, incoming):
         part.copy_(flat)
+
+
+def _keep(found: dict[str, Tensor], kind: Kind, piece: Tensor, moved: range, rows: range) -> None:
+    """What this rank has itself; a whole tensor in its own size, as it may be a cache."""
+    if kind.is_sharded:
+        _rows(kind, found[kind.name], moved, rows.start).copy_(piece)
+    else:
+        found[kind.name] = piece.clone()
 
 
 def _as_flat(tensor: Tensor) -> Tensor:

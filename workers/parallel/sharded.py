@@ -30,8 +30,10 @@ from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
 from workers.parallel.regather import Label, Offer, Regather, newest_whole
 from workers.parallel.reshard import Place
+from workers.parallel.row_memory import RowMemory
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
+from workers.parallel.whole import whole_on_first
 from workers.peer_memory.keeper import Keeper
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
@@ -81,6 +83,7 @@ class Sharded:
         """Who holds the same rows; None: this rank stands by."""
         self._generation = 0
         self._live: dict[str, Tensor] = {}
+        self._memory = RowMemory()
         self._distrusts_copies = False
         """They could not be read, although holders said that they had them."""
         self.is_held = False
@@ -224,9 +227,10 @@ class Sharded:
             return Label(first.step, first.origin)  # the same members in the same order
         device, keeper = self.model.device, self.keeper
         holders = () if keeper is None else keeper.holders
-        gather = Regather(group, mesh, self._offers(mesh), holders, self._spec.token, device)
+        offers, token = self._offers(mesh), self._spec.token
+        gather = Regather(group, mesh, offers, holders, token, device, self._memory)
         found = gather.run(step, known_step, self._give_up_rows)
-        self._live = {}
+        self._live, self._memory = {}, found.memory
         self._place(mesh, group.rank, found.rows)
         shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
         self._install(found.header, found.rows, shapes)
@@ -247,7 +251,8 @@ class Sharded:
         for shadow in [] if self.keeper is None else self.keeper.finished():
             place = Place(shadow.mesh, shadow.key.rank)
             label = Label(shadow.key.step, shadow.origin)
-            offers.append(Offer(label, place, shadow.tensors, shadow.described))
+            tensors, described = shadow.tensors, shadow.described
+            offers.append(Offer(label, place, tensors, described, is_intact=shadow.is_intact))
         return offers
 
     def _give_up_rows(self) -> dict[str, Tensor]:
@@ -263,6 +268,11 @@ class Sharded:
     def _place(self, mesh: Mesh, rank: int, rows: dict[str, Tensor] | None = None) -> None:
         """rows: of the state at hand; the parameters' become the model's memory."""
         self.holding = Holding()  # until the new rows are complete
+        if rows is None and self._memory.is_used:  # the old ones can go at once only: first
+            self._replica.settle()
+            self._replica.optimizer.state.clear()
+            self.model.vacate()
+            self._memory = RowMemory()
         shard = None if mesh.is_standby(rank) else mesh.shard(rank)
         names = [n for n, p in self.model.model.named_parameters() if is_shard(p)]
         given = {n: rows.pop(f"model/{n}") for n in names} if rows is not None else None
@@ -368,27 +378,8 @@ class Sharded:
         names, device = state.weight_names(self.model.model), self.model.device
         _, tensors = self._replica.header_and_tensors()
         whole = (
-            (name, _gathered(tensors[names[name]], mesh, group, device)) for name in sorted(names)
+            (name, whole_on_first(tensors[names[name]], mesh, group, device))
+            for name in sorted(names)
         )
         sha256 = hash_of(whole)
         return str(gather_json(group, sha256, self.model.device)[0])
-
-
-def _gathered(tensor: Tensor, mesh: Mesh, group: AnyGroup, device: torch.device) -> Tensor:
-    """The whole tensor on rank 0; elsewhere something empty of its shape and dtype's name."""
-    mine = local(tensor)
-    if mine is tensor or group.world_size == 1:
-        return mine
-    mine = mine.to(device)  # what is offloaded can be sent from there only
-    nothing = mine.new_empty(0)
-    flat = mine.contiguous().reshape(-1) if mesh.replica(group.rank) == 0 else nothing
-    sent = [flat if rank == 0 else nothing for rank in range(group.world_size)]
-    width = mine.shape[1:].numel()
-    received = [
-        mine.new_empty(len(mesh.own_rows(tensor.shape[0], r)) * width if group.rank == 0 else 0)
-        for r in range(group.world_size)
-    ]
-    group.all_to_all(received, sent).wait()
-    if group.rank:
-        return nothing
-    return torch.cat([received[r] for r in mesh.ranks()]).view(tensor.shape)

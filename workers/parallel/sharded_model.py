@@ -179,9 +179,13 @@ def _reshard(
 def _padded(param: Any, given: Tensor | None, dtype: torch.dtype, host: torch.device) -> Tensor:
     """Memory for a shard, with these rows in it."""
     size = param.padded_sharded_param_size
-    is_fit = given is not None and given.shape == size and given.device == host
-    if given is not None and is_fit and not param.pin_memory:
-        return given
+    if given is not None and given.device == host and not param.pin_memory:
+        if given.shape == size:
+            return given
+        if given.untyped_storage().nbytes() == size.numel() * dtype.itemsize:  # row_memory.py
+            padded = given.as_strided(size, given.stride())
+            padded[given.shape[0] :].zero_()
+            return padded
     padded = torch.zeros(size, dtype=dtype, device=host)
     if given is not None:
         padded[: given.shape[0]].copy_(given)

@@ -60,6 +60,8 @@ class Shadow:
         """That read it; under the keeper's lock."""
         self.kinds: list[Kind] = []
         self.tensors: dict[str, Tensor] = {}
+        self.sums: list[int] = []
+        """A CRC-32 of each, made with the copy."""
         self._is_copied = threading.Event()
         self._snapshot = replica.snapshot(self._rows, arena)
         self.state: dict[str, Any] = self._snapshot.header
@@ -78,12 +80,20 @@ class Shadow:
         self.arena.reserve(snapshot.shapes.values())
         for name in snapshot.shapes:
             self.tensors[name] = snapshot.take(name)
+        self.sums = self._sums()
         self._is_copied.set()
 
     def finish(self, timeout_s: float) -> bool:
         """Whether it is copied, at latest after `timeout_s`."""
         self._snapshot.settle()
         return self._is_copied.wait(timeout_s)
+
+    def _sums(self) -> list[int]:
+        return [crc32(bytes_of(tensor)) for tensor in self.tensors.values()]
+
+    def is_intact(self) -> bool:
+        """Nothing has changed in memory since it was copied."""
+        return self._sums() == self.sums
 
     def described(self) -> tuple[dict[str, Any], list[Kind]]:
         """JSON part and tensors of the state."""
@@ -337,14 +347,10 @@ class Keeper:
         tensors = shadow.tensors.values()
         size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
         wire.send_header(connection, {**header, "shared": shared}, size_bytes)
-        sums: list[int] = []
-        for tensor in tensors:
-            view = as_bytes(tensor) if tensor.numel() else memoryview(b"")
-            sums.append(crc32(view))
-            if shared is None:
-                for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
-                    connection.sendall(view[first : first + PIECE_BYTES])
-        wire.send(connection, {"type": "sums", "sums": sums})
+        for view in map(bytes_of, tensors if shared is None else ()):
+            for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
+                connection.sendall(view[first : first + PIECE_BYTES])
+        wire.send(connection, {"type": "sums", "sums": shadow.sums})
         answer, _ = wire.receive(connection)
         if answer["type"] == "unshared":
             log.warning(
@@ -359,6 +365,10 @@ class Keeper:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._connected_to = None
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return as_bytes(tensor) if tensor.numel() else memoryview(b"")
 
 
 def is_older(shadow: Shadow, settled: tuple[int, int] | None) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.cluster.hosts import GCS_PORT, Hosts, command_of
+from tests.cluster.hosts import GCS_PORT, Forbidden, Hosts, command_of
 from tests.cluster.live import JOBS, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -62,3 +62,23 @@ def test_a_node_that_goes_costs_no_step(hosts, fault, tmp_path, reference, capsy
         assert end["result"]["recoveries"] == []
     else:
         assert after["time"] - at < LOADED_S
+
+
+def test_a_host_that_its_peers_cannot_reach_is_the_one_that_goes(hosts, tmp_path, reference):
+    """Rank 0's; driver and controller reach it."""
+    hosts.start_ray()
+    with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **OPTIONS) as run:
+        status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 20)
+        host = hosts.host_of(status["workers"][0]["node_ip"])
+        assert host != hosts.host_running("ray::ControllerActor")
+        try:
+            for other in {1, 2, 3} - {host}:
+                hosts.separate(host, other)
+        except Forbidden as reason:
+            pytest.skip(f"no path was cut: {reason}")
+        left = run.wait_for(lambda s: s["world_size"] == 2 and s["phase"] == "running")
+        end = run.finish()
+    assert hosts.address(host) not in {w["node_ip"] for w in left["workers"]}
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
+    assert end["result"]["lost_steps"] == 0
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["unreachable"]
