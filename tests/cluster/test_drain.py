@@ -16,28 +16,38 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 STEPS = 200
 OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "set": ["sleep=0.02"]}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-LOADED_S = 5.0
-"""A gap beside other tests on two cores, where each of two regroups has taken over a second; what
-it is on an idle machine, tests/bench/faults.py measures."""
+IDLE_S = 1.5
+"""The longest gap on an idle machine, of two regroups at most. Beside other tests on two cores
+seconds say nothing (0.2 to 6.5 seen), so there the journal must show that all of it was planned."""
+anywhere_and_idle = pytest.mark.parametrize(
+    "bound_s", [None, pytest.param(IDLE_S, marks=pytest.mark.slow)], ids=["anywhere", "idle"]
+)
 
 
-def longest_gap_s(run, since: float) -> float:
-    """Between two commits, the median step taken off."""
+def longest_gap(run, since: float) -> tuple[float, list[dict]]:
+    """Seconds between two commits, the median step taken off; and the decisions in between."""
     times = [m["time"] for m in run.lines("metrics.jsonl")]
-    gaps = sorted(b - a for a, b in itertools.pairwise(times) if b > since)
-    return gaps[-1] - gaps[len(gaps) // 2]
+    steps = [(after - before, before, after) for before, after in itertools.pairwise(times)]
+    longest = sorted(step for step in steps if step[2] > since)
+    gap_s, before, after = longest[-1]
+    decisions = [d for d in run.lines("journal.jsonl") if before <= d.get("at", 0.0) <= after]
+    return gap_s - longest[len(longest) // 2][0], decisions
 
 
-def assert_left_as_planned(run, end, reference, since: float) -> None:
+def assert_left_as_planned(run, end, reference, since: float, bound_s: float | None) -> None:
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert (end["result"]["lost_steps"], end["result"]["recoveries"]) == (0, [])
-    gap_s = longest_gap_s(run, since)
+    assert "suspending" not in {decision.get("phase") for decision in run.lines("journal.jsonl")}
+    gap_s, decisions = longest_gap(run, since)
     print(f"longest gap {gap_s:.3f} s")
-    assert gap_s < LOADED_S
+    assert bound_s is None or gap_s < bound_s, decisions
     assert leftovers(run.seen_pids) == []
 
 
-def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(start, reference):
+@anywhere_and_idle
+def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(
+    start, reference, bound_s
+):
     with start("Toy", standby=1, **OPTIONS) as run:
         status = run.wait_for(
             lambda s: s["world_size"] == 3 and [w["state"] for w in s["standby"]] == ["standby"]
@@ -48,7 +58,7 @@ def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(sta
         status = run.wait_for(lambda s: leaver["id"] not in [w["id"] for w in s["workers"]])
         assert (status["world_size"], status["generation"]) == (3, status["generation"])
         end = run.finish()
-    assert_left_as_planned(run, end, reference, at)
+    assert_left_as_planned(run, end, reference, at, bound_s)
 
 
 def drain(cluster, node_id: str, deadline_s: int) -> subprocess.Popen:
@@ -66,7 +76,10 @@ def end_node(cluster, node_id: str) -> None:
             cluster.remove_node(node, allow_graceful=False)
 
 
-def test_rank_0s_node_and_another_are_drained_within_a_second(nodes, tmp_path, ray_temp, reference):
+@anywhere_and_idle
+def test_rank_0s_node_and_another_are_drained_within_a_second(
+    nodes, tmp_path, ray_temp, reference, bound_s
+):
     for _ in range(3):
         nodes.add_node(**NODE)
     where = {"address": nodes.address, **OPTIONS, "workers": "1..3"}
@@ -82,4 +95,4 @@ def test_rank_0s_node_and_another_are_drained_within_a_second(nodes, tmp_path, r
         for node_id in leaving:
             end_node(nodes, node_id)
         end = run.finish()
-    assert_left_as_planned(run, end, reference, at)
+    assert_left_as_planned(run, end, reference, at, bound_s)
