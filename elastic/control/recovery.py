@@ -6,7 +6,7 @@ who holds neither goes back to the lobby. Only if nobody alive can reach the ste
 
 from dataclasses import replace
 
-from elastic.control.capacity import regroup, staff
+from elastic.control.capacity import regroup, staff, sync
 from elastic.control.commands import Abort, Retire
 from elastic.control.ending import finish
 from elastic.control.lobby import explain, leave, names, num_members, top_up
@@ -40,6 +40,8 @@ OF_THE_NETWORK = (
     "ncclRemoteError",
 )
 """Words of errors that say nothing about who asked for the collective."""
+STANDBYS_S = 0.2
+"""How long survivors wait for a standby's copy of the state, if it takes that long."""
 MAX_IN_VAIN = 8
 """Generations without a committed step whose members could not get the state."""
 
@@ -79,7 +81,22 @@ def lose_member(
         f"{phase.membership.world_size} left, min {limits.min_workers}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )
-    return settle(Decision(ledger, suspending, commands, reason), event.at, limits)
+    called = call_standbys(ledger, suspending, event.at, limits)
+    called = called._replace(commands=(*commands, *called.commands))
+    return settle(explain(reason, called), event.at, limits)
+
+
+def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
+    """Have them copy the state while the survivors leave their collectives, so that the next
+    generation is full at once: no steps of fewer workers, and no second regroup."""
+    sources = tuple(w for w in phase.membership.workers if w not in phase.lost)
+    is_of_use = sources and not (ledger.is_copy_slow or ledger.stop or phase.was_forming)
+    if not is_of_use:
+        return Decision(ledger, phase)
+    decision = sync(ledger, phase, sources, len(sources), at, limits)
+    if not decision.commands:
+        return decision
+    return decision._replace(phase=replace(phase, standbys_by=at + STANDBYS_S))
 
 
 def told(event: WorkerLost) -> str:
@@ -290,6 +307,8 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
     num_answers = len(phase.level) + len(phase.behind) + len(phase.stale)
     if num_answers < num_members(phase):
         return decision
+    if ledger.syncing and at < phase.standbys_by:
+        return decision
     if phase.deadline is not None:
         if not phase.was_forming:
             return decision  # the loss may still be reported
@@ -297,6 +316,8 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
             ledger = replace(ledger, failures=ledger.failures + 1)
             if ledger.failures > limits.max_failures:
                 return spend_budget(ledger, phase, phase.complaint, limits)
+    if ledger.syncing and phase.standbys_by:
+        ledger = replace(ledger, is_copy_slow=True)
     next_ = regroup_answered(ledger, phase, at, limits)
     commands = (*decision.commands, *next_.commands)
     return explain(decision.reason, next_)._replace(commands=commands)

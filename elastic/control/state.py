@@ -56,19 +56,15 @@ class Ledger:
     generation: int = 0
     step: int = 0
     """Committed steps."""
-    failures: int = 0
-    """Members lost since the last committed step."""
+    failures: int = 0  # members lost since the last committed step
     in_vain: int = 0
     """Generations since the last committed step whose members could not get its state."""
-    stillborn: int = 0
-    """Workers in a row that died before they joined a generation."""
+    stillborn: int = 0  # workers in a row that died before they joined a generation
     respawn_at: float = 0.0
     """No spawn before this time (back-off after stillborn workers)."""
     next_worker: int = 0
-    stop: str = ""
-    """Why the run was asked to stop; empty: it was not."""
-    spawned: NumberSet = NOBODY
-    """Asked for, not yet ready."""
+    stop: str = ""  # why the run was asked to stop; empty: it was not
+    spawned: NumberSet = NOBODY  # asked for, not yet ready
     ready: NumberSet = NOBODY
     """Model built, no current state: the warm standbys."""
     outdated: NumberSet = NOBODY
@@ -76,8 +72,7 @@ class Ledger:
     be the newest there is."""
     loading: NumberSet = NOBODY
     """At most one: it reads the state the run starts from."""
-    syncing: NumberSet = NOBODY
-    """Copying state from a holder or member."""
+    syncing: NumberSet = NOBODY  # copying state from a holder or member
     synced: NumberSet = NOBODY
     """Following a holder or member, at most one step behind."""
     holders: NumberSet = NOBODY
@@ -93,6 +88,8 @@ class Ledger:
     """When the first of them is gone: what is not saved for them by then never will be."""
     kept_step: int = -1
     """Saved for those who leave with a state that nobody else holds: they go no further."""
+    is_copy_slow: bool = False
+    """A regroup has waited for standbys in vain: none does so again."""
 
 
 # --- phases: what dies with a generation ----------------------------------------
@@ -147,6 +144,8 @@ class Suspending:
     stale: NumberSet = NOBODY  # ranks further behind, or without state
     prepared: NumberSet = NOBODY  # ranks with the reduced gradient of their next step
     evaluating: NumberSet = NOBODY  # ranks inside session.evaluate
+    standbys_by: float = 0.0
+    """Until then those who were called to take a lost one's place may still copy the state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from elastic.control.recovery import (
     learn_step,
     lose_member,
     lose_outsider,
+    settle,
     suspect_loss,
 )
 from elastic.control.saving import has_failed, hear_failed_part, hear_part, publish_if_whole
@@ -110,6 +111,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return hear_loaded(ledger, phase, event, limits)
         case _, Synced(worker=w, at=at):
             ledger = replace(ledger, syncing=ledger.syncing.remove(w), synced=ledger.synced.add(w))
+            if isinstance(phase, Suspending):
+                return settle(Decision(ledger, phase), at, limits)
             return staff(ledger, phase, at, limits)
         case _, SyncFailed(worker=w) if w in ledger.syncing or w in ledger.synced:
             had_synced = w in ledger.synced
@@ -207,6 +210,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return abort_late(ledger, late, at, limits)
         case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
             return expire(ledger, failed, at, limits)
+        case Suspending(standbys_by=by), Tick(at=at) if by and at >= by:
+            return settle(Decision(ledger, phase), at, limits)
         case Pausing() as late, Tick(at=at) if at >= ledger.gone_at and is_keeping(late):
             why = f"the state of step {ledger.step} was not saved before its holders are gone"
             return explain(why, leave_boundary(ledger, late, at, limits))

@@ -37,9 +37,11 @@ def seconds_lost(run, at: float) -> float:
     return min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > at + 0.5) - at
 
 
-def wait_until_replaced(run) -> dict:
-    run.wait_for(lambda s: s["world_size"] == 2)
-    return run.wait_for(lambda s: s["world_size"] == 3 and s["phase"] == "running")
+def wait_until_full(run, after: int = 0) -> int:
+    """The generation, a later one than `after`, in which all three train."""
+    return run.wait_for(
+        lambda s: s["generation"] > after and s["world_size"] == 3 and s["phase"] == "running"
+    )["generation"]
 
 
 STEPS = 150
@@ -66,14 +68,15 @@ def test_workers_that_hang_are_found_explained_and_replaced(
     options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
     settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.02"]
     with start_hanging("Hangs", set=settings, **options) as run:
+        full = wait_until_full(run)
         for way in ways:
             run.wait_for(lambda s, way=way: (tmp_path / way).exists())
             if way == "hold_the_gil":
                 run.kill(rank=0)
-            wait_until_replaced(run)
+            full = wait_until_full(run, full)
         stopped_at = time.time()
         os.kill(run.status()["workers"][2]["pid"], signal.SIGSTOP)
-        wait_until_replaced(run)
+        wait_until_full(run, full)
         end = run.finish()
     assert_no_trace(run, end, reference)
     times = [float((tmp_path / way).read_text()) for way in ways] + [stopped_at]
@@ -100,9 +103,10 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
     options = {"workers": "2..3", "steps": STEPS, "detect_s": DETECT_S, "standby": 1}
     settings = [f"marker='{tmp_path}'", f"ways={ways}", "sleep=0.02"]
     with start_hanging("GoesAstray", set=settings, faults="verify_every=1", **options) as run:
+        full = wait_until_full(run)
         for way in ways:
             run.wait_for(lambda s, way=way: (tmp_path / way).exists())
-            wait_until_replaced(run)
+            full = wait_until_full(run, full)
         end = run.finish()
     assert_no_trace(run, end, reference)
     recoveries = end["result"]["recoveries"]

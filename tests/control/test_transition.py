@@ -144,6 +144,51 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     assert ledger.spawned == some(3)
 
 
+def test_a_standby_takes_the_place_of_the_lost_in_the_same_regroup():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger, phase, commands = play(
+        ledger, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40)
+    )
+    assert commands == [Abort(ABC), Sync(3, 1)], "from a survivor, after the Abort"
+    assert isinstance(phase, Suspending), "the survivors wait for it"
+    ledger, phase, commands = play(ledger, phase, Synced(3, 9.1))
+    full = Membership(8, (1, 2, 3))
+    assert (commands, phase) == ([Form(full, 40)], Forming(full, 39.1))
+    assert not ledger.is_copy_slow
+
+
+def test_a_standby_is_called_where_the_error_was_heard_before_the_loss():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    failed = CollectiveFailed(7, 1, "connection reset", 8.9)
+    _, _, commands = play(ledger, Running(ABC), failed, lost(0))
+    assert commands == [Abort(ABC), Sync(3, 1)]
+
+
+def test_survivors_wait_for_a_slow_copy_once_and_not_long():
+    limits = replace(LIMITS, standby=1)
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    answers = suspended(1, 40), suspended(2, 40)
+    ledger, _, commands = play(
+        ledger, Running(ABC), lost(0), *answers, Tick(9.1), Tick(9.3), limits=limits
+    )
+    two = Membership(8, (1, 2))
+    assert commands == [Abort(ABC), Sync(3, 1), Form(two, 40)]
+    assert (ledger.syncing, ledger.is_copy_slow) == (some(3), True)
+    again = replace(ledger, syncing=some(), ready=some(3))
+    _, _, commands = play(again, Running(two), WorkerLost(1, "process_died", 9.4, 9.5))
+    assert commands == [Abort(two)], "it may copy when they train"
+
+
+def test_no_standby_is_called_for_survivors_who_may_have_no_state():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    _, _, commands = play(ledger, Forming(ABC, 30.0), lost(0))
+    assert commands == [Abort(ABC)]
+    alone = Membership(7, (0,))
+    _, _, commands = play(ledger, Running(alone), lost(0))
+    assert Abort(alone) in commands
+    assert not any(isinstance(c, Sync) for c in commands)
+
+
 def test_a_loss_says_who_how_many_are_left_and_the_budget():
     decision = transition(LEDGER, Running(ABC), lost(1), LIMITS)
     assert decision.reason == "w1 lost (process_died), 2 of 3 left, min 2, budget 1/2"
