@@ -59,14 +59,12 @@ class Member:
         device: torch.device,
         *,
         on_load: Callable[[str, int], list[Damage]],
-        on_sync: Callable[[], None],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
     ) -> None:
         self.spec, self.replica, self.link, self.peers = spec, replica, link, peers
         self.saver, self.vitals, self.device = saver, vitals, device
-        self._on_load, self._on_sync = on_load, on_sync
-        self._on_log_to, self._on_finish = on_log_to, on_finish
+        self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self.group: AnyGroup | None = None
         self.generation, self.rank, self.world_size = 0, 0, 0
         self.has_joined = False
@@ -242,7 +240,6 @@ class Member:
                     "loaded", step=self.replica.step, damaged=[[d.step, d.what] for d in damaged]
                 )
             case "sync":
-                self._on_sync()
                 self._follow(header)
             case "log_to":
                 self._on_log_to(header["folder"])

@@ -196,7 +196,6 @@ class Worker:
             self._vitals,
             device,
             on_load=self._load,
-            on_sync=self._warm_up,
             on_log_to=self._log_to,
             on_finish=self._finish,
         )
@@ -261,7 +260,8 @@ class Worker:
             raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
 
     def _warm_up(self) -> None:
-        """A newcomer pays for its first pass (memory, kernels, caches) while the others train."""
+        """A newcomer pays for its first pass (memory, kernels, caches) while the others train, a
+        standby before it is needed."""
         if not self._is_warm:
             self._is_warm = True
             with (
@@ -307,6 +307,7 @@ class Worker:
             )
         spool = Path(tempfile.gettempdir()) / self._spec.run_id
         self._log.move_to(folder / "logs" if folder else spool)
+        self._warm_up()
 
     def _keep_log(self) -> None:
         """Bring what a loader printed to the log, and the log to remote storage."""

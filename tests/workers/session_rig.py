@@ -91,8 +91,7 @@ class Rig:
         self.member = Member(
             self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
             Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
-            on_sync=lambda: None, on_log_to=lambda place: None,
-            on_finish=lambda member, place: "hash",
+            on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip
         self.session = Session(self.spec, self.workload, self.member, self.loader)
 

@@ -33,7 +33,7 @@ def made(request, tmp_path):
 
     member = Member(
         settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-        Saver(link, settings), Vitals(), CPU, on_load=load, on_sync=lambda: None,
+        Saver(link, settings), Vitals(), CPU, on_load=load,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
     loader = Loader(Tiny(), 3, 12, 3)

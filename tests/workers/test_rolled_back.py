@@ -63,7 +63,7 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     member = Member(
         settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), vitals, CPU,
-        on_load=lambda place, step: sharded.load(catalogue), on_sync=lambda: None,
+        on_load=lambda place, step: sharded.load(catalogue),
         on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
     )  # fmt: skip
     loader = Loader(Tiny(), 3, 12, 3)
