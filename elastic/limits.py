@@ -36,9 +36,15 @@ def has_checkpoints(config: RunConfig) -> bool:
 
 
 def worker_spec(
-    config: RunConfig, order: dict[str, Any], worker: int, controller: tuple[str, int], place: str
+    config: RunConfig,
+    order: dict[str, Any],
+    worker: int,
+    controller: tuple[str, int],
+    place: str,
+    has_formed: bool = False,
 ) -> WorkerSpec:
-    """order: what the driver has submitted (elastic/run.py). place: the run directory."""
+    """order: what the driver has submitted (elastic/run.py). place: the run directory.
+    has_formed: others train already; a standby takes a lost one's place, this one the standby's."""
     waits = waits_of(config.detect_s)
     return WorkerSpec(
         worker=worker,
@@ -70,4 +76,5 @@ def worker_spec(
         join_timeout_s=waits.join_s,
         operation_timeout_s=waits.operation_s,
         lease_s=waits.lease_s,
+        is_spare=has_formed and config.standby > 0,
     )

@@ -194,7 +194,8 @@ class Supervisor:
         )
 
     def _spec_of(self, worker: int) -> WorkerSpec:
-        return worker_spec(self.config, self.order, worker, self._controller_address, self._place())
+        where = self._controller_address, self._place()
+        return worker_spec(self.config, self.order, worker, *where, self.cluster.has_formed)
 
     # --- what goes on record ----------------------------------------------------------
     async def _on_loaded(self, step: int, damaged: list[Damage]) -> str:

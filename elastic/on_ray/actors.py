@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from threading import Thread, get_native_id
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -35,6 +37,8 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
+PATIENCE = 10
+"""Niceness (0 to 19) of what nobody waits for."""
 
 Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -111,6 +115,16 @@ class ControllerActor:
         await self.end_now("the driver is gone")
 
 
+def import_patiently(*modules: str) -> None:
+    """In a thread of its own, which gives up its priority: on Linux that is a thread's, and only
+    the privileged get it back. torch takes seconds to import (its optimizers import _dynamo)."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), PATIENCE)
+    for module in modules:
+        with suppress(ImportError):  # who needs it will say so
+            import_module(module)
+
+
 class WorkerActor:
     """One slot: a CPU slot or a GPU."""
 
@@ -120,6 +134,10 @@ class WorkerActor:
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
+        if spec.is_spare:
+            importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
+            importing.start()
+            importing.join()
         from elastic.on_ray.feed_client import leave_ray, open_feed
         from workers.worker import Worker
 

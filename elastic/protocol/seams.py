@@ -51,6 +51,8 @@ class WorkerSpec:
     operation_timeout_s: float
     """The backend's own limit per collective: a last resort only."""
     lease_s: float
+    is_spare: bool = False
+    """Nobody waits for it: it may start slowly, and leave the cores to those who train."""
 
     @property
     def num_microbatches(self) -> int:
