@@ -4,7 +4,8 @@ second, and where the time went.
     python -m tests.bench.goodput [--minutes 10] [--every 29] [--faults kill,term]
 
 4 workers, one standby, synchronous, bitwise; a step is 0.2 to 0.4 s, of which at least 70 % is a
-fixed sleep, so that the machine's cores are not what is measured.
+fixed sleep, so that the machine's cores are not what is measured. The calm run goes half its way
+before the other one and half after it: a machine's speed drifts by as much as faults cost.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from tests.cluster.live import JOBS, LiveRun
 WORKERS, NUM_MICROBATCHES = 4, 8
 SLEEP_S = 0.11
 """Per micro-batch; two of them in a step of all workers."""
+STEP_S = 0.25
+"""About, for the number of steps."""
 WARM_STEPS = 20
 NUMBERS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 OPTIONS = {
@@ -42,13 +45,10 @@ def is_full(status: dict) -> bool:
     return status["world_size"] == WORKERS and bool(warm) and status["step"] > 5
 
 
-def calm_run(storage: Path, temp: Path, minutes: float) -> tuple[dict, LiveRun]:
-    """Stopped by Ctrl-C when its time is over: then it is known how many steps that is."""
-    with LiveRun(TOY, storage, "calm", temp, steps=1_000_000, **OPTIONS) as run:
-        run.wait_for(is_full, 300)
-        time.sleep(60 * minutes)  # the time is what is measured
-        run.process.send_signal(signal.SIGINT)
-        return run.finish(100)["result"], run
+def calm_run(storage: Path, temp: Path, steps: int) -> tuple[dict, LiveRun]:
+    """To `steps`, from where it has ended before."""
+    with LiveRun(TOY, storage, "calm", temp, steps=steps, **OPTIONS) as run:
+        return run.finish(steps)["result"], run
 
 
 def faulty_run(
@@ -63,18 +63,16 @@ def faulty_run(
             if time.monotonic() < next_at:
                 time.sleep(0.05)  # until the next fault is due
                 continue
-            pid = dice.choice(run.status()["workers"])["pid"]
-            struck.append(time.time())
-            os.kill(pid, NUMBERS[dice.choice(faults)])
+            if members := run.status()["workers"]:  # none at the very end
+                struck.append(time.time())
+                os.kill(dice.choice(members)["pid"], NUMBERS[dice.choice(faults)])
         return run.finish(100)["result"], run, struck
 
 
-def rate_of(run: LiveRun) -> tuple[float, float]:
-    """Committed steps per second from the first full step on, and the median step's seconds."""
-    lines = run.lines("metrics.jsonl")
+def full_steps(lines: list[dict]) -> tuple[int, float]:
+    """Committed steps, and their seconds, from the first full and warm one on."""
     first = next(i for i, m in enumerate(lines) if m["world_size"] == WORKERS) + WARM_STEPS
-    seconds = lines[-1]["time"] - lines[first]["time"]
-    return (len(lines) - 1 - first) / seconds, statistics.median(m["step_s"] for m in lines[first:])
+    return len(lines) - 1 - first, lines[-1]["time"] - lines[first]["time"]
 
 
 TOY = f"{JOBS / 'toy.py'}:Toy"
@@ -91,16 +89,24 @@ def main() -> int:
     about = machine(WORKERS)
     console.print(about)
     with storage_directory() as storage, storage_directory() as temp:
-        calm, calm_at = calm_run(storage, temp, arguments.minutes)
+        half = round(60 * arguments.minutes / STEP_S / 2)
+        calm_run(storage, temp, half)
         dice = random.Random(arguments.seed)
-        run_of = faulty_run(storage, temp, calm["steps"], arguments.every, faults, dice)
+        run_of = faulty_run(storage, temp, 2 * half, arguments.every, faults, dice)
         result, faulty_at, struck = run_of
-        (calm_rate, step_s), (rate, _) = rate_of(calm_at), rate_of(faulty_at)
+        calm, calm_at = calm_run(storage, temp, 2 * half)
+        lines = calm_at.lines("metrics.jsonl")
+        halves = full_steps(lines[:half]), full_steps(lines[half:])
+        calm_rate = sum(steps for steps, _ in halves) / sum(seconds for _, seconds in halves)
+        drift = (halves[1][0] / halves[1][1]) / (halves[0][0] / halves[0][1])
+        steps, seconds = full_steps(faulty_at.lines("metrics.jsonl"))
+        rate, step_s = steps / seconds, statistics.median(m["step_s"] for m in lines)
         goodput = report_of(read_story(open_folder(str(faulty_at.directory))))["goodput"]
     sleep_s = SLEEP_S * NUM_MICROBATCHES / WORKERS
     is_equal = calm["weights_sha256"] == result["weights_sha256"]
     results = {
         "steps per second": f"{rate:.3f} against {calm_rate:.3f} without faults",
+        "calm after against before": f"{drift:.3f}",
         "ratio": f"{rate / calm_rate:.4f}",
         "equal hash": "yes" if is_equal else "NO",
         "lost steps": str(result["lost_steps"]),
