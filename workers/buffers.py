@@ -202,7 +202,8 @@ class TrackedBuffers:
 
     @torch.no_grad()
     def restore_all(self) -> None:
-        """After a pass that is no micro-batch of a step: whatever it changed is put back."""
+        """After a pass that is no micro-batch of a step, or one that was cut off before anybody
+        looked for changes: whatever it changed is put back."""
         for i, buffer in enumerate(self._buffers):
             buffer.restore()
             self._has_new_change[i] = False

@@ -226,7 +226,7 @@ class Step:
         is_swallowed = error is None and not self.committed and self._member.is_cancelled
         if isinstance(error, StepCancelled) or is_swallowed:
             self._session._logged = self._carried  # the next attempt takes it again
-            self._member.replica.buffers.restore()  # newcomers may copy the state from here
+            self._member.replica.buffers.restore_all()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.replica.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated

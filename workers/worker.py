@@ -265,9 +265,9 @@ class Worker:
         if not self._is_warm:
             self._is_warm = True
             with (
-                suppress(WrongInput),
+                suppress(WrongInput, UserError),
                 self._vitals.aside("user"),
-            ):  # the first worker's own try has the say
+            ):  # the first worker's own try has the say, or the first step
                 self._try_microbatch(self._link.recorded_step)
 
     def _try_microbatch(self, step: int) -> None:

@@ -41,7 +41,7 @@ OF_THE_NETWORK = (
 )
 """Words of errors that say nothing about who asked for the collective."""
 STANDBYS_S = 0.2
-"""How long survivors wait for a standby's copy of the state, if it takes that long."""
+"""How long survivors that have all answered wait for a standby's copy of the state."""
 MAX_IN_VAIN = 8
 """Generations without a committed step whose members could not get the state."""
 
@@ -90,8 +90,8 @@ def call_standbys(ledger: Ledger, phase: Suspending, at: float, limits: Limits) 
     """Have them copy the state while the survivors leave their collectives, so that the next
     generation is full at once: no steps of fewer workers, and no second regroup."""
     sources = tuple(w for w in phase.membership.workers if w not in phase.lost)
-    is_of_use = sources and not (ledger.is_copy_slow or ledger.stop or phase.was_forming)
-    if not is_of_use:
+    has_no_room = ledger.stop or ledger.step >= limits.steps
+    if not sources or has_no_room or ledger.is_copy_slow or phase.was_forming:
         return Decision(ledger, phase)
     decision = sync(ledger, phase, sources, len(sources), at, limits)
     if not decision.commands:
@@ -277,6 +277,8 @@ def learn_step(ledger: Ledger, phase: Suspending, step: int) -> tuple[Ledger, Su
 def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
     if has_answered(phase, event.rank):
         return Decision(ledger, phase)
+    if phase.standbys_by:  # the source serves nobody before it is out of its step
+        phase = replace(phase, standbys_by=event.at + STANDBYS_S)
     if limits.is_sharded and event.step >= 0:  # whatever it holds may be what is needed
         ledger = replace(ledger, step=max(ledger.step, event.step))
         phase = replace(phase, level=phase.level.add(event.rank))
@@ -300,6 +302,14 @@ def with_work(phase: Suspending, event: Suspended) -> Suspending:
     return phase
 
 
+def waits_for_standbys(ledger: Ledger, phase: Suspending) -> bool:
+    """Somebody was called, may still come, and the next generation would take it in."""
+    is_between = phase.evaluating or phase.behind
+    if not phase.standbys_by or is_between or ledger.stop:
+        return False
+    return bool(ledger.syncing - ledger.leaving)
+
+
 def settle(decision: Decision, at: float, limits: Limits) -> Decision:
     """Regroup as soon as everybody alive has answered and something explains the failure."""
     ledger, phase = decision.ledger, decision.phase
@@ -307,8 +317,10 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
     num_answers = len(phase.level) + len(phase.behind) + len(phase.stale)
     if num_answers < num_members(phase):
         return decision
-    if ledger.syncing and at < phase.standbys_by:
-        return decision
+    if waits_for_standbys(ledger, phase):
+        if at < phase.standbys_by:
+            return decision
+        ledger = replace(ledger, is_copy_slow=True)
     if phase.deadline is not None:
         if not phase.was_forming:
             return decision  # the loss may still be reported
@@ -316,8 +328,6 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
             ledger = replace(ledger, failures=ledger.failures + 1)
             if ledger.failures > limits.max_failures:
                 return spend_budget(ledger, phase, phase.complaint, limits)
-    if ledger.syncing and phase.standbys_by:
-        ledger = replace(ledger, is_copy_slow=True)
     next_ = regroup_answered(ledger, phase, at, limits)
     commands = (*decision.commands, *next_.commands)
     return explain(decision.reason, next_)._replace(commands=commands)

@@ -120,6 +120,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             ledger = replace(ledger, ready=ledger.ready.add(w))
             if had_synced:
                 ledger = replace(ledger, outdated=ledger.outdated.add(w))
+            if isinstance(phase, Suspending):
+                return settle(Decision(ledger, phase), event.at, limits)
             return Decision(ledger, phase)  # the next Tick finds a source: this one may be dead
         case ((Forming() | Running() | Pausing()), SyncFailed(worker=w, reason=reason)):
             return abort_arrival(ledger, phase, w, reason)
@@ -127,7 +129,10 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case _, DrainNotice():
             return hear_notice(ledger, phase, event, limits)
         case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
-            return lose_outsider(ledger, phase, event, limits)
+            without = lose_outsider(ledger, phase, event, limits)
+            if isinstance(without.phase, Suspending):
+                return settle(without, event.at, limits)
+            return without
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
             return lose_member(ledger, phase, event, limits)
         case Ending(), WorkerLost() if limits.is_sharded:
@@ -210,7 +215,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return abort_late(ledger, late, at, limits)
         case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
             return expire(ledger, failed, at, limits)
-        case Suspending(standbys_by=by), Tick(at=at) if by and at >= by:
+        case Suspending(standbys_by=by), Tick(at=at) if by:
             return settle(Decision(ledger, phase), at, limits)
         case Pausing() as late, Tick(at=at) if at >= ledger.gone_at and is_keeping(late):
             why = f"the state of step {ledger.step} was not saved before its holders are gone"

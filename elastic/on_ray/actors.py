@@ -37,8 +37,8 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
-PATIENCE = 10
-"""Niceness (0 to 19) of what nobody waits for."""
+NICENESS = 10
+"""(0 to 19) Of what nobody waits for."""
 
 Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -119,7 +119,7 @@ def import_patiently(*modules: str) -> None:
     """In a thread of its own, which gives up its priority: on Linux that is a thread's, and only
     the privileged get it back. torch takes seconds to import (its optimizers import _dynamo)."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), PATIENCE)
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)
     for module in modules:
         with suppress(ImportError):  # who needs it will say so
             import_module(module)

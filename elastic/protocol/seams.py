@@ -52,7 +52,8 @@ class WorkerSpec:
     """The backend's own limit per collective: a last resort only."""
     lease_s: float
     is_spare: bool = False
-    """Nobody waits for it: it may start slowly, and leave the cores to those who train."""
+    """Started while others train, in a run with standbys: it may start slowly and leave the cores
+    to them."""
 
     @property
     def num_microbatches(self) -> int:

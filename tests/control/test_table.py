@@ -47,6 +47,7 @@ PHASES: tuple[Phase, ...] = (
     Running(ABC),
     Pausing(ABC),
     Suspending(ABC, some(2), None),
+    Suspending(ABC, some(2), None, standbys_by=99.0),
     Ending(ABC, "succeeded", "", 99.0),
     Finished("failed", ""),
 )

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from elastic.control.commands import (
     Abort,
     Command,
@@ -187,6 +189,43 @@ def test_no_standby_is_called_for_survivors_who_may_have_no_state():
     _, _, commands = play(ledger, Running(alone), lost(0))
     assert Abort(alone) in commands
     assert not any(isinstance(c, Sync) for c in commands)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [SyncFailed(3, "gone", 9.1), lost(3, 9.1), StopRequested("SIGINT", 9.1)],
+    ids=["its source is gone", "it is gone", "stop"],
+)
+def test_nobody_waits_for_a_standby_that_will_not_come(news):
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    _, phase, commands = play(
+        ledger, Running(ABC), lost(0), suspended(1, 40), news, suspended(2, 40, at=9.2)
+    )
+    assert [c for c in commands if isinstance(c, Form)] == [
+        Form(Membership(8, (1, 2)), 40, then_pause=isinstance(news, StopRequested))
+    ]
+    ledger, phase, _ = play(ledger, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40))
+    ledger, phase, _ = play(ledger, phase, news, Tick(9.15))
+    assert isinstance(phase, Forming)
+    assert not ledger.is_copy_slow
+
+
+def test_nobody_waits_for_a_standby_that_would_enter_later_anyway():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    evaluates = suspended(1, 40, evaluating=True)
+    alone = Form(Membership(8, (1, 2)), 40, then_pause=True)
+    assert play(ledger, Running(ABC), lost(0), evaluates, suspended(2, 40))[2][-1] == alone
+    rolls = Form(Membership(8, (1, 2)), 40, (2,), 1)
+    behind = suspended(2, 39, prepared=True)
+    assert play(ledger, Running(ABC), lost(0), suspended(1, 40), behind)[2][-1] == rolls
+
+
+def test_survivors_that_leave_their_step_late_wait_for_the_standby_from_then_on():
+    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    late = suspended(1, 40), suspended(2, 40, at=10.5)
+    ledger, _, commands = play(ledger, Running(ABC), lost(0), *late, Tick(10.6), Synced(3, 10.65))
+    assert commands[-1] == Form(Membership(8, (1, 2, 3)), 40)
+    assert not ledger.is_copy_slow
 
 
 def test_a_loss_says_who_how_many_are_left_and_the_budget():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import Rig, Tiny
 from workers import groups
 from workers.digest import weights_sha256
 from workers.member import RunEnded
@@ -97,6 +97,54 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     for rig in rigs:
         rig.step()
     assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
+
+
+class Counts(Tiny):
+    """Its forward changes a buffer that nobody has seen change before."""
+
+    def build_model(self):
+        model = super().build_model()
+        model.register_buffer("calls", torch.zeros(()))
+        return model
+
+    def loss(self, model, batch):
+        model.calls += 1
+        return super().loss(model, batch)
+
+
+def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeypatch):
+    torch.set_num_threads(1)
+    rig = Rig("bitwise", Counts())
+    rig.form(generation=1, step=0)
+    copied = []
+
+    def send(kind, *payload, **fields):
+        if kind == "suspended":  # from now on newcomers are served
+            copied.append(rig.replica.header_and_tensors()[1]["model/calls"].item())
+        return say(kind, *payload, **fields)
+
+    say = rig.link.send
+    monkeypatch.setattr(rig.link, "send", send)
+    with rig.session.next_step() as step:
+        for batch in step.microbatches():
+            loss = rig.workload.loss(rig.session.model, batch)
+            if not copied:
+                rig.member.group.abandon()
+                rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+                rig.form(generation=2, step=0)
+            step.backward(loss)
+    rig.loader.close()
+    assert copied == [0.0]
+
+
+def test_who_is_done_takes_no_newcomer_into_the_generation_that_ends_the_run(rigs):
+    rig, _ = rigs
+    rig.step()
+    rig.member.is_done = True
+    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.form(generation=2, step=1)
+    rig.member.wait_for_generation()
+    assert rig.link.of("suspended")[-1][0]["is_evaluating"], "it stays between steps"
 
 
 @pytest.mark.parametrize("where", ["loss", "commit", "everything"])
