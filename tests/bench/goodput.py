@@ -60,12 +60,12 @@ def faulty_run(
         began = time.monotonic()
         while run.process.poll() is None:
             next_at = began + every_s * (len(struck) + 0.5)
-            if time.monotonic() < next_at:
+            members = run.status()["workers"]  # none at the very end
+            if time.monotonic() < next_at or not members:
                 time.sleep(0.05)  # until the next fault is due
                 continue
-            if members := run.status()["workers"]:  # none at the very end
-                struck.append(time.time())
-                os.kill(dice.choice(members)["pid"], NUMBERS[dice.choice(faults)])
+            struck.append(time.time())
+            os.kill(dice.choice(members)["pid"], NUMBERS[dice.choice(faults)])
         return run.finish(100)["result"], run, struck
 
 
