@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic.control.commands import Command
-from elastic.control.state import Adopted, Decision, Event, Finished, Ledger, Limits, Phase
+from elastic.control.events import Adopted, Event
+from elastic.control.state import Decision, Finished, Ledger, Limits, Phase
 from elastic.control.transition import start, transition
 
 Record = Callable[[Event | None, Decision], None]

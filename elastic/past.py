@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.control.accounting import Account, Healing, Recovery, account, open_account
+from elastic.control.events import Event
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
-from elastic.control.state import Decision, Event, Limits
+from elastic.control.state import Decision, Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode, registry
 from elastic.store.journal import lines_backwards

@@ -270,7 +270,7 @@ class Member:
             rank=self.rank,
             step=-1 if sharded is not None and sharded.holds_nothing else self.replica.step,
             is_prepared=self.prepared is not None,
-            is_evaluating=self.is_evaluating or self.is_done,
+            is_between_steps=self.is_evaluating or self.is_done,
             vote=vote[0] if vote else None,
             evaluation=self.evaluated.last,
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic.chaos.record import Done, read_done
 from elastic.chaos.timeline import PRODUCTIVE, Episode, Timeline, follow
+from elastic.control.events import WorkerLost
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
-from elastic.control.state import WorkerLost
 from elastic.control.transition import UnexpectedEvent
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput

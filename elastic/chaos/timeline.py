@@ -9,17 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from elastic.control.accounting import Account, Recovery, account, losses_in, open_account
 from elastic.control.commands import Retire
+from elastic.control.events import DrainNotice, Loaded, WorkerLost, WorkerReady
 from elastic.control.replay import Entry, Started
-from elastic.control.state import (
-    Active,
-    Decision,
-    DrainNotice,
-    Finished,
-    Loaded,
-    Phase,
-    WorkerLost,
-    WorkerReady,
-)
+from elastic.control.state import Active, Decision, Finished, Phase
 from elastic.control.transition import start, transition
 
 PRODUCTIVE = "productive"  # steps that stayed committed

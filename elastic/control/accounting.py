@@ -14,26 +14,20 @@ capacity and attempts that were given up.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from elastic.control.events import Adopted, Committed, Event, Joined, Loaded, Tick, WorkerLost
 from elastic.control.lobby import is_member
 from elastic.control.recovery import answered
 from elastic.control.state import (
     Active,
-    Adopted,
-    Committed,
     Decision,
     Ending,
-    Event,
     Finished,
     Forming,
-    Joined,
-    Loaded,
     Pausing,
     Phase,
     Running,
     Suspending,
-    Tick,
     Waiting,
-    WorkerLost,
 )
 
 Bucket = Literal["starting", "waiting", "recovering", "retried", "growing", "rolled_back", "ending"]

@@ -10,11 +10,12 @@ from dataclasses import replace
 from elastic.control.capacity import staff
 from elastic.control.commands import Finish, Recall
 from elastic.control.ending import finish
+from elastic.control.events import Adopted
 from elastic.control.lobby import explain, names, top_up
 from elastic.control.saving import drop_save
+from elastic.control.standing import Standing
 from elastic.control.state import (
     NOBODY,
-    Adopted,
     Decision,
     Ending,
     Finished,
@@ -23,7 +24,6 @@ from elastic.control.state import (
     Phase,
     Running,
     Save,
-    Standing,
     Suspending,
     Waiting,
 )

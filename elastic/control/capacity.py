@@ -142,7 +142,7 @@ def regroup(
     ledger: Ledger,
     survivors: tuple[int, ...],
     rollers: NumberSet,
-    is_evaluating: bool,
+    is_between_steps: bool,
     at: float,
     limits: Limits,
     *,
@@ -153,9 +153,9 @@ def regroup(
     is_planned: all members have paused and said all that they had to say.
     """
     # newcomers never take part in what follows a step that they have not made, like an evaluation
-    is_between = is_evaluating or bool(rollers and arrivals(ledger))
-    if survivors and (ledger.stop or is_between or ledger.step >= limits.steps):
-        then_pause = bool(ledger.stop) or is_between
+    is_closed = is_between_steps or bool(rollers and arrivals(ledger))
+    if survivors and (ledger.stop or is_closed or ledger.step >= limits.steps):
+        then_pause = bool(ledger.stop) or is_closed
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
     if survivors and num_usable(ledger, survivors) >= limits.min_workers:
         ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from elastic.control.commands import Finish, Retire
+from elastic.control.events import Ended
 from elastic.control.lobby import lobby, lost_members
 from elastic.control.saving import drop_save
 from elastic.control.state import (
     NOBODY,
     Active,
     Decision,
-    Ended,
     Ending,
     Finished,
     Ledger,

@@ -9,10 +9,10 @@ from dataclasses import replace
 from elastic.control.capacity import regroup, staff, sync
 from elastic.control.commands import Abort, Retire
 from elastic.control.ending import finish
+from elastic.control.events import CollectiveFailed, Suspended, WorkerLost
 from elastic.control.lobby import explain, leave, names, num_members, top_up
 from elastic.control.state import (
     NOBODY,
-    CollectiveFailed,
     Decision,
     Ending,
     Forming,
@@ -21,10 +21,8 @@ from elastic.control.state import (
     Pausing,
     Phase,
     Running,
-    Suspended,
     Suspending,
     Waiting,
-    WorkerLost,
 )
 from elastic.protocol.membership import NumberSet, worker_name
 
@@ -258,7 +256,7 @@ def without_answer(phase: Suspending, rank: int) -> Suspending:
         behind=phase.behind.remove(rank),
         stale=phase.stale.remove(rank),
         prepared=phase.prepared.remove(rank),
-        evaluating=phase.evaluating.remove(rank),
+        between=phase.between.remove(rank),
     )
 
 
@@ -297,15 +295,15 @@ def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Lim
 
 def with_work(phase: Suspending, event: Suspended) -> Suspending:
     """What the member was doing."""
-    if event.is_evaluating:
-        return replace(phase, evaluating=phase.evaluating.add(event.rank))
+    if event.is_between_steps:
+        return replace(phase, between=phase.between.add(event.rank))
     return phase
 
 
 def waits_for_standbys(ledger: Ledger, phase: Suspending) -> bool:
     """Somebody was called, may still come, and the next generation would take it in."""
-    is_between = phase.evaluating or phase.behind
-    if not phase.standbys_by or is_between or ledger.stop:
+    is_closed = phase.between or phase.behind
+    if not phase.standbys_by or is_closed or ledger.stop:
         return False
     return bool(ledger.syncing - ledger.leaving)
 
@@ -349,7 +347,7 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         ledger,
         tuple(workers[rank] for rank in usable),
         NumberSet.of(workers[rank] for rank in rolling),
-        bool(usable & phase.evaluating),
+        bool(usable & phase.between),
         at,
         limits,
     )

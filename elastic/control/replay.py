@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from elastic.control import commands, state
+from elastic.control import commands, events, state
 from elastic.control.commands import Command
-from elastic.control.state import Decision, Event, Ledger, Limits, Phase, Tick
+from elastic.control.events import Event, Tick
+from elastic.control.standing import Standing
+from elastic.control.state import Decision, Ledger, Limits, Phase
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import Registry, registry
 from elastic.protocol.membership import Membership
@@ -58,10 +60,10 @@ JOURNAL_TYPES: Registry = registry(
     Limits,
     Ledger,
     state.Save,
-    state.Standing,
+    Standing,
     Started,
     Entry,
-    *(c for union in (state.Phase, state.Event, commands.Command) for c in get_args(union)),
+    *(c for union in (state.Phase, events.Event, commands.Command) for c in get_args(union)),
 )
 """For `elastic.protocol.encoding.decode`."""
 

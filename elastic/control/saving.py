@@ -6,7 +6,8 @@ Who writes is workers/checkpoint/saver.py, who publishes is elastic/store/catalo
 from dataclasses import replace
 
 from elastic.control.commands import Command, Discard, Publish
-from elastic.control.state import Active, Decision, Ledger, Limits, PartFailed, PartSaved, Save
+from elastic.control.events import PartFailed, PartSaved
+from elastic.control.state import Active, Decision, Ledger, Limits, Save
 
 
 def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -> Decision:

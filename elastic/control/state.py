@@ -1,4 +1,4 @@
-"""Ledger, phases and events of the controller: plain values, no behaviour.
+"""Ledger and phases of the controller: plain values, no behaviour.
 
 What it tells its shell to do is in commands.py.
 """
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.control.commands import Command
-from elastic.control.standing import Standing
 from elastic.protocol.membership import Membership, NumberSet
 
 NOBODY = NumberSet()
@@ -143,7 +142,7 @@ class Suspending:
     behind: NumberSet = NOBODY  # ranks that committed one step less
     stale: NumberSet = NOBODY  # ranks further behind, or without state
     prepared: NumberSet = NOBODY  # ranks with the reduced gradient of their next step
-    evaluating: NumberSet = NOBODY  # ranks inside session.evaluate
+    between: NumberSet = NOBODY  # ranks between steps: inside session.evaluate, or done
     standbys_by: float = 0.0
     """Until then those who were called to take a lost one's place may still copy the state."""
 
@@ -169,226 +168,6 @@ class Finished:
 
 Active = Forming | Running | Pausing | Suspending | Ending  # a generation is in progress
 Phase = Waiting | Active | Finished
-
-
-# --- events: what happened. `generation` is present iff a member says it ---------
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    worker: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    worker: int
-    cause: str  # one of elastic.protocol.reports.CAUSES
-    last_seen: float
-    """The worker's last sign of life."""
-    at: float
-    why: str = ""
-    """What was seen, in words, where the cause alone does not tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    worker: int
-    step: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    worker: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class SyncFailed:
-    """The worker's source is gone or went too far ahead: it needs another Sync."""
-
-    worker: int
-    reason: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """A controller died; this is its successor's first event. Whoever lives has said where it
-    stands, and what others knew of it, or were told to do, may never have happened."""
-
-    standings: tuple[Standing, ...]
-    """By worker; whoever is not among them counts as lost or never started."""
-    at: float
-    newest: int = -1
-    """The highest number that Ray knows an actor by, even if it has not said a word."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainNotice:
-    """A live worker, member or not, will be gone by `deadline`: no loss, and no failure."""
-
-    worker: int
-    cause: str
-    deadline: float
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    reason: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    generation: int
-    rank: int
-    state_s: float
-    """Seconds spent on bringing its state to the step of the generation."""
-    at: float
-    step: int = 0
-    """Committed steps of its state; where it is sharded, they may be fewer than Form said: the
-    members go on with the newest state that they can put together. 0 in old journals."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Sent by the lowest rank, repeated after a regroup if unsure. Brings the step's vote."""
-
-    generation: int
-    step: int
-    step_s: float
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    generation: int
-    rank: int
-    step: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The answer to Keep, after PartSaved or PartFailed."""
-
-    generation: int
-    rank: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveFailed:
-    generation: int
-    rank: int
-    message: str
-    at: float
-    is_stall: bool = False  # the controller's word: all wait, and no loss will explain it
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """Every member's answer to Abort, newcomers included. Brings its last vote."""
-
-    generation: int
-    rank: int
-    step: int
-    """Committed steps of its state; -1: it holds none."""
-    is_prepared: bool
-    """Holds the reduced gradient of `step` + 1."""
-    is_evaluating: bool
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The rank's training loop has returned after `step` committed steps."""
-
-    generation: int
-    rank: int
-    step: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    generation: int
-    rank: int
-    weights_sha256: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class PartSaved:
-    """The rank's part of the checkpoint of `step` is durable."""
-
-    generation: int
-    rank: int
-    step: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class PartFailed:
-    """The rank cannot write its part: the storage is full, away, or refuses."""
-
-    generation: int
-    rank: int
-    step: int
-    message: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class UserFailed:
-    """The user's code raised in a worker, member or not: the run ends."""
-
-    worker: int
-    message: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The run ends at once: a second Ctrl-C, the driver's death, storage that must not fail."""
-
-    outcome: str
-    reason: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    at: float
-
-
-Report = (
-    Joined
-    | Committed
-    | Paused
-    | Kept
-    | CollectiveFailed
-    | Suspended
-    | Done
-    | Ended
-    | PartSaved
-    | PartFailed
-)
-Event = (
-    WorkerReady
-    | WorkerLost
-    | Loaded
-    | Synced
-    | SyncFailed
-    | Adopted
-    | DrainNotice
-    | StopRequested
-    | UserFailed
-    | Cancelled
-    | Report
-    | Tick
-)
 
 
 class Decision(NamedTuple):

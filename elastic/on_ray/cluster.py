@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from elastic.control import commands as c
-from elastic.control import state as s
+from elastic.control import events as e
 from elastic.control.suspicion import STOPPED, watch
 from elastic.on_ray.background import Background
 from elastic.on_ray.commits import Commits
@@ -51,6 +52,8 @@ class RayCluster:
     detect_s: float | None
     rendezvous: ActorHandle[Any]
     host: Host
+    now: Callable[[], float]
+    """Unix time that never jumps."""
     workers: dict[int, Slot] = field(default_factory=dict[int, Slot])
     wrong_input: str | None = None
     user_error: bytes = b""
@@ -60,11 +63,10 @@ class RayCluster:
 
     def __post_init__(self) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
-        self.events: asyncio.Queue[s.Event] = asyncio.Queue()
+        self.events: asyncio.Queue[e.Event] = asyncio.Queue()
         self._stores = Stores(self.rendezvous)
         self._waits = waits_of(self.detect_s)
         self._tick_at = time.monotonic() + self._waits.tick_s
-        self._started = time.time() - time.monotonic()
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
         self._loading: int | None = None
@@ -91,10 +93,6 @@ class RayCluster:
             "evaluated": self.evaluations.hear,
             "part_saved": self._on_part_saved,
         }
-
-    def now(self) -> float:
-        """Unix time that never jumps."""
-        return self._started + time.monotonic()
 
     # --- commands -----------------------------------------------------------------
     async def execute(self, command: c.Command) -> None:
@@ -183,7 +181,7 @@ class RayCluster:
         record = self.workers.get(worker)
         if record is not None and not record.has_failed:
             record.has_failed = True
-            self.say(s.UserFailed(worker, record.failure or fallback, self.now()))
+            self.say(e.UserFailed(worker, record.failure or fallback, self.now()))
 
     async def _form(self, form: c.Form) -> None:
         membership, self.has_formed = form.membership, True
@@ -237,7 +235,7 @@ class RayCluster:
         ray.kill(record.actor, no_restart=True)
 
     # --- events -------------------------------------------------------------------
-    async def next_event(self) -> s.Event:
+    async def next_event(self) -> e.Event:
         left_s = self._tick_at - time.monotonic()
         if left_s > 0:
             try:
@@ -248,16 +246,16 @@ class RayCluster:
         self._tick_at = time.monotonic() + self._waits.tick_s
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
             self._inquiry.look()
-        return s.Tick(self.now())
+        return e.Tick(self.now())
 
-    def say(self, event: s.Event) -> None:
+    def say(self, event: e.Event) -> None:
         self.events.put_nowait(event)
 
     def request_stop(self, reason: str) -> None:
-        self.say(s.StopRequested(reason, self.now()))
+        self.say(e.StopRequested(reason, self.now()))
 
     def cancel(self, outcome: str, reason: str) -> None:
-        self.say(s.Cancelled(outcome, reason, self.now()))
+        self.say(e.Cancelled(outcome, reason, self.now()))
 
     def lost(self, worker: int, cause: str, why: str = "", last_seen: float | None = None) -> None:
         record = self.workers.pop(worker, None)
@@ -266,7 +264,7 @@ class RayCluster:
         self.links.drop(worker)
         self._fence(record)
         last_seen = last_seen or max(record.last_seen, 0.0)
-        self.say(s.WorkerLost(worker, cause, last_seen, self.now(), why))
+        self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
         record = self.workers.get(worker)
@@ -305,7 +303,7 @@ class RayCluster:
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
-        self.say(s.WorkerReady(worker, self.now()))
+        self.say(e.WorkerReady(worker, self.now()))
 
     def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         async def open_then_say() -> None:
@@ -315,7 +313,7 @@ class RayCluster:
             self.commits.vote = None
             for other in self.workers:
                 self.links.send(other, {"type": "log_to", "folder": self.log_folder})
-            self.say(s.Loaded(worker, header["step"], self.now()))
+            self.say(e.Loaded(worker, header["step"], self.now()))
 
         if self._loading != worker:
             return  # a controller before this one had asked for it
@@ -357,7 +355,7 @@ class RayCluster:
         if step == self.recorded_step + 1:
             self.recorded_step = step
             self.host.on_step(line)
-            self.say(s.Committed(generation, step, step_s, self.now()))
+            self.say(e.Committed(generation, step, step_s, self.now()))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ray.exceptions import RayError
 
-from elastic.control.state import DrainNotice
+from elastic.control.events import DrainNotice
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster

@@ -1,6 +1,6 @@
 """What the composition root supplies to the cluster: where the run is kept, how it is recorded.
 
-The implementation is elastic/supervisor.py's.
+The implementation is elastic/supervisor.py and elastic/recorder.py.
 """
 
 from collections.abc import Awaitable, Callable

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from elastic.control.events import CollectiveFailed
 from elastic.control.parting import disputed, parted
-from elastic.control.state import CollectiveFailed
 from elastic.control.straying import stalled, strays
 from elastic.control.suspicion import Cut, Watch, hear_cut, last_move, place_of, suspects
 from elastic.protocol.membership import Membership, worker_name

@@ -6,7 +6,7 @@ Reports with a payload or an effect on the cluster are handled in cluster.py.
 from collections.abc import Callable
 from typing import Any
 
-from elastic.control import state as s
+from elastic.control import events as e
 from elastic.control.suspicion import Heartbeat
 
 STATES = {
@@ -20,31 +20,31 @@ STATES = {
 """What a report says about the worker's state in status.json."""
 
 
-REPORTS: dict[str, tuple[Callable[..., s.Event], tuple[str, ...]]] = {
-    "paused": (s.Paused, ("step",)),
-    "kept": (s.Kept, ()),
-    "collective_failed": (s.CollectiveFailed, ("message",)),
-    "suspended": (s.Suspended, ("step", "is_prepared", "is_evaluating")),
-    "done": (s.Done, ("step",)),
-    "ended": (s.Ended, ("weights_sha256",)),
-    "part_saved": (s.PartSaved, ("step",)),
-    "part_failed": (s.PartFailed, ("step", "message")),
+REPORTS: dict[str, tuple[Callable[..., e.Event], tuple[str, ...]]] = {
+    "paused": (e.Paused, ("step",)),
+    "kept": (e.Kept, ()),
+    "collective_failed": (e.CollectiveFailed, ("message",)),
+    "suspended": (e.Suspended, ("step", "is_prepared", "is_between_steps")),
+    "done": (e.Done, ("step",)),
+    "ended": (e.Ended, ("weights_sha256",)),
+    "part_saved": (e.PartSaved, ("step",)),
+    "part_failed": (e.PartFailed, ("step", "message")),
 }
 """The event, and its fields between generation, rank and time."""
 
 
-def event_of(worker: int, header: dict[str, Any], at: float) -> s.Event:
+def event_of(worker: int, header: dict[str, Any], at: float) -> e.Event:
     """The event of a report; KeyError if it is none of ours."""
     match header["type"]:
         case "synced":
-            return s.Synced(worker, at)
+            return e.Synced(worker, at)
         case "sync_failed":
-            return s.SyncFailed(worker, header["reason"], at)
+            return e.SyncFailed(worker, header["reason"], at)
         case "drain_notice":
-            return s.DrainNotice(worker, header["cause"], at + header["notice_s"], at)
+            return e.DrainNotice(worker, header["cause"], at + header["notice_s"], at)
         case "joined":
             generation, rank = header["generation"], header["rank"]
-            return s.Joined(generation, rank, header["state_s"], at, header["step"])
+            return e.Joined(generation, rank, header["state_s"], at, header["step"])
         case kind:
             event, fields = REPORTS[kind]
             said = (header[field] for field in fields)

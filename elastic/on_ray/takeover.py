@@ -13,7 +13,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.control.adoption import at_work
-from elastic.control.state import Active, Adopted, Ledger, Phase, Standing
+from elastic.control.events import Adopted
+from elastic.control.standing import Standing
+from elastic.control.state import Active, Ledger, Phase
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name

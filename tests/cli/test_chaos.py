@@ -25,14 +25,12 @@ from elastic.chaos.timeline import DOWN, PRODUCTIVE, ROLLED_BACK, UNSETTLED, fol
 from elastic.chaos.traces import Drop, read_trace
 from elastic.cli import main
 from elastic.control.accounting import account, open_account
-from elastic.control.replay import Entry, Started
-from elastic.control.state import (
+from elastic.control.events import (
     Committed,
     DrainNotice,
     Ended,
     Event,
     Joined,
-    Limits,
     Loaded,
     Paused,
     Suspended,
@@ -40,9 +38,9 @@ from elastic.control.state import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.control.state import (
-    Done as LoopDone,
-)
+from elastic.control.events import Done as LoopDone
+from elastic.control.replay import Entry, Started
+from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput

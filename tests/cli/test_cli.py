@@ -11,8 +11,9 @@ import pytest
 
 from elastic.cli import main, only_result_on_stdout, result_line
 from elastic.config import RunConfig
+from elastic.control.events import Tick
 from elastic.control.replay import Entry, Started
-from elastic.control.state import Limits, Tick
+from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import encode

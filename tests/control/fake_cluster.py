@@ -24,7 +24,7 @@ from elastic.control.commands import (
     Spawn,
     Sync,
 )
-from elastic.control.state import (
+from elastic.control.events import (
     Adopted,
     CollectiveFailed,
     Committed,
@@ -38,7 +38,6 @@ from elastic.control.state import (
     PartFailed,
     PartSaved,
     Paused,
-    Standing,
     StopRequested,
     Suspended,
     Synced,
@@ -48,6 +47,7 @@ from elastic.control.state import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.control.standing import Standing
 from tests.control.fake_worker import Faults, Group, Worker
 
 AT_REST = ("idle", "suspended", "paused", "done")
@@ -361,13 +361,13 @@ class FakeCluster:
         self.suspend(w, command.membership.generation)
 
     def suspend(self, w: Worker, generation: int) -> None:
-        is_evaluating, has_gradient = w.mode == "evaluate", w.prepared is not None
+        is_between, has_gradient = w.mode in ("evaluate", "done"), w.prepared is not None
         if w.source is not None:
             w.source = None
             w.step = -1 if w.is_copying else w.step
         self.groups[generation].is_broken = True
         w.mode = "suspended"
-        said = (w.rank, w.step, has_gradient, is_evaluating)
+        said = (w.rank, w.step, has_gradient, is_between)
         self.send(w, Suspended(generation, *said, self.now))
 
     def end(self, w: Worker, command: Finish) -> None:

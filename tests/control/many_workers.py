@@ -4,22 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic.control.commands import Command, Form
-from elastic.control.state import (
+from elastic.control.events import (
     Committed,
-    Decision,
     Done,
     Ended,
     Event,
-    Finished,
     Joined,
-    Limits,
     Loaded,
-    Phase,
     Suspended,
     Synced,
     WorkerLost,
     WorkerReady,
 )
+from elastic.control.state import Decision, Finished, Limits, Phase
 from elastic.control.transition import start, transition
 
 

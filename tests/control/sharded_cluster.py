@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from elastic.control.commands import Abort, Command, Form, Load, Publish, Recall, Sync
-from elastic.control.state import (
+from elastic.control.events import (
     Committed,
     Done,
     Event,
@@ -154,7 +154,7 @@ class ShardedCluster(FakeCluster):
                 self.memories[w.number] = Memory(reference=w.step)
                 self.send(w, Loaded(w.number, w.step, self.now))
             case Abort(membership):
-                is_evaluating, has_gradient = w.mode == "evaluate", w.prepared is not None
+                is_between, has_gradient = w.mode in ("evaluate", "done"), w.prepared is not None
                 self.groups[membership.generation].is_broken = True
                 w.mode = "suspended"
                 has_state = self.memory(w) != Memory()
@@ -163,7 +163,7 @@ class ShardedCluster(FakeCluster):
                     w.rank,
                     w.step if has_state else -1,
                     has_gradient,
-                    is_evaluating,
+                    is_between,
                     self.now,
                 )
                 self.send(w, event)

@@ -3,28 +3,24 @@
 import pytest
 
 from elastic.control.accounting import Account, Recovery, account, open_account
-from elastic.control.state import (
+from elastic.control.events import (
     Adopted,
     CollectiveFailed,
     Committed,
-    Decision,
     Done,
     Ended,
     Event,
     Joined,
-    Ledger,
-    Limits,
     Loaded,
     Paused,
-    Phase,
-    Running,
-    Standing,
     Suspended,
     Synced,
     Tick,
     WorkerLost,
     WorkerReady,
 )
+from elastic.control.standing import Standing
+from elastic.control.state import Decision, Ledger, Limits, Phase, Running
 from elastic.control.transition import start, transition
 from elastic.protocol.membership import Membership
 

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 from elastic.control.commands import Spawn
-from elastic.control.state import Adopted, Running, Standing
+from elastic.control.events import Adopted
+from elastic.control.standing import Standing
+from elastic.control.state import Running
 from tests.control.test_transition import ABC, LEDGER, LIMITS, play, some
 
 WORKING = tuple(Standing(w, "working", 7, w, 3, 40) for w in range(3))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.control.commands import Command
+from elastic.control.events import Event
 from elastic.control.replay import (
     JOURNAL_TYPES,
     Entry,
@@ -13,7 +14,7 @@ from elastic.control.replay import (
     is_news,
     replay,
 )
-from elastic.control.state import Decision, Event, Finished, Limits
+from elastic.control.state import Decision, Finished, Limits
 from elastic.controller import control
 from elastic.protocol.encoding import dumps, loads
 from tests.control.fake_cluster import FakeCluster

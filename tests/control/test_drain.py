@@ -14,21 +14,18 @@ from elastic.control.commands import (
     Spawn,
     Sync,
 )
-from elastic.control.state import (
+from elastic.control.events import (
     DrainNotice,
-    Forming,
     Joined,
     Kept,
     PartFailed,
     PartSaved,
     Paused,
-    Pausing,
-    Running,
     Synced,
     Tick,
-    Waiting,
     WorkerReady,
 )
+from elastic.control.state import Forming, Pausing, Running, Waiting
 from elastic.protocol.membership import Membership
 from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some, suspended
 

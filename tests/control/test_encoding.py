@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.control import state
+from elastic.control import events, state
 from elastic.control.commands import Form, Spawn
+from elastic.control.events import Suspended
 from elastic.control.replay import JOURNAL_TYPES, Entry
-from elastic.control.state import Ledger, Suspended, Waiting
+from elastic.control.state import Ledger, Waiting
 from elastic.protocol.encoding import UndecodableValue, decode, dumps, encode, loads
 from elastic.protocol.membership import Membership, NumberSet
 
@@ -45,7 +46,7 @@ def test_ledgers_come_back_exactly(ledger: Ledger):
     assert loads(dumps(ledger), JOURNAL_TYPES) == ledger
 
 
-@pytest.mark.parametrize("kind", [*get_args(state.Event), *get_args(state.Command)])
+@pytest.mark.parametrize("kind", [*get_args(events.Event), *get_args(state.Command)])
 def test_every_event_and_command_is_known(kind: type):
     assert JOURNAL_TYPES[kind.__name__] is kind
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
-from elastic.control.state import CollectiveFailed
+from elastic.control.events import CollectiveFailed
 from elastic.control.suspicion import Heartbeat, Watch
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership

@@ -3,20 +3,8 @@
 from dataclasses import replace
 
 from elastic.control.commands import Abort, Finish, Form, Publish
-from elastic.control.state import (
-    Committed,
-    Done,
-    Ended,
-    Ending,
-    Forming,
-    Joined,
-    Ledger,
-    PartSaved,
-    Running,
-    Save,
-    Suspended,
-    WorkerLost,
-)
+from elastic.control.events import Committed, Done, Ended, Joined, PartSaved, Suspended, WorkerLost
+from elastic.control.state import Ending, Forming, Ledger, Running, Save
 from elastic.protocol.membership import Membership, NumberSet
 from tests.control.test_transition import LIMITS, play
 

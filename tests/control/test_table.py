@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from elastic.control import state
-from elastic.control.state import (
+from elastic.control import events, state
+from elastic.control.events import (
     Adopted,
     Cancelled,
     CollectiveFailed,
@@ -14,29 +14,31 @@ from elastic.control.state import (
     Done,
     DrainNotice,
     Ended,
-    Ending,
     Event,
-    Finished,
-    Forming,
     Joined,
     Kept,
     Loaded,
     PartFailed,
     PartSaved,
     Paused,
-    Pausing,
-    Phase,
-    Running,
-    Standing,
     StopRequested,
     Suspended,
-    Suspending,
     Synced,
     SyncFailed,
     Tick,
     UserFailed,
-    Waiting,
     WorkerReady,
+)
+from elastic.control.standing import Standing
+from elastic.control.state import (
+    Ending,
+    Finished,
+    Forming,
+    Pausing,
+    Phase,
+    Running,
+    Suspending,
+    Waiting,
 )
 from elastic.control.transition import IGNORED, UnexpectedEvent, transition
 from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, some, suspended
@@ -90,7 +92,7 @@ IMPOSSIBLE = {
 
 
 def test_samples_cover_every_phase_and_event():
-    assert {type(e) for e in SAMPLES} == set(get_args(state.Event))
+    assert {type(e) for e in SAMPLES} == set(get_args(events.Event))
     assert {type(p) for p in PHASES} == set(get_args(state.Phase))
 
 

@@ -17,36 +17,38 @@ from elastic.control.commands import (
     Spawn,
     Sync,
 )
-from elastic.control.recovery import MAX_IN_VAIN
-from elastic.control.state import (
+from elastic.control.events import (
     CollectiveFailed,
     Committed,
     Done,
     Ended,
-    Ending,
     Event,
-    Finished,
-    Forming,
     Joined,
-    Ledger,
-    Limits,
     Loaded,
     PartFailed,
     PartSaved,
     Paused,
-    Pausing,
-    Phase,
-    Running,
     StopRequested,
     Suspended,
-    Suspending,
     Synced,
     SyncFailed,
     Tick,
     UserFailed,
-    Waiting,
     WorkerLost,
     WorkerReady,
+)
+from elastic.control.recovery import MAX_IN_VAIN
+from elastic.control.state import (
+    Ending,
+    Finished,
+    Forming,
+    Ledger,
+    Limits,
+    Pausing,
+    Phase,
+    Running,
+    Suspending,
+    Waiting,
 )
 from elastic.control.transition import start, transition
 from elastic.protocol.membership import Membership, NumberSet
@@ -81,8 +83,8 @@ def lost(worker: int, at: float = 9.0) -> WorkerLost:
     return WorkerLost(worker, "process_died", at - 0.1, at)
 
 
-def suspended(rank: int, step: int, *, prepared: bool = False, evaluating: bool = False, at=9.0):
-    return Suspended(7, rank, step, prepared, evaluating, at)
+def suspended(rank: int, step: int, *, prepared: bool = False, between: bool = False, at=9.0):
+    return Suspended(7, rank, step, prepared, between, at)
 
 
 # --- start --------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_nobody_waits_for_a_standby_that_will_not_come(news):
 
 def test_nobody_waits_for_a_standby_that_would_enter_later_anyway():
     ledger = replace(LEDGER, ready=some(3), next_worker=4)
-    evaluates = suspended(1, 40, evaluating=True)
+    evaluates = suspended(1, 40, between=True)
     alone = Form(Membership(8, (1, 2)), 40, then_pause=True)
     assert play(ledger, Running(ABC), lost(0), evaluates, suspended(2, 40))[2][-1] == alone
     rolls = Form(Membership(8, (1, 2)), 40, (2,), 1)
@@ -307,7 +309,7 @@ def test_when_all_holders_are_lost_a_follower_is_asked_before_a_fresh_worker():
 
 def test_while_a_survivor_evaluates_the_survivors_go_on_alone_and_pause():
     ledger = replace(LEDGER, synced=some(5))
-    events = (lost(0), lost(1), suspended(2, 40, evaluating=True))
+    events = (lost(0), lost(1), suspended(2, 40, between=True))
     ledger, phase, commands = play(ledger, Running(ABC), *events)
     alone = Membership(8, (2,))
     assert commands[1] == Form(alone, 40, then_pause=True)

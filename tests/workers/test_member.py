@@ -144,7 +144,7 @@ def test_who_is_done_takes_no_newcomer_into_the_generation_that_ends_the_run(rig
     rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
-    assert rig.link.of("suspended")[-1][0]["is_evaluating"], "it stays between steps"
+    assert rig.link.of("suspended")[-1][0]["is_between_steps"]
 
 
 @pytest.mark.parametrize("where", ["loss", "commit", "everything"])
