@@ -90,8 +90,10 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     num_staying = membership.world_size - len(leavers)
     if num_staying >= limits.max_workers or phase.done:
         return Decision(ledger, phase)
-    if ledger.synced:
-        reason = f"pause to let {names(ledger.synced)} in"
+    arrived = arrivals(ledger)
+    may_leave = num_staying + len(arrived) >= limits.min_workers
+    if arrived and (may_leave or membership.world_size < limits.max_workers):
+        reason = f"pause to let {names(arrived)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     is_enough = num_staying >= max(1, limits.min_workers)
     can_save = at < ledger.gone_at and loses_state(ledger, membership.workers, limits)

@@ -61,6 +61,11 @@ def lobby(ledger: Ledger) -> NumberSet:
     return reduce(NumberSet.__or__, others, spawned)
 
 
+def commit(ledger: Ledger, step: int) -> Ledger:
+    failures = ledger.failures if step <= ledger.failed_at else 0
+    return replace(ledger, step=step, failures=failures, in_vain=0)
+
+
 def is_in_lobby(ledger: Ledger, worker: int) -> bool:
     return any(worker in of_kind for of_kind in lobby_sets(ledger))
 
@@ -130,7 +135,8 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     Survivors heal first: a process that starts would take their cores until the next commit.
     """
     ledger, phase = decision.ledger, decision.phase
-    is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
+    is_healing = ledger.failures > 0 and ledger.step >= ledger.failed_at
+    is_healing = is_healing and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
     alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)

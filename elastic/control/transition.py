@@ -35,7 +35,15 @@ from elastic.control.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.control.lobby import explain, is_in_lobby, is_member, lost_members, move, top_up
+from elastic.control.lobby import (
+    commit,
+    explain,
+    is_in_lobby,
+    is_member,
+    lost_members,
+    move,
+    top_up,
+)
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
@@ -169,7 +177,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case ((Running() | Pausing() | Ending()), Committed(step=step)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
-            ledger = replace(ledger, step=step, failures=0, in_vain=0)
+            ledger = commit(ledger, step)
             return publish_if_whole(Decision(ledger, phase), limits)
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
@@ -305,7 +313,7 @@ def left_step(
     if num_left < membership.world_size:
         return Decision(ledger, phase)
     if step > ledger.step:
-        ledger = replace(ledger, step=step, failures=0, in_vain=0)
+        ledger = commit(ledger, step)
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)

@@ -90,6 +90,20 @@ def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure()
     assert (ledger.failures, ledger.leaving) == (0, some())
 
 
+def test_a_newcomer_for_whom_there_is_no_room_yet_does_not_pause_the_others():
+    """With two to leave and `min` needing both, the first of their replacements waits for the
+    second: a pause would form the same generation again, for ever."""
+    limits = replace(LIMITS, min_workers=3, max_workers=3)
+    second = replace(NOTICE, worker=2)
+    events = (NOTICE, second, WorkerReady(3, 13.0), Synced(3, 14.0), Tick(14.2))
+    ledger, phase, commands = play(LEDGER, Running(ABC), *events, limits=limits)
+    assert phase == Running(ABC)
+    assert Pause(ABC) not in commands
+    events = (WorkerReady(4, 15.0), Synced(4, 15.5), *(Paused(7, r, 44, 16.0) for r in range(3)))
+    _, phase, commands = play(ledger, phase, *events, limits=limits)
+    assert commands[-1] == Form(Membership(8, (1, 3, 4)), 44)
+
+
 def test_everybody_may_leave_if_the_replacements_are_enough():
     limits = replace(LIMITS, min_workers=1, max_workers=1)
     alone = Membership(7, (0,))

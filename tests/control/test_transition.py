@@ -141,7 +141,7 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Form(two, 40)]
     assert phase == Forming(two, 39.0)
-    assert ledger == Ledger(8, 40, failures=1, next_worker=3)
+    assert ledger == Ledger(8, 40, failures=1, failed_at=40, next_worker=3)
     healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
     ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
     assert commands == [Spawn((3,))], "not before the survivors have committed a step"
@@ -282,7 +282,8 @@ def test_below_min_the_survivors_wait_and_keep_the_state():
     ledger, phase, commands = play(LEDGER, Running(ABC), lost(0), lost(2), suspended(1, 40))
     assert phase == Waiting("1 of at least 2 workers left, step 40")
     assert commands == [Abort(ABC), Spawn((3, 4))]
-    assert ledger == Ledger(7, 40, 2, next_worker=5, spawned=some(3, 4), holders=some(1))
+    spawned, holders = some(3, 4), some(1)
+    assert ledger == Ledger(7, 40, 2, 40, next_worker=5, spawned=spawned, holders=holders)
     _, phase, commands = play(ledger, phase, WorkerReady(4, 10.0), Synced(4, 11.0))
     assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
 
@@ -344,6 +345,7 @@ def test_a_spent_budget_ends_the_run_with_the_reason():
     ledger = replace(LEDGER, failures=2, ready=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
     reason = "w1 lost (process_died): 3 failures since step 40 was committed, max_failures is 2"
+    reason += "; logs/w1.log may tell why"
     assert decision.phase == Finished("failed", reason)
     assert decision.commands == (Retire((0, 2, 4)),)
 
@@ -351,6 +353,29 @@ def test_a_spent_budget_ends_the_run_with_the_reason():
 def test_a_committed_step_renews_the_budget_but_a_repeated_one_does_not():
     ledger = replace(LEDGER, failures=2)
     assert play(ledger, Running(ABC), Committed(7, 40, 0.1, 1.0))[0].failures == 2
+    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
+
+
+def test_steps_that_are_done_again_do_not_renew_the_budget():
+    """What crashes everybody in the same step would go back to the same checkpoint for ever."""
+    limits = replace(LIMITS, min_workers=1, max_workers=1)
+    ledger, phase, at = replace(LEDGER, next_worker=1), Running(Membership(7, (0,))), 10.0
+    for attempt in range(3):
+        worker, generation = attempt + 1, 8 + attempt
+        ledger, phase, commands = play(
+            ledger,
+            phase,
+            lost(attempt, at),
+            *(WorkerReady(worker, at), Loaded(worker, 38, at), Joined(generation, 0, 0.0, at)),
+            *(Committed(generation, step, 0.1, at) for step in (39, 40)),
+            limits=limits,
+        )
+        if attempt < limits.max_failures:
+            assert Spawn((worker,)) in commands, "nobody is left to heal first"
+            assert (ledger.step, ledger.failures) == (40, attempt + 1)
+    assert isinstance(phase, Finished)
+    assert "3 failures since step 40 was committed" in phase.reason
+    ledger = replace(LEDGER, failures=2, failed_at=40)
     assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
 
 
