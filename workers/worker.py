@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput
+from elastic.protocol.errors import StepCancelled, UserError, WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -96,8 +96,7 @@ class Worker:
         except RunEnded:
             self._rest()
         except WrongInput as error:
-            kind = "unfit_node" if isinstance(error, UnfitNode) else "wrong_input"
-            self._link.send(kind, message=str(error))
+            self._link.send("wrong_input", message=str(error))
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
             leave(EXIT_WITHOUT_LOADER, str(error), self._keep_log)
@@ -301,7 +300,7 @@ class Worker:
         self._saver.open(place)
         folder = open_folder(place).local
         if folder is not None and not (folder / "config.json").exists():
-            raise UnfitNode(
+            raise WrongInput(
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
                 "storage that every node sees, or a URI"
             )

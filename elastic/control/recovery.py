@@ -122,13 +122,13 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
     back_off_s = min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
     ledger = replace(ledger, stillborn=stillborn, respawn_at=event.at + back_off_s)
     reason = (
-        f"{worker_name(event.worker)} lost ({event.cause}) before it took part, "
+        f"{worker_name(event.worker)} lost ({told(event)}) before it took part, "
         f"number {stillborn} in a row, next spawn in {back_off_s:g} s"
     )
     if isinstance(phase, Waiting) and stillborn > limits.max_failures:
         reason = (
             f"{stillborn} workers in a row died before they took part, the last "
-            f"{worker_name(event.worker)} ({event.cause}); max_failures is {limits.max_failures}"
+            f"{worker_name(event.worker)} ({told(event)}); max_failures is {limits.max_failures}"
         )
         return finish(ledger, phase, "failed", reason)
     return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))

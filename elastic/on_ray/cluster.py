@@ -83,7 +83,6 @@ class RayCluster:
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
-            "unfit_node": self._on_unfit_node,
             "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
@@ -164,9 +163,9 @@ class RayCluster:
             await cast(Any, record.actor).run.remote(self.host.spec_of(worker))
         except RayTaskError as error:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
-            if failed is not None and not self.user_error:
-                self.user_error = failed.pickled
-            why = f"{worker_name(worker)} failed: {failed or error}"
+            if failed is not None and not self._is_node_s_fault(record):
+                self.user_error = self.user_error or failed.pickled
+            why = f"{worker_name(worker)} failed: {failed or first_line(error.cause or error)}"
             loop = asyncio.get_running_loop()  # its own report may still be on its way
             loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
             return
@@ -179,9 +178,19 @@ class RayCluster:
     def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""
         record = self.workers.get(worker)
-        if record is not None and not record.has_failed:
-            record.has_failed = True
-            self.say(e.UserFailed(worker, record.failure or fallback, self.now()))
+        if record is None or record.has_failed:
+            return
+        record.has_failed, why = True, record.failure or fallback
+        if self._is_node_s_fault(record):
+            log.warning('worker=%s reason="%s"', worker_name(worker), why)
+            self.lost(worker, "start_failed", why)
+        else:
+            self.wrong_input = self.wrong_input or record.wrong_input
+            self.say(e.UserFailed(worker, why, self.now()))
+
+    def _is_node_s_fault(self, record: Slot) -> bool:
+        """What fails in a newcomer has worked where the others train: the run goes on there."""
+        return self.has_formed and record.state in ("pending", "standby")
 
     async def _form(self, form: c.Form) -> None:
         membership, self.has_formed = form.membership, True
@@ -330,15 +339,8 @@ class RayCluster:
             self.cancel("failed", f"internal error: {error!r}")
 
     def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        self.wrong_input = record.failure = header["message"]
+        record.wrong_input = record.failure = header["message"]
         self.user_failed(worker, header["message"])
-
-    def _on_unfit_node(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        if not self.has_formed:
-            self._on_wrong_input(worker, record, header, payload)
-        else:  # the run goes on without that node
-            log.warning('worker=%s reason="%s"', worker_name(worker), header["message"])
-            self.lost(worker, "start_failed")
 
     def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.failure = header["message"]  # the exception itself arrives as the end of run()

@@ -41,6 +41,8 @@ class Slot:
     """Bytes that it held, and that it could still get, in its last heartbeat."""
     failure: str = ""
     """What its user's code raised, in its own words."""
+    wrong_input: str | None = None
+    """The same, if it is none of the user's exceptions but what it was given."""
     has_failed: bool = False
 
     def locate(self, header: dict[str, Any]) -> None:
