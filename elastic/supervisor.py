@@ -67,6 +67,7 @@ class Supervisor:
         self._workload = actors.share(order["workload"])
         self._status_due = asyncio.Event()
         self._is_over = False
+        self._pings: asyncio.Task[None] | None = None
         self._last_reason = ""
         self.decision: Decision | None = None
         self._now = unix_clock()
@@ -115,6 +116,10 @@ class Supervisor:
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         drains = self.cluster.in_background(watch_drains(self.cluster))
+        waits = waits_of(self.config.detect_s)
+        self._pings = self.cluster.in_background(
+            self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
+        )
         try:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self._now(), taken_over
@@ -122,6 +127,9 @@ class Supervisor:
         except Exception as error:  # whatever it is, the run ends with a result
             log.exception("the controller failed")
             finished = s.Finished("failed", f"internal error: {error!r}")
+            self._last_reason = finished.reason
+            if self.decision is not None:
+                self.decision = self.decision._replace(phase=finished)
         finally:
             drains.cancel()
             self._is_over = True
@@ -241,6 +249,8 @@ class Supervisor:
     async def close(self) -> None:
         await self.cluster.close()
         actors.end(self.cluster.rendezvous)
+        if self._pings is not None:
+            self._pings.cancel()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, end_feed, self.order["run_id"])
         self.recorder.writer.executor.shutdown(wait=True)

@@ -7,7 +7,9 @@ them, and each ends itself when it is left alone (leases).
 """
 
 import asyncio
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -22,6 +24,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed
 from elastic.protocol.seams import WorkerSpec
 
@@ -59,6 +62,7 @@ class ControllerActor:
         """Where workers reach this incarnation, once it listens."""
         self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         """Ray has started this actor again after its process died."""
+        die_of_sigterm()
 
     def listen(self, **wishes: Callable[[Any], None]) -> None:
         """Who obeys `stop`, `end_now` and `note`, the ones of before included."""
@@ -166,12 +170,26 @@ class RendezvousActor:
         from workers.rendezvous import Rendezvous
 
         self._rendezvous = Rendezvous(this_host())
+        self._sentinel: Sentinel | None = None
 
     def open(self, generation: int) -> tuple[str, int]:
         return self._rendezvous.open(generation)
 
     def forget(self) -> None:
         self._rendezvous.forget()
+
+    def ping(self, pid: int, patience_s: float) -> int:
+        """From the controller, whose process is on this node; answers with this process's."""
+        if self._sentinel is None or self._sentinel.pid != pid:
+            self._sentinel = Sentinel(pid, patience_s)
+        self._sentinel.hear()
+        return os.getpid()
+
+
+def die_of_sigterm() -> None:
+    """As of SIGKILL: Ray starts the actor again. Ray's own handler would leave an asynchronous
+    actor half alive, and Python sets handlers in the main thread only, where no method runs."""
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL
 
 
 def spawn_worker(

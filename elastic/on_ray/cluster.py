@@ -64,7 +64,7 @@ class RayCluster:
     def __post_init__(self) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
-        self._stores = Stores(self.rendezvous)
+        self.stores = Stores(self.rendezvous)
         self._waits = waits_of(self.detect_s)
         self._tick_at = time.monotonic() + self._waits.tick_s
         self.in_background = Background(self._on_background_failure).start
@@ -134,7 +134,7 @@ class RayCluster:
         self._tell_ranks(command.membership, {"type": kind})
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
-            self._stores.open(generation + 1)
+            self.stores.open(generation + 1)
             self._inquiry.expect_answers(command.membership)
 
     def _conclude_save(self, command: c.Publish | c.Discard) -> None:
@@ -199,7 +199,7 @@ class RayCluster:
             await self.host.on_loaded(form.step, [])
             self.recorded_step = form.step
         is_alone = membership.world_size == 1
-        store = None if is_alone else await self._stores.address(membership.generation)
+        store = None if is_alone else await self.stores.address(membership.generation)
         await self.holders.known()
         common = {
             "type": "form",

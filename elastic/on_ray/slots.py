@@ -93,8 +93,18 @@ async def see_off(slots: Iterable["Slot"]) -> None:
 
 def is_running(pid: int) -> bool:
     """False for a process that is gone or a zombie."""
+    return (fields := stat_of(pid)) is not None and fields[0] not in "ZX"
+
+
+def started_at(pid: int) -> int | None:
+    """In clock ticks since the machine's start; None if there is no such process."""
+    return int(fields[19]) if (fields := stat_of(pid)) is not None else None
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat (proc(5)) from the third, the state, on."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+            return stat.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return None

@@ -28,6 +28,10 @@ class Waits:
     """For a generation to form."""
     lease_s: float
     """Without a word from any controller a worker ends itself."""
+    rendezvous_s: float
+    """A rendezvous that does not answer for this long is started anew..."""
+    controller_s: float
+    """...and a controller that is silent for this long, before the workers' lease runs out."""
     end_s: float
     """For the final state to be written."""
     operation_s: float
@@ -54,6 +58,8 @@ def waits_of(detect_s: float | None) -> Waits:
             confirm_s=30.0,
             join_s=600.0,
             lease_s=600.0,
+            rendezvous_s=30.0,
+            controller_s=300.0,
             end_s=UNLIMITED_S,
             operation_s=UNLIMITED_S,
         )
@@ -72,6 +78,8 @@ def waits_of(detect_s: float | None) -> Waits:
         confirm_s=detect_s + heartbeat_s + tick_s + inquiry_s,
         join_s=10 * detect_s,
         lease_s=10 * detect_s,
+        rendezvous_s=2 * detect_s,
+        controller_s=5 * detect_s,
         end_s=100 * detect_s,
         operation_s=100 * detect_s,
     )

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,49 @@ def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start
         await_successor(run, pid)
         end = run.finish()
     assert_as_if_nothing_had_happened(run, end, reference)
+
+
+def sibling(pid: int, title: bytes) -> int:
+    """The process of the same Ray node that is called `title`."""
+    found = [p for p in running() if parent(p) == parent(pid) and title in about(p, "cmdline")]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def running() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def parent(pid: int) -> list[bytes]:
+    return about(pid, "stat").rpartition(b")")[2].split()[1:2]
+
+
+def about(pid: int, what: str) -> bytes:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    return b""
+
+
+@pytest.mark.timeout(400)
+def test_a_rendezvous_and_controllers_that_are_frozen_or_terminated_are_started_anew(
+    start, reference
+):
+    """The rendezvous as a worker is lost: without it no generation forms."""
+    steps = 1500
+    options = {"workers": "2..3", "steps": steps, "detect_s": 1}
+    with start("Toy", **options, set=["sleep=0.02"]) as run:
+        status = run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
+        rendezvous = sibling(status["controller"]["pid"], b"ray::RendezvousActor")
+        os.kill(rendezvous, signal.SIGSTOP)
+        run.kill(rank=0)
+        status = run.wait_for(lambda s: s["world_size"] == 3 and s["generation"] > 2)
+        for number in (signal.SIGTERM, signal.SIGSTOP):
+            pid = status["controller"]["pid"]
+            os.kill(pid, number)
+            status = await_successor(run, pid)
+        end = run.finish()
+    assert_as_if_nothing_had_happened(run, end, reference, steps)
+    assert leftovers([rendezvous]) == []
 
 
 @pytest.mark.slow

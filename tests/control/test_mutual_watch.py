@@ -1,0 +1,89 @@
+"""Controller and rendezvous each notice that the other one is frozen."""
+
+import asyncio
+import os
+import subprocess
+import time
+from typing import Any, cast
+
+import pytest
+
+from elastic.on_ray import sentinel, stores
+from elastic.on_ray.sentinel import Sentinel
+from elastic.on_ray.stores import Stores
+
+
+@pytest.fixture
+def sleeper(monkeypatch):
+    monkeypatch.setattr(sentinel, "LOOK_S", 0.02)
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_who_is_silent_is_killed_and_who_speaks_is_not(sleeper):
+    watch = Sentinel(sleeper.pid, patience_s=1.0)
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        watch.hear()
+        assert sleeper.poll() is None
+        time.sleep(0.02)
+    assert sleeper.wait(10) == -9
+
+
+def test_another_process_of_the_same_number_is_spared(sleeper, monkeypatch):
+    births = iter([1])
+    monkeypatch.setattr(sentinel, "started_at", lambda pid: next(births, 2))
+    Sentinel(sleeper.pid, patience_s=0.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.3)
+
+
+class Rendezvous:
+    """Answers until it is frozen; a new one is there once it is killed."""
+
+    def __init__(self) -> None:
+        self.is_frozen, self.pings = False, []
+        self.ping = self
+
+    async def remote(self, pid: int, patience_s: float) -> int:
+        self.pings.append((pid, patience_s))
+        while self.is_frozen:
+            await asyncio.sleep(0.01)
+        return 77
+
+
+def test_a_rendezvous_that_stops_answering_is_killed_once(monkeypatch):
+    rendezvous, killed = Rendezvous(), []
+
+    def end_process(pid: int) -> None:
+        killed.append(pid)
+        rendezvous.is_frozen = False
+
+    async def watch() -> None:
+        task = asyncio.create_task(Stores(cast(Any, rendezvous)).watch(0.3, 5.0))
+        while len(rendezvous.pings) < 3:
+            await asyncio.sleep(0.01)
+        rendezvous.is_frozen, seen = True, len(rendezvous.pings)
+        while len(rendezvous.pings) < seen + 4:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    monkeypatch.setattr(stores, "PING_S", 0.01)
+    monkeypatch.setattr(stores, "end_process", end_process)
+    asyncio.run(asyncio.wait_for(watch(), 30))
+    assert killed == [77]
+    assert set(rendezvous.pings) == {(os.getpid(), 5.0)}
+
+
+def test_a_rendezvous_that_still_starts_is_waited_for(monkeypatch):
+    rendezvous = Rendezvous()
+    rendezvous.is_frozen = True
+    monkeypatch.setattr(stores, "end_process", lambda pid: pytest.fail("it has never answered"))
+
+    async def watch() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(Stores(cast(Any, rendezvous)).watch(0.05, 5.0), 0.5)
+
+    asyncio.run(watch())
