@@ -140,7 +140,8 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
     alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)
-    missing = limits.max_workers + limits.standby - alive
+    barred = ledger.barred if at < ledger.barred_until else 0
+    missing = limits.max_workers + limits.standby - alive - barred
     if missing <= 0:
         return decision
     begin = ledger.next_worker

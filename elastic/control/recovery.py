@@ -67,8 +67,9 @@ def lose_member(
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
     ledger = count_losses(ledger, NumberSet.of((event.worker,)))
-    if event.cause == "unreachable":  # a replacement may come to the same place
-        ledger = replace(ledger, respawn_at=event.at + MAX_BACKOFF_S)
+    if event.cause == "unreachable":
+        barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
+        ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))

@@ -65,6 +65,10 @@ class Ledger:
     stillborn: int = 0  # workers in a row that died before they joined a generation
     respawn_at: float = 0.0
     """No spawn before this time (back-off after stillborn workers)."""
+    barred: int = 0
+    """Workers lost as unreachable: a replacement may come to the same place..."""
+    barred_until: float = 0.0
+    """...and is not asked for before this time."""
     next_worker: int = 0
     stop: str = ""  # why the run was asked to stop; empty: it was not
     spawned: NumberSet = NOBODY  # asked for, not yet ready

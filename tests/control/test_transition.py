@@ -341,6 +341,18 @@ def test_a_holder_that_waits_one_step_behind_rolls_forward_before_newcomers_ente
     assert commands[0] == Form(Membership(9, (1, 5)), 41)
 
 
+def test_the_place_of_who_cannot_be_reached_is_barred_for_a_minute_and_no_other_one():
+    cut = replace(lost(1, 10.0), cause="unreachable")
+    answers = [suspended(rank, 40) for rank in (2,)]
+    joined = [Joined(8, 0, 0.0, 12.0, 40)]
+    events = (cut, lost(0, 10.0), *answers, *joined, Committed(8, 41, 0.1, 13.0), Tick(14.0))
+    limits = replace(LIMITS, min_workers=1)
+    ledger, phase, commands = play(LEDGER, Running(ABC), *events, limits=limits)
+    assert [c for c in commands if isinstance(c, Spawn)] == [Spawn((3,))]
+    assert play(ledger, phase, Tick(69.0), limits=limits)[2] == []
+    assert play(ledger, phase, Tick(71.0), limits=limits)[2] == [Spawn((4,))]
+
+
 def test_a_spent_budget_ends_the_run_with_the_reason():
     ledger = replace(LEDGER, failures=2, ready=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
