@@ -159,9 +159,27 @@ class Inquiry:
         hosts = {w: host for w, host in hosts.items() if host in heard}
         newcomers = {w for w in members if not members[w].heartbeat.own_steps}
         gone = {w: ("unreachable", why) for w, why in parted(hosts, unreached, newcomers)}
-        if gone and not self._is_under_way:
+        if self._is_under_way:
+            return
+        if gone:
             self._is_under_way = True
             await self._conclude(gone, members, limit_s)
+        elif len(found) == len(members) and not any(unreached.values()):
+            await self._renew_connections(members)
+
+    async def _renew_connections(self, members: dict[int, Watch]) -> None:
+        """A path was cut for a while: new connections get through at once, but those of the
+        generation try again ever more seldom (RFC 6298: after twice as long each time)."""
+        cluster = self._cluster
+        watches = {n: w for n in members if (w := cluster.workers[n].watch) is not None}
+        assert cluster.detect_s is not None
+        stale = disputed(watches.values(), self._hosts(watches), cluster.now(), cluster.detect_s)
+        for generation, ends in stale.items():
+            if generation > self._stalled:
+                self._stalled, self._is_under_way = generation, True
+                why = f"connections between {' and '.join(sorted(ends))} are not answered, though "
+                why += "new ones are: their path was cut for a while, and they are made anew"
+                await self._conclude_stall(generation, why, watches)
 
     async def _conclude_stall(self, generation: int, why: str, members: dict[int, Watch]) -> None:
         """Nobody is lost: the generation is."""

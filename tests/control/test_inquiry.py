@@ -153,8 +153,35 @@ def test_whose_path_to_a_peer_is_cut_is_unreachable_if_a_dial_says_so():
     assert lost[2].startswith("h1 cannot be reached from h2, and both are heard")
     silent = Cluster(*members, answering=(2, 3), reached=reached)  # w1's own link is cut
     assert silent.look() == []
-    reached[2] = ["h1", "h2"]  # what was unanswered was no cut path
-    assert Cluster(*members, answering=(1, 2, 3), reached=reached).look() == []
+
+
+def test_connections_that_a_cut_has_made_slow_are_made_anew_once_the_path_is_there_again():
+    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    one, three = replace(WAITS, worker=1), replace(WAITS, worker=3)
+    reached = {w: ["h1", "h2"] for w in (1, 2, 3)}
+    cluster = Cluster(one, waits, three, answering=(1, 2, 3), reached=reached)
+    *_, said = cluster.look()
+    assert isinstance(said, CollectiveFailed)
+    assert (said.generation, said.is_stall) == (4, True)
+    assert said.message.startswith("connections between h1 and h2 are not answered, though new")
+    cluster.happened, cluster.work, cluster.time = [], [], 30.0
+    assert cluster.look() == [], "it is being given up"
+    one_silent = Cluster(one, waits, three, answering=(1, 2), reached=reached)
+    assert one_silent.look() == [], "perhaps it is cut off"
+
+
+def test_connections_that_were_answered_during_the_dial_are_left_alone():
+    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    reached = {w: ["h1", "h2"] for w in (1, 2)}
+    cluster = Cluster(replace(WAITS, worker=1), waits, answering=(1, 2), reached=reached)
+    ask = cluster.ask_pulse
+
+    def ask_then_hear(worker: int, header: dict) -> bool:
+        cluster.workers[2].watch = Watch(WAITS, 20.0)
+        return ask(worker, header)
+
+    cluster.ask_pulse = ask_then_hear
+    assert cluster.look() == []
 
 
 def test_a_failure_that_nobodys_loss_explains_may_be_a_cut_paths():
