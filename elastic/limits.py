@@ -73,6 +73,7 @@ def worker_spec(
         verify_every=config.faults.verify_every,
         detect_s=config.detect_s,
         heartbeat_s=waits.heartbeat_s,
+        silence_s=waits.silence_s,
         join_timeout_s=waits.join_s,
         operation_timeout_s=waits.operation_s,
         lease_s=waits.lease_s,

@@ -164,7 +164,7 @@ class Supervisor:
             self.decision = decision = past.decision
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address
-        event = await takeover.collect(decision.ledger, decision.phase)
+        event = await takeover.collect(decision.ledger, decision.phase, self.limits)
         self.cluster.takeover = None
         return decision.ledger, decision.phase, event
 

@@ -70,6 +70,9 @@ class Worker:
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
+        self._controller = spec.controller
+        self._pulse: subprocess.Popen[bytes] | None = None
+        self._pulse_lock = threading.RLock()
 
     def run(self) -> None:
         """Until the controller ends the process. Raises what the user's code raises."""
@@ -120,29 +123,39 @@ class Worker:
         if self._member is not None:
             self._member.interrupt(header)
 
-    def _start_pulse(self, controller: Address) -> None:
+    def _start_pulse(self, controller: Address) -> Address:
+        """Instead of any other, which dials the same address even if its controller has died: a
+        process that is frozen cannot tell it of another. Gives the address before."""
         spec, fds = self._spec, (self._vitals.fd, self._stacks_fd)
-        child = pulse.start(fds, spec.worker, controller, spec.token, spec.heartbeat_s)
-        keep = partial(self._keep_pulse, child, controller)
-        threading.Thread(target=keep, name="pulse", daemon=True).start()
+        waits = spec.heartbeat_s, spec.lease_s
+        with self._pulse_lock:
+            child = pulse.start(fds, spec.worker, controller, spec.token, *waits)
+            former, self._pulse = self._pulse, child
+            before, self._controller = self._controller, controller
+        if former is not None:
+            former.kill()
+        threading.Thread(target=self._keep_pulse, args=(child,), name="pulse", daemon=True).start()
+        return before
 
-    def _keep_pulse(self, child: "subprocess.Popen[bytes]", controller: Address) -> None:
-        """Without one we would be taken for dead. With its controller it ends by itself, as 0."""
+    def _keep_pulse(self, child: "subprocess.Popen[bytes]") -> None:
+        """Without one we would be taken for dead. It ends by itself, as 0, after the lease."""
         if child.wait() != 0:
             time.sleep(self._spec.heartbeat_s)
-            self._start_pulse(controller)
+            with self._pulse_lock:
+                if child is self._pulse:
+                    self._start_pulse(self._controller)
 
     def _introduce(self, controller: Address) -> dict[str, Any]:
         """To a controller that has taken over; in the link's thread."""
-        self._start_pulse(controller)
+        before = {"controller_before": self._start_pulse(controller)}
         if self._member is None:
-            return {"kind": "starting"}
+            return {"kind": "starting", **before}
         self._saver.repeat()  # waits in the link until we are introduced
         self._notice.repeat()
         member = self._member
         member.evaluated.say(member.rank)
         where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
-        return {**where, **self._address()}
+        return {**where, **before, **self._address()}
 
     def _say_notice(self, notice_s: float) -> None:
         self._link.send("drain_notice", cause="SIGTERM", notice_s=notice_s)

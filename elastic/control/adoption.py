@@ -5,6 +5,7 @@ have reached nobody. Where everything points to a generation at work, it is left
 who hold state are called together as one more generation, and the usual regrouping follows.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic.control.capacity import staff
@@ -37,7 +38,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         everybody = NumberSet.of(s.worker for s in standings)
         ledger = replace(with_lobby(ledger, ()), ready=everybody)
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
-    holding = tuple(s for s in standings if s.kind in ("working", "stopped", "ended"))
+    holding = with_state(standings)
     ledger = with_lobby(ledger, standings)
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
@@ -101,6 +102,30 @@ def at_work(holding: tuple[Standing, ...]) -> Membership | None:
     if ranks != [(first.generation, first.world_size, rank) for rank in range(first.world_size)]:
         return None
     return Membership(first.generation, tuple(s.worker for s in by_rank))
+
+
+def with_state(standings: Iterable[Standing]) -> tuple[Standing, ...]:
+    return tuple(s for s in standings if s.kind in ("working", "stopped", "ended"))
+
+
+def have_all(
+    standings: tuple[Standing, ...], step: int, holders: Iterable[int], limits: Limits
+) -> bool:
+    """Whether those who have introduced themselves are enough for the state of `step`, the last one
+    on record: then whoever is missing may be given up as a member that hangs.
+
+    holders: who should hold it, by the journal.
+    """
+    holding = with_state(standings)
+    if max((s.step for s in holding), default=-1) < step:
+        return False  # it may be the missing one's alone
+    if not limits.is_sharded:
+        return True
+    newest = max(holding, key=lambda s: s.generation)
+    num_members = sum(s.generation == newest.generation for s in holding)
+    missing = set(holders) - {s.worker for s in standings}
+    # the copies of one member's part are elsewhere, those of two may be with each other
+    return limits.has_copies and max(len(missing), newest.world_size - num_members) <= 1
 
 
 def recall(

@@ -45,6 +45,8 @@ class Heartbeat:
     """Of the generation's group, whose `collective` it is; empty: the whole."""
     unanswered: tuple[tuple[str, float], ...] = ()
     """Hosts that have not answered it, and for how many seconds; looked at while it waits."""
+    stopped_s: float = 0.0
+    """For so long the pulse has seen its process stopped, whoever was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
     if heartbeat.process_state != STOPPED:
         return Watch(heartbeat, now, stuck_since=stuck_since)
     since = before.stopped_since if before else None
-    return Watch(heartbeat, now, now if since is None else since, stuck_since)
+    since = now - heartbeat.stopped_s if since is None else since
+    return Watch(heartbeat, now, since, stuck_since)
 
 
 def place_in(heartbeat: Heartbeat) -> tuple[object, ...]:

@@ -290,6 +290,8 @@ class RayCluster:
                 record.last_seen = self.now()
             handle = self._handlers.get(header["type"], self._on_report)
             handle(worker, record, header, payload)
+        elif self.takeover is not None and header["type"] == "heartbeat":
+            self.takeover.hear_pulse(worker, heartbeat_of(worker, header))
         elif header["type"] not in FROM_PULSE:
             takeover = self.takeover if header["type"] == "standing" else None
             if takeover is None or not takeover.hear(worker, header):

@@ -21,12 +21,28 @@ class LinkServer:
         self._token, self._on_frame, self._on_closed = token, on_frame, on_closed
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
+        self._addresses: set[tuple[str, int]] = set()
 
     async def open(self, host: str) -> tuple[str, int]:
         """Listen on a free port of `host`; returns the address to dial."""
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=2**22)
-        return host, self._server.sockets[0].getsockname()[1]
+        return await self._listen(host, 0)
+
+    async def open_also(self, address: tuple[str, int]) -> bool:
+        """Listen where a predecessor did; False if that cannot be, as on another host."""
+        if address not in self._addresses:
+            try:
+                await self._listen(*address)
+            except OSError:
+                return False
+        return True
+
+    async def _listen(self, host: str, port: int) -> tuple[str, int]:
+        server = await asyncio.start_server(self._serve, host, port, limit=2**22)
+        address: tuple[str, int] = host, server.sockets[0].getsockname()[1]
+        self._servers.append(server)
+        self._addresses.add(address)
+        return address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker: int | None = None
@@ -74,8 +90,8 @@ class LinkServer:
             writer.close()
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for worker in tuple(self._writers):
             self.drop(worker)
 

@@ -66,4 +66,5 @@ def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
         own_s=header["own_s"],
         part=header["part"],
         unanswered=tuple(header["unanswered"].items()),
+        stopped_s=header["stopped_s"],
     )

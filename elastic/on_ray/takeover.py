@@ -5,17 +5,19 @@ in elastic/past.py.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from elastic.control.adoption import at_work
+from elastic.control.adoption import at_work, have_all, with_state
 from elastic.control.events import Adopted
 from elastic.control.standing import Standing
-from elastic.control.state import Active, Ledger, Phase
+from elastic.control.state import Active, Ledger, Limits, Phase
+from elastic.control.suspicion import Heartbeat, Watch, suspects, watch
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
@@ -24,6 +26,7 @@ from elastic.protocol.waits import waits_of
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
 
+log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 QUIET_S = 0.3
 """How long nobody else introduces himself before a whole generation at work is enough."""
@@ -44,6 +47,10 @@ class Takeover:
         self._cluster, self._candidates, self._end = cluster, candidates, end
         self._newest = max(candidates, default=-1)
         self._standings: dict[int, Standing] = {}
+        self._watches: dict[int, Watch] = {}
+        """Of whom the pulse only is heard."""
+        self._audible_since: float | None = None
+        """From when on the pulses of all can have reached us."""
         self._has_news = asyncio.Event()
 
     def hear(self, worker: int, header: dict[str, Any]) -> bool:
@@ -65,12 +72,25 @@ class Takeover:
                 header["world_size"],
                 header["step"],
             )
+        if self._audible_since is None:
+            self._cluster.in_background(self._listen_at(tuple(header["controller_before"])))
         self._cluster.workers[worker] = slot
         self._cluster.holders.on_node(slot.node_id)
         slot.task = self._cluster.in_background(self._watch(worker, slot))
         self._standings[worker] = standing
         self._has_news.set()
         return True
+
+    def hear_pulse(self, worker: int, heartbeat: Heartbeat) -> None:
+        """Of a worker that has not introduced itself."""
+        if worker in self._candidates:
+            now = self._cluster.now()
+            self._watches[worker] = watch(self._watches.get(worker), heartbeat, now)
+
+    async def _listen_at(self, address: tuple[str, int]) -> None:
+        """Pulses dial where they have heard our predecessor, and only a worker knows where."""
+        if await self._cluster.links.open_also(address) and self._audible_since is None:
+            self._audible_since = self._cluster.now()
 
     async def _watch(self, worker: int, slot: Slot) -> None:
         """Its `run` was called by the controller that died; Ray tells us how it ends all the same.
@@ -83,26 +103,30 @@ class Takeover:
         except RayError:
             self._cluster.lost(worker, "process_died")
 
-    async def collect(self, ledger: Ledger, phase: Phase) -> Adopted:
+    async def collect(self, ledger: Ledger, phase: Phase, limits: Limits) -> Adopted:
         """Everybody's standing; whoever has not said it by then is ended.
 
         ledger, phase: the journal's. Who holds the state by them, and is not dead as far as Ray
-        knows, has as long as its lease: something in it may hold the GIL.
+        knows, has as long as its lease: something in it may hold the GIL. Unless others hold all of
+        it, too: then it has as long as a member that hangs.
         """
         detect_s, began = self._cluster.detect_s, time.monotonic()
+        step = max(ledger.step, self._cluster.recorded_step)
         holders = phase.membership.workers if isinstance(phase, Active) else tuple(ledger.holders)
         watching = [asyncio.ensure_future(self._drop_dead(w)) for w in self._candidates]
         while self._candidates:
+            if have_all(tuple(self._standings.values()), step, holders, limits):
+                self._give_up(w for w in holders if w in self._candidates)
             is_missed = any(w in self._candidates for w in holders)
             limit_s = waits_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S
             left_s = began + limit_s - time.monotonic()
             if left_s <= 0:
                 break
-            is_enough = at_work(self._holding()) is not None
+            is_enough = at_work(with_state(self._standings.values())) is not None
             self._has_news.clear()
             try:
-                wait_s = min(QUIET_S, left_s) if is_enough else left_s
-                await asyncio.wait_for(self._has_news.wait(), wait_s)
+                wait_s = QUIET_S if is_enough else waits_of(detect_s).tick_s
+                await asyncio.wait_for(self._has_news.wait(), min(wait_s, left_s))
             except TimeoutError:
                 if is_enough:
                     break
@@ -122,6 +146,17 @@ class Takeover:
             self._candidates.pop(worker, None)
             self._has_news.set()
 
-    def _holding(self) -> tuple[Standing, ...]:
-        kinds = ("working", "stopped", "ended")
-        return tuple(s for s in self._standings.values() if s.kind in kinds)
+    def _give_up(self, missed: Iterable[int]) -> None:
+        """Whoever hangs."""
+        for worker, why in self._gone(frozenset(missed)):
+            log.warning('worker=%s reason="%s"', worker_name(worker), why)
+            self._end(self._candidates.pop(worker))
+
+    def _gone(self, missed: frozenset[int]) -> Iterator[tuple[int, str]]:
+        detect_s, now = self._cluster.detect_s, self._cluster.now()
+        if detect_s is None:
+            return
+        watches = {w: slot.watch for w, slot in self._cluster.workers.items() if slot.watch}
+        for worker, why in suspects({**self._watches, **watches}.values(), now, detect_s):
+            if worker in missed:
+                yield worker, why

@@ -47,6 +47,8 @@ class WorkerSpec:
     """Steps between comparisons of the replicas' bits, None for none."""
     detect_s: float | None
     heartbeat_s: float
+    silence_s: float
+    """Without an answer for so long the controller is dialled again."""
     join_timeout_s: float
     operation_timeout_s: float
     """The backend's own limit per collective: a last resort only."""

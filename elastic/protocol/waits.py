@@ -26,6 +26,8 @@ class Waits:
     been seen, and explained."""
     join_s: float
     """For a generation to form."""
+    silence_s: float
+    """Without an answer for so long the controller is dialled again, over a second connection."""
     lease_s: float
     """Without a word from any controller a worker ends itself."""
     rendezvous_s: float
@@ -57,6 +59,7 @@ def waits_of(detect_s: float | None) -> Waits:
             inquiry_s=0.5,
             confirm_s=30.0,
             join_s=600.0,
+            silence_s=10.0,
             lease_s=600.0,
             rendezvous_s=30.0,
             controller_s=300.0,
@@ -77,6 +80,7 @@ def waits_of(detect_s: float | None) -> Waits:
         inquiry_s=inquiry_s,
         confirm_s=detect_s + heartbeat_s + tick_s + inquiry_s,
         join_s=10 * detect_s,
+        silence_s=detect_s,
         lease_s=10 * detect_s,
         rendezvous_s=2 * detect_s,
         controller_s=5 * detect_s,

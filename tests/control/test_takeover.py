@@ -1,15 +1,21 @@
 """How long a successor controller waits for whom to introduce himself."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 from ray.exceptions import RayActorError
 
 from elastic.control.state import Ledger, Running
+from elastic.control.suspicion import Heartbeat
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import Membership
+from tests.control.test_transition import LIMITS
 
 TWO = Running(Membership(3, (0, 1)))
+BEAT = Heartbeat(1, 3, 9, "reduce", 0.2, 0.1, True, "S")
+FROZEN = replace(BEAT, process_state="T", stopped_s=0.3)
+SHARDED = replace(LIMITS, is_sharded=True, has_copies=True)
 
 
 class Actor:
@@ -24,28 +30,37 @@ class Actor:
         await asyncio.Event().wait()
 
 
-def take_over(candidates: dict, *said: tuple[float, int]):
-    """(seconds, worker) of the introductions -> who was found, who was ended, seconds.
+def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LIMITS, port=1):
+    """said: (seconds, worker) of introductions. beats: (seconds, heartbeat). port: where workers
+    have heard the controller before; only 1 can be had. -> who was found, who was ended, seconds.
 
     detect_s is 0.5, the lease 5 s."""
     ended = []
 
     async def run():
+        loop, tasks = asyncio.get_running_loop(), []
+
+        async def open_also(address):
+            return address == ("i", 1)
+
         cluster = SimpleNamespace(
             detect_s=0.5, workers={}, holders=SimpleNamespace(on_node=lambda node: None),
-            now=lambda: 1.0, in_background=lambda task: task.close(),
+            now=loop.time, recorded_step=recorded_step, links=SimpleNamespace(open_also=open_also),
+            in_background=lambda task: tasks.append(loop.create_task(task)),
         )  # fmt: skip
         actors = dict(candidates)
         takeover = Takeover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
-        loop = asyncio.get_running_loop()
         for at, worker in said:
             header = {
-                "kind": "working", "generation": 3, "rank": worker, "world_size": 2, "step": 9,
+                "kind": "working", "generation": 3, "rank": worker, "step": 9,
+                "world_size": phase.membership.world_size, "controller_before": ["i", port],
                 "node_id": "n", "node_ip": "i", "pid": 1, "device": "cpu", "peer_address": ["i", 1],
             }  # fmt: skip
             loop.call_later(at, takeover.hear, worker, header)
+        for at, beat in beats:
+            loop.call_later(at, takeover.hear_pulse, beat.worker, beat)
         began = loop.time()
-        adopted = await takeover.collect(Ledger(3, 9), TWO)
+        adopted = await takeover.collect(Ledger(3, 9), phase, limits)
         return [s.worker for s in adopted.standings], ended, loop.time() - began
 
     return asyncio.run(run())
@@ -53,9 +68,12 @@ def take_over(candidates: dict, *said: tuple[float, int]):
 
 def test_a_member_that_cannot_speak_at_once_is_waited_for():
     pending = Actor()
-    found, ended, seconds = take_over({0: Actor(), 1: Actor(), 2: pending}, (0.01, 0), (0.9, 1))
+    moving = [(at / 10, replace(BEAT, phase="compute", p95_s=None)) for at in range(13)]
+    found, ended, seconds = take_over(
+        {0: Actor(), 1: Actor(), 2: pending}, (0.01, 0), (1.3, 1), beats=moving
+    )
     assert (found, ended) == ([0, 1], [pending]), "a whole generation is at work"
-    assert 0.9 <= seconds < 2
+    assert 1.3 <= seconds < 2
 
 
 def test_a_member_that_ray_knows_to_be_dead_is_not():
@@ -63,3 +81,21 @@ def test_a_member_that_ray_knows_to_be_dead_is_not():
     found, ended, seconds = take_over({0: Actor(), 1: Actor(is_dead=True), 2: pending}, (0.01, 0))
     assert (found, ended) == ([0], [pending])
     assert seconds < 2
+
+
+def test_a_member_whose_pulse_says_that_it_is_stopped_is_given_up():
+    """It had been stopped before its pulse could be heard."""
+    frozen = Actor()
+    beats = [(at / 10, replace(FROZEN, stopped_s=0.3 + at / 10)) for at in range(1, 9)]
+    found, ended, seconds = take_over({0: Actor(), 1: frozen}, (0.01, 0), beats=beats)
+    assert (found, ended) == ([0], [frozen])
+    assert 0.2 <= seconds < 0.5
+
+
+def test_a_member_that_may_hold_the_last_step_alone_has_its_lease():
+    for frozen in ([], [(at / 10, FROZEN) for at in range(14)]):
+        found, _, seconds = take_over(
+            {0: Actor(), 1: Actor()}, (0.1, 0), (1.5, 1), beats=frozen, recorded_step=10
+        )
+        assert found == [0, 1]
+        assert 1.5 <= seconds < 2

@@ -15,6 +15,7 @@ def test_the_waits_of_the_default():
         inquiry_s=0.5,
         confirm_s=4.25,
         join_s=30.0,
+        silence_s=3.0,
         lease_s=30.0,
         end_s=300.0,
         operation_s=300.0,

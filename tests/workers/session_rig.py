@@ -66,7 +66,8 @@ def spec(reduction="bitwise", **changes):
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
         reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
         has_checkpoints=False, max_nonfinite=1,
-        detect_s=3.0, heartbeat_s=0.5, join_timeout_s=5.0, operation_timeout_s=60.0, lease_s=30.0,
+        detect_s=3.0, heartbeat_s=0.5, silence_s=3.0, join_timeout_s=5.0,
+        operation_timeout_s=60.0, lease_s=30.0,
         **changes,
     )  # fmt: skip
 

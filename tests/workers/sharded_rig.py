@@ -105,7 +105,7 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
         parallel=parallel, reduction=reduction, clip_norm=0.5, seed=3, eval_every=None,
         checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
-        heartbeat_s=0.5, join_timeout_s=60.0, operation_timeout_s=60.0, lease_s=30.0,
+        heartbeat_s=0.5, silence_s=3.0, join_timeout_s=60.0, operation_timeout_s=60.0, lease_s=30.0,
     )  # fmt: skip
     return replace(plain, **options)
 

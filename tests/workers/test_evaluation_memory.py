@@ -73,8 +73,8 @@ def test_the_lowest_rank_says_the_last_result_again_with_every_generation(rig):
 class Quiet(Worker):
     """Without the process around it."""
 
-    def _start_pulse(self, controller) -> None:
-        pass
+    def _start_pulse(self, controller):
+        return controller
 
     def _address(self) -> dict:
         return {}

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ from workers.health.unanswered import Silences
 from workers.health.vitals import COLLECTIVES, LAYOUT, PARTS, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
+STOPPED = "T"
+TRIES = 5
+"""To dial, in the time between two heartbeats, while nobody listens."""
+PATIENCE = 10
+"""Heartbeats; so long the other end may take nothing."""
 
 
 def start(
@@ -37,12 +44,15 @@ def start(
     controller: tuple[str, int],
     token: str,
     interval_s: float,
+    lease_s: float,
 ) -> "subprocess.Popen[bytes]":
     """Start the pulse of this process; it dies with it.
 
-    fds: the files of its vitals and of its stacks.
+    fds: the files of its vitals and of its stacks. lease_s: so long it dials a controller that has
+    gone. Its successor comes to the same address if it can, and it is this process that may be
+    unable to tell of another one.
     """
-    arguments = (*fds, worker, *controller, interval_s)
+    arguments = (*fds, worker, *controller, interval_s, lease_s)
     child = subprocess.Popen(
         [sys.executable, "-S", __file__, *map(str, arguments)],
         pass_fds=fds,
@@ -76,40 +86,80 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
     }
 
 
+class Observed:
+    """What can be seen of the worker from outside."""
+
+    def __init__(self, pid: int, vitals: int, interval_s: float) -> None:
+        self._pid, self._interval_s = pid, interval_s
+        self._memory, self._silences = mmap(vitals, 4096, prot=PROT_READ), Silences()
+        self._stopped_since: float | None = None
+
+    def look(self) -> dict[str, Any]:
+        """A heartbeat."""
+        now = time.monotonic()
+        state = {"process_state": state_of(self._pid), **read_vitals(self._memory)}
+        state["memory"] = memory_of(self._pid)
+        state["unanswered"] = {}
+        if state["waits_for_peers"] and state["phase_s"] > self._interval_s:
+            state["unanswered"] = self._silences.look(self._pid, now)
+        else:
+            self._silences.forget()
+        is_stopped = state["process_state"] == STOPPED
+        self._stopped_since = (self._stopped_since or now) if is_stopped else None
+        state["stopped_s"] = round(now - self._stopped_since, 3) if self._stopped_since else 0.0
+        return state
+
+
+class Line:
+    """The connection to the controller, dialled again when it is broken."""
+
+    def __init__(self, controller: tuple[str, int], hello: dict[str, Any], interval_s: float):
+        self._controller, self._hello, self._interval_s = controller, hello, interval_s
+        self._connection: socket.socket | None = None
+        self.heard_at = time.monotonic()
+        """When somebody was last at the other end."""
+
+    def beat(self, heartbeat: dict[str, Any], answer: Callable[[dict[str, Any]], str]) -> None:
+        """Say how the worker does, and answer what is asked until the next heartbeat."""
+        try:
+            connection = self._connection = self._connection or self._dialled()
+            wire.send(connection, heartbeat)
+            self.heard_at = time.monotonic()
+            if select.select([connection], [], [], self._interval_s)[0]:
+                question, _ = wire.receive(connection)
+                text = answer(question).encode()
+                wire.send(connection, {"type": question["type"]}, [memoryview(text)])
+        except OSError:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+            time.sleep(self._interval_s / TRIES)
+
+    def _dialled(self) -> socket.socket:
+        """Raises OSError."""
+        connection = socket.create_connection(self._controller, timeout=self._interval_s)
+        connection.settimeout(PATIENCE * self._interval_s)
+        wire.send(connection, self._hello)
+        return connection
+
+
 def beat(
     fds: tuple[int, int],
     worker: int,
     controller: tuple[str, int],
     token: str,
     interval_s: float,
+    lease_s: float,
 ) -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    memory, silences = mmap(fds[0], 4096, prot=PROT_READ), Silences()
-    connection = connected(controller, 10 * interval_s)
-    wire.send(connection, {"type": "hello", "role": "pulse", "worker": worker, "token": token})
-    while os.getppid() == parent:
-        state = {"process_state": state_of(parent), **read_vitals(memory)}
-        state["memory"] = memory_of(parent)
-        state["unanswered"] = {}
-        if state["waits_for_peers"] and state["phase_s"] > interval_s:
-            state["unanswered"] = silences.look(parent, time.monotonic())
-        else:
-            silences.forget()
-        wire.send(connection, {"type": "heartbeat", "worker": worker, **state})
-        if select.select([connection], [], [], interval_s)[0]:
-            question, _ = wire.receive(connection)
-            text = answer(question, parent, fds[1]).encode()
-            wire.send(connection, {"type": question["type"]}, [memoryview(text)])
-
-
-def connected(controller: tuple[str, int], timeout_s: float) -> socket.socket:
-    """Exit status 2 if nobody is there: the worker may start another pulse."""
-    try:
-        return socket.create_connection(controller, timeout=timeout_s)
-    except TimeoutError:
-        sys.exit(2)
+    observed = Observed(parent, fds[0], interval_s)
+    hello = {"type": "hello", "role": "pulse", "worker": worker, "token": token}
+    line = Line(controller, hello, interval_s)
+    while os.getppid() == parent and time.monotonic() - line.heard_at < lease_s:
+        heartbeat = {"type": "heartbeat", "worker": worker, **observed.look()}
+        line.beat(heartbeat, lambda question: answer(question, parent, fds[1]))
 
 
 def answer(question: dict[str, Any], parent: int, stacks: int) -> str:
@@ -122,9 +172,7 @@ def answer(question: dict[str, Any], parent: int, stacks: int) -> str:
 
 
 if __name__ == "__main__":
-    vitals, stacks, worker, host, port, interval = sys.argv[1:]
-    secret = sys.stdin.read()
-    try:
-        beat((int(vitals), int(stacks)), int(worker), (host, int(port)), secret, float(interval))
-    except (OSError, ConnectionError):
-        sys.exit(0)  # the controller is gone or has closed us; the worker's own link decides
+    vitals, stacks, worker, host, port, *waits = sys.argv[1:]
+    secret, files = sys.stdin.read(), (int(vitals), int(stacks))
+    with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
+        beat(files, int(worker), (host, int(port)), secret, *map(float, waits))

@@ -1,0 +1,73 @@
+"""The pulse, a process of its own, and its controller at the other end."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elastic.protocol import wire
+from workers.health import pulse
+from workers.health.vitals import Vitals
+
+
+@contextmanager
+def beating(
+    controller: socket.socket, lease_s: float = 30.0
+) -> Iterator["subprocess.Popen[bytes]"]:
+    vitals = Vitals()
+    fds = vitals.fd, os.memfd_create("stacks", 0)
+    child = pulse.start(fds, 3, controller.getsockname(), "secret", 0.05, lease_s)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def heard(listener: socket.socket) -> list[str]:
+    """The first two frames of who dials."""
+    listener.settimeout(20)
+    connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(20)
+        frames = [wire.receive(connection)[0] for _ in range(2)]
+    assert frames[0]["worker"] == 3
+    return [frame["type"] for frame in frames]
+
+
+def test_a_pulse_dials_the_successor_at_the_same_address():
+    with socket.create_server(("127.0.0.1", 0)) as listener, beating(listener):
+        address = listener.getsockname()
+        assert heard(listener) == ["hello", "heartbeat"]
+        listener.close()
+        with socket.create_server(address) as successor:
+            assert heard(successor) == ["hello", "heartbeat"]
+
+
+def test_a_pulse_ends_itself_when_no_controller_comes():
+    with socket.create_server(("127.0.0.1", 0)) as listener, beating(listener, 0.5) as child:
+        assert heard(listener) == ["hello", "heartbeat"]
+        listener.close()
+        assert child.wait(20) == 0
+
+
+def test_a_heartbeat_says_for_how_long_its_process_has_been_stopped():
+    child = subprocess.Popen(["sleep", "60"])
+    observed = pulse.Observed(child.pid, Vitals().fd, 0.05)
+    try:
+        assert observed.look()["stopped_s"] == 0.0
+        os.kill(child.pid, signal.SIGSTOP)
+        while observed.look()["process_state"] != "T":
+            pass
+        found = [observed.look()["stopped_s"] for _ in range(1000)]
+        assert 0 < found[-1] < 60
+        assert found == sorted(found)
+        os.kill(child.pid, signal.SIGCONT)
+        while observed.look()["process_state"] == "T":
+            pass
+        assert observed.look()["stopped_s"] == 0.0
+    finally:
+        child.kill()
+        child.wait()
