@@ -108,7 +108,7 @@ class Takeover:
 
         ledger, phase: the journal's. Who holds the state by them, and is not dead as far as Ray
         knows, has as long as its lease: something in it may hold the GIL. Unless others hold all of
-        it, too: then it has as long as a member that hangs.
+        it, too: then it has as long as a member that hangs or cannot be reached.
         """
         detect_s, began = self._cluster.detect_s, time.monotonic()
         step = max(ledger.step, self._cluster.recorded_step)
@@ -147,7 +147,7 @@ class Takeover:
             self._has_news.set()
 
     def _give_up(self, missed: Iterable[int]) -> None:
-        """Whoever hangs."""
+        """Whoever hangs, or is silent for longer than its pulse is if it can be reached."""
         for worker, why in self._gone(frozenset(missed)):
             log.warning('worker=%s reason="%s"', worker_name(worker), why)
             self._end(self._candidates.pop(worker))
@@ -160,3 +160,8 @@ class Takeover:
         for worker, why in suspects({**self._watches, **watches}.values(), now, detect_s):
             if worker in missed:
                 yield worker, why
+        patience_s = detect_s + waits_of(detect_s).heartbeat_s
+        since = self._audible_since
+        if since is not None and now - since > patience_s:
+            for worker in sorted(missed - self._watches.keys()):
+                yield worker, f"not a word for {now - since:.1f} s, others are heard"

@@ -92,6 +92,20 @@ def test_a_member_whose_pulse_says_that_it_is_stopped_is_given_up():
     assert 0.2 <= seconds < 0.5
 
 
+def test_a_member_that_nobody_hears_is_given_up():
+    cut_off = Actor()
+    found, ended, seconds = take_over({0: Actor(), 1: cut_off}, (0.1, 0))
+    assert (found, ended) == ([0], [cut_off])
+    assert 0.6 <= seconds < 1.2
+
+
+def test_a_member_that_could_not_be_heard_has_its_lease():
+    """The successor is elsewhere: the pulses look for it in vain."""
+    found, _, seconds = take_over({0: Actor(), 1: Actor()}, (0.1, 0), (1.5, 1), port=2)
+    assert found == [0, 1]
+    assert 1.5 <= seconds < 2
+
+
 def test_a_member_that_may_hold_the_last_step_alone_has_its_lease():
     for frozen in ([], [(at / 10, FROZEN) for at in range(14)]):
         found, _, seconds = take_over(
@@ -99,3 +113,17 @@ def test_a_member_that_may_hold_the_last_step_alone_has_its_lease():
         )
         assert found == [0, 1]
         assert 1.5 <= seconds < 2
+
+
+def test_of_a_sharded_state_one_member_is_given_up_and_no_second_one():
+    three = Running(Membership(3, (0, 1, 2)))
+    actors = {0: Actor(), 1: Actor(), 2: Actor()}
+    found, ended, seconds = take_over(actors, (0.1, 0), (0.2, 2), phase=three, limits=SHARDED)
+    assert (found, ended) == ([0, 2], [actors[1]])
+    assert seconds < 1.2
+    found, _, seconds = take_over(actors, (0.1, 0), (1.5, 1), phase=three, limits=SHARDED)
+    assert found == [0, 1]
+    assert 1.4 <= seconds < 2, "the second one was given up once the third was there"
+    sparse = replace(SHARDED, has_copies=False)
+    found, _, _ = take_over(actors, (0.1, 0), (0.2, 2), (1.5, 1), phase=three, limits=sparse)
+    assert found == [0, 1, 2]
