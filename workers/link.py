@@ -6,20 +6,27 @@ goes on. What a worker's standing is, is in standing.py.
 
 import os
 import queue
+import secrets
 import select
 import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic.protocol import wire
+from elastic.protocol.outbox import Outbox
+from workers.health.unanswered import Unanswered
 
 EXIT_WITHOUT_CONTROLLER = 71
 RETRY_S = 0.05
 WRITABLE_S = 0.5
+LOOK_S = 0.25
+"""Between two looks at whether the link is answered."""
+DIAL_S = 0.5
+"""For a connection to come about, when it is tried again and again."""
 LAST_WORDS_S = 10.0
 """For a log on its way to a store; a process that has to leave may not take longer."""
 URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
@@ -30,6 +37,10 @@ Address = tuple[str, int]
 
 class ControllerLink:
     """One TCP connection at a time, read by a thread.
+
+    After a cut TCP tries again later and later. So where a connection is unanswered for `silence_s`
+    another thread dials the same controller again, and the link goes on over the second connection
+    once the controller has answered there: with no frame lost or repeated, both ends count them.
 
     `on_command` is called in that thread with each urgent command, at once; the main thread finds
     all commands in `commands`. Without a word from any controller for `lease_s`, or when it is
@@ -42,6 +53,7 @@ class ControllerLink:
         *,
         token: str,
         worker: int,
+        silence_s: float,
         lease_s: float,
         find: Callable[[], Address | None],
         on_command: Callable[[dict[str, Any]], None],
@@ -57,10 +69,15 @@ class ControllerLink:
         """Step -> whether its newest save was published."""
         self.num_controllers = 1
         """So many this worker has met."""
-        self._token, self._worker, self._lease_s = token, worker, lease_s
+        self._token, self._worker = token, worker
+        self._silence_s, self._lease_s = silence_s, lease_s
         self._find, self._on_command, self._on_found = find, on_command, on_found
         self._lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
+        self._outbox = Outbox()
+        self._session, self._address = "", address
+        self._num_heard, self._heard_at = 0, time.monotonic()
+        self._second: socket.socket | None = None
+        """On which the controller will take this link up."""
         self._num_sent = 0  # bytes of the first of them, on this connection
         self._is_full = threading.Event()
         self._connection: socket.socket | None = None
@@ -69,6 +86,7 @@ class ControllerLink:
         except OSError:
             self._find_another()
         threading.Thread(target=self._read, name="link", daemon=True).start()
+        threading.Thread(target=self._redial, name="link-dialler", daemon=True).start()
         threading.Thread(target=self._send_late, name="link-sender", daemon=True).start()
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
@@ -76,7 +94,7 @@ class ControllerLink:
         that is cut takes nothing more after a few dozen reports."""
         frame = wire.pack({"type": kind, **fields}, payload)
         with self._lock:
-            self._unsent.append(frame)
+            self._outbox.unsent.append(frame)
             self._flush()
 
     def go_back(self, generation: int, step: int) -> None:
@@ -85,19 +103,20 @@ class ControllerLink:
             self._went_back, self.recorded_step = generation, step
 
     def _flush(self) -> None:
-        while self._unsent and self._connection is not None:
+        unsent = self._outbox.unsent
+        while unsent and self._connection is not None:
             try:
                 if not is_writable(self._connection, 0):
                     self._is_full.set()
                     return
-                rest = memoryview(self._unsent[0])[self._num_sent :]
+                rest = memoryview(unsent[0])[self._num_sent :]
                 num_sent = self._connection.send(rest)
             except (OSError, ValueError):
                 self._connection = None  # the reading thread finds another
                 return
             self._num_sent += num_sent
             if num_sent == len(rest):
-                self._unsent.popleft()
+                self._outbox.sent()
                 self._num_sent = 0
 
     def _send_late(self) -> None:
@@ -120,13 +139,22 @@ class ControllerLink:
         """Raises OSError."""
         connection = socket.create_connection(address, timeout=self._lease_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = {"type": "hello", "role": "worker", "worker": self._worker, "token": self._token}
-        wire.send(connection, hello)
-        if introduction is not None:
-            wire.send(connection, {"type": "standing", **introduction})
+        session = secrets.token_hex(8)
+        wire.send(connection, self._hello(session, resumes=False))
+        first = () if introduction is None else ({"type": "standing", **introduction},)
         with self._lock:
-            self._connection, self._num_sent = connection, 0
-            self._flush()
+            self._session, self._address = session, address
+            self._num_heard, self._heard_at = 0, time.monotonic()
+            self._outbox.begin(*map(wire.pack, first))
+            self._go_on_over(connection)
+
+    def _hello(self, session: str, *, resumes: bool) -> dict[str, Any]:
+        hello = {"type": "hello", "role": "worker", "worker": self._worker, "token": self._token}
+        return {**hello, "session": session, "resumes": resumes}
+
+    def _go_on_over(self, connection: socket.socket) -> None:
+        self._connection, self._num_sent = connection, 0
+        self._flush()
 
     def _read(self) -> None:
         while True:
@@ -136,14 +164,23 @@ class ControllerLink:
                 self._listen(connection)
             except TimeoutError:
                 self._leave("no word from the controller within the lease")
-            except (OSError, ConnectionError, AssertionError):
+            except (OSError, AssertionError):
+                pass
+            if not self._take_up(connection):
                 with self._lock:
                     self._connection = None
-            self._find_another()
+                self._find_another()
 
     def _listen(self, connection: socket.socket) -> None:
         while True:
             header, payload = wire.receive(connection)
+            self._heard_at = time.monotonic()
+            if header["type"] == "word":
+                with self._lock:
+                    self._outbox.heard(header["num_heard"])
+            else:
+                self._num_heard += 1
+                self.send("heard", num_heard=self._num_heard)
             match header["type"]:
                 case "word" if header["formed"] < self._went_back:
                     pass  # said before the controller heard of it
@@ -157,6 +194,73 @@ class ControllerLink:
                     if kind in URGENT:
                         self._on_command(header)
                     self.commands.put((header, bytes(payload)))
+
+    def _take_up(self, former: socket.socket | None) -> bool:
+        """Go on over the second connection, if there is one."""
+        with self._lock:
+            second, self._second = self._second, None
+        if second is None:
+            return False
+        try:
+            wire.send(second, {"type": "resume", "num_heard": self._num_heard})
+            resumed, _ = wire.receive(second)
+        except OSError:
+            second.close()
+            return False
+        second.settimeout(self._lease_s)
+        with self._lock:
+            self._heard_at = time.monotonic()
+            self._outbox.take_up(resumed["num_heard"])
+            self._go_on_over(second)
+        if former is not None:
+            former.close()
+        return True
+
+    def _redial(self) -> None:
+        unanswered = Unanswered()
+        while True:
+            time.sleep(min(LOOK_S, self._silence_s / 4))
+            connection, session = self._connection, self._session
+            if connection is None or self._second is not None:
+                continue
+            try:
+                silent_s = unanswered.look(connection, time.monotonic())
+                silent_s = max(silent_s, time.monotonic() - self._heard_at)
+                second = self._dialled(session) if silent_s > self._silence_s else None
+            except (wire.ConnectionClosed, ConnectionRefusedError):
+                second = None  # nobody there knows us, so nobody is at the first one's end
+            except OSError:
+                continue  # out of reach, slow, or just being replaced
+            if second is not None or silent_s > self._silence_s:
+                self._hand_over(connection, session, second)
+
+    def _hand_over(
+        self, connection: socket.socket, session: str, second: socket.socket | None
+    ) -> None:
+        """Have the reading thread leave the connection for the second one, if any."""
+        with self._lock:
+            is_late = self._session != session or self._connection is not connection
+            if not is_late:
+                self._second = second
+        if is_late and second is not None:
+            second.close()
+        elif not is_late:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # which tells the other end nothing
+
+    def _dialled(self, session: str) -> socket.socket:
+        """A second connection to a controller that knows this link. Raises OSError."""
+        second = socket.create_connection(self._address, timeout=DIAL_S)
+        try:
+            second.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            second.settimeout(self._silence_s)
+            wire.send(second, self._hello(session, resumes=True))
+            if wire.receive(second)[0]["type"] == "leave":
+                self._leave("the controller has ended this worker")
+        except OSError:
+            second.close()
+            raise
+        return second
 
     def _find_another(self) -> None:
         deadline = time.monotonic() + self._lease_s

@@ -88,6 +88,7 @@ class Worker:
             spec.controller,
             token=spec.token,
             worker=spec.worker,
+            silence_s=spec.silence_s,
             lease_s=spec.lease_s,
             find=self._find_controller,
             on_command=self._on_command,
@@ -127,7 +128,7 @@ class Worker:
         """Instead of any other, which dials the same address even if its controller has died: a
         process that is frozen cannot tell it of another. Gives the address before."""
         spec, fds = self._spec, (self._vitals.fd, self._stacks_fd)
-        waits = spec.heartbeat_s, spec.lease_s
+        waits = spec.heartbeat_s, spec.silence_s, spec.lease_s
         with self._pulse_lock:
             child = pulse.start(fds, spec.worker, controller, spec.token, *waits)
             former, self._pulse = self._pulse, child

@@ -44,6 +44,8 @@ class Inquiry:
         """A membership that was given up, and when."""
         self._dials_at = 0.0
         """The earliest time for the next dial."""
+        self._dialled: set[int] = set()
+        """Whose own process is being dialled."""
         self._kind = ""
         """Of the answers that are waited for."""
         self._awaited: set[int] = set()
@@ -58,6 +60,7 @@ class Inquiry:
         watches = {w: r.watch for w, r in cluster.workers.items() if r.watch is not None}
         now, detect_s = cluster.now(), cluster.detect_s
         self._cut = hear_cut(self._cut, watches.values(), now, detect_s)
+        self._dial_silent(watches, now, detect_s)
         late = self._late(watches, now, detect_s)
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
@@ -85,6 +88,32 @@ class Inquiry:
         for w, why in suspects(watches.values(), now, detect_s, self._asked, self._cut):
             found[w] = ("heartbeat_silent" if "no heartbeat" in why else "hung"), why
         return found
+
+    def _dial_silent(self, watches: dict[int, Watch], now: float, detect_s: float) -> None:
+        """While others are heard. Who died during a cut of our own link is spared as if it were cut
+        off still, and Ray's word of it comes by TCP's backoff, too: a dial tells at once."""
+        heard_at = max((w.heard_at for w in watches.values()), default=0.0)
+        silent = [n for n, w in watches.items() if now - w.heard_at > detect_s]
+        if now - heard_at < detect_s / 2:
+            for worker in sorted(set(silent) - self._dialled)[: MANY - len(self._dialled)]:
+                address = self._cluster.workers[worker].peer_address
+                if address is not None:
+                    self._dialled.add(worker)
+                    self._cluster.in_background(self._dial(worker, address))
+
+    async def _dial(self, worker: int, address: tuple[str, int]) -> None:
+        """A process that lives listens, whatever it does."""
+        try:
+            limit_s = waits_of(self._cluster.detect_s).inquiry_s
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*address), limit_s)
+            writer.close()
+        except ConnectionRefusedError:
+            why = "its pulse is silent, and nobody listens at its address"
+            self._cluster.lost(worker, "process_died", why)
+        except OSError:
+            pass  # it cannot be reached
+        finally:
+            self._dialled.discard(worker)
 
     def _disputed(
         self, watches: dict[int, Watch], now: float, detect_s: float

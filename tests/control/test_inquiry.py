@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -196,3 +197,21 @@ def test_a_failure_that_nobodys_loss_explains_may_be_a_cut_paths():
     one_lost.inquiry.expect_answers(Membership(4, (1, 2)))
     one_lost.time = 21.5
     assert one_lost.look() == []
+
+
+def test_who_is_silent_and_whose_process_has_gone_is_lost_at_once():
+    """As after a cut of our own link: nobody is suspect yet, and Ray has not heard of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lives = listener.getsockname()
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            gone = other.getsockname()
+        slow = [replace(HUNG, worker=w, p95_s=None) for w in (1, 2)]
+        for address, expected in ((lives, []), (gone, [(1, "process_died")])):
+            cluster = Cluster(*slow, answering=())
+            cluster.workers[1].watch = Watch(slow[0], 16.0)
+            cluster.workers[1].peer_address = address
+            assert [lost[:2] for lost in cluster.look()] == expected
+            cluster = Cluster(*slow, answering=())
+            for slot in cluster.workers.values():
+                slot.watch, slot.peer_address = replace(slot.watch, heard_at=16.0), gone
+            assert cluster.look() == [], "while all are silent it may be our own link"

@@ -23,6 +23,7 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
         listener.getsockname(),
         token="secret",
         worker=3,
+        silence_s=LEASE_S,
         lease_s=LEASE_S,
         find=lambda: None,
         on_command=lambda header: None,

@@ -7,8 +7,11 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from elastic.protocol import wire
 from workers.health import pulse
+from workers.health.unanswered import Unanswered
 from workers.health.vitals import Vitals
 
 
@@ -18,7 +21,7 @@ def beating(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     vitals = Vitals()
     fds = vitals.fd, os.memfd_create("stacks", 0)
-    child = pulse.start(fds, 3, controller.getsockname(), "secret", 0.05, lease_s)
+    child = pulse.start(fds, 3, controller.getsockname(), "secret", 0.05, 0.3, lease_s)
     try:
         yield child
     finally:
@@ -71,3 +74,39 @@ def test_a_heartbeat_says_for_how_long_its_process_has_been_stopped():
     finally:
         child.kill()
         child.wait()
+
+
+class Waiting:
+    """A connection on which nothing is answered."""
+
+    def look(self, connection: socket.socket, now: float) -> float:
+        return 9.0
+
+
+def test_a_pulse_that_is_unanswered_keeps_its_connection_until_there_is_another():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = pulse.Line(listener.getsockname(), {"type": "hello", "worker": 3}, 0.05, 0.3)
+        line.beat({"type": "heartbeat"}, str)
+        first, _ = listener.accept()
+        assert [wire.receive(first)[0]["type"] for _ in range(2)] == ["hello", "heartbeat"]
+        line._unanswered = Waiting()  # pyright: ignore[reportAttributeAccessIssue]
+        line.beat({"type": "heartbeat"}, str)
+        assert wire.receive(first)[0]["type"] == "heartbeat"
+        second, _ = listener.accept()
+        assert first.recv(1) == b""
+    line.beat({"type": "heartbeat"}, str)  # nobody listens now
+    line.beat({"type": "heartbeat"}, str)
+    expected = ["hello", "heartbeat", "heartbeat"]
+    assert [wire.receive(second)[0]["type"] for _ in range(3)] == expected
+    first.close()
+    second.close()
+
+
+def test_a_connection_that_is_answered_has_waited_for_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.send(b"x")
+            unanswered = Unanswered()
+            assert [unanswered.look(connection, now) for now in (1.0, 9.0)] == [0.0, 0.0]
+        with pytest.raises(OSError, match="descriptor"):
+            unanswered.look(connection, 10.0)

@@ -27,7 +27,7 @@ from elastic.protocol import wire
 from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
-from workers.health.unanswered import Silences
+from workers.health.unanswered import Silences, Unanswered
 from workers.health.vitals import COLLECTIVES, LAYOUT, PARTS, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
@@ -44,15 +44,17 @@ def start(
     controller: tuple[str, int],
     token: str,
     interval_s: float,
+    silence_s: float,
     lease_s: float,
 ) -> "subprocess.Popen[bytes]":
     """Start the pulse of this process; it dies with it.
 
-    fds: the files of its vitals and of its stacks. lease_s: so long it dials a controller that has
-    gone. Its successor comes to the same address if it can, and it is this process that may be
-    unable to tell of another one.
+    fds: the files of its vitals and of its stacks. silence_s: after so long without an answer it
+    dials again, instead of waiting for TCP, which tries less and less often. lease_s: so long it
+    dials a controller that has gone: its successor comes to the same address if it can, and a
+    worker that is frozen cannot tell of another one.
     """
-    arguments = (*fds, worker, *controller, interval_s, lease_s)
+    arguments = (*fds, worker, *controller, interval_s, silence_s, lease_s)
     child = subprocess.Popen(
         [sys.executable, "-S", __file__, *map(str, arguments)],
         pass_fds=fds,
@@ -111,10 +113,18 @@ class Observed:
 
 
 class Line:
-    """The connection to the controller, dialled again when it is broken."""
+    """The connection to the controller, dialled again when it is broken or unanswered."""
 
-    def __init__(self, controller: tuple[str, int], hello: dict[str, Any], interval_s: float):
-        self._controller, self._hello, self._interval_s = controller, hello, interval_s
+    def __init__(
+        self,
+        controller: tuple[str, int],
+        hello: dict[str, Any],
+        interval_s: float,
+        silence_s: float,
+    ) -> None:
+        self._controller, self._hello = controller, hello
+        self._interval_s, self._silence_s = interval_s, silence_s
+        self._unanswered = Unanswered()
         self._connection: socket.socket | None = None
         self.heard_at = time.monotonic()
         """When somebody was last at the other end."""
@@ -129,11 +139,19 @@ class Line:
                 question, _ = wire.receive(connection)
                 text = answer(question).encode()
                 wire.send(connection, {"type": question["type"]}, [memoryview(text)])
+            if self._unanswered.look(connection, time.monotonic()) > self._silence_s:
+                self._renew(connection)
         except OSError:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
             time.sleep(self._interval_s / TRIES)
+
+    def _renew(self, connection: socket.socket) -> None:
+        """Of no use, but not to be given up before there is another one."""
+        with suppress(OSError):
+            self._connection = self._dialled()
+            connection.close()
 
     def _dialled(self) -> socket.socket:
         """Raises OSError."""
@@ -149,6 +167,7 @@ def beat(
     controller: tuple[str, int],
     token: str,
     interval_s: float,
+    silence_s: float,
     lease_s: float,
 ) -> None:
     parent = os.getppid()
@@ -156,7 +175,7 @@ def beat(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     observed = Observed(parent, fds[0], interval_s)
     hello = {"type": "hello", "role": "pulse", "worker": worker, "token": token}
-    line = Line(controller, hello, interval_s)
+    line = Line(controller, hello, interval_s, silence_s)
     while os.getppid() == parent and time.monotonic() - line.heard_at < lease_s:
         heartbeat = {"type": "heartbeat", "worker": worker, **observed.look()}
         line.beat(heartbeat, lambda question: answer(question, parent, fds[1]))

@@ -8,6 +8,8 @@ only: the pulse uses it.
 import ipaddress
 import os
 import re
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ RETRANSMITS = "01"
 UNANSWERED = 2
 """So often the kernel has sent the same bytes again: the first time after 0.2 s or more, and after
 twice as long each time (RFC 6298); a lost packet now and then is answered at the first."""
+TCP_INFO = struct.Struct("BBB")
+"""Its first fields: state, congestion state, retransmits."""
 SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -62,6 +66,31 @@ def _host(text: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     return str(address)
+
+
+class Unanswered:
+    """For how long what was sent over a connection has been sent again and again, in vain."""
+
+    def __init__(self) -> None:
+        self._connection: socket.socket | None = None
+        self._since: float | None = None
+
+    def look(self, connection: socket.socket, now: float) -> float:
+        """Seconds; 0.0 where the system does not tell. Raises OSError if it is closed."""
+        is_same, self._connection = connection is self._connection, connection
+        if not retransmits(connection) >= UNANSWERED:
+            self._since = None
+        elif not is_same or self._since is None:
+            self._since = now
+        return 0.0 if self._since is None else now - self._since
+
+
+def retransmits(connection: socket.socket) -> int:
+    """How often the same bytes have been sent again (tcp(7): TCP_INFO). Raises OSError."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+    return TCP_INFO.unpack(info)[2] if len(info) == TCP_INFO.size else 0
 
 
 class Silences:
