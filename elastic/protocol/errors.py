@@ -1,4 +1,7 @@
-"""Errors that cross rooms or processes. They carry fields and survive pickling."""
+"""Errors that cross rooms or processes. They carry fields and survive pickling.
+
+And any exception in words, even one whose own text cannot be had.
+"""
 
 
 class StepCancelled(BaseException):
@@ -67,3 +70,17 @@ class BadData(Exception):
 
     def __str__(self) -> str:
         return f"{self.place}: {self.what}"
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`; a user's class may raise there."""
+    try:
+        return str(error)
+    except BaseException as failure:  # it may be sys.exit as well
+        return f"(its text cannot be had, str() of it raised {type(failure).__name__})"
+
+
+def in_words(error: BaseException) -> str:
+    """Its class and its text."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import WrongInput, text_of
 from elastic.store.remote import copy_file, from_uri, read_whole
 
 arrow_fs: Any = pyarrow.fs  # has no type stubs
@@ -205,7 +205,7 @@ def write_json(folder: Folder, name: str, value: object, *, is_durable: bool = T
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (text_of(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # --- is a folder the same folder on another node? ----------------------------------

@@ -20,7 +20,7 @@ import torch
 from elastic.data import parquet
 from elastic.protocol.errors import StepCancelled, UserError, WrongInput
 from workers.data.fed_source import is_rays_own
-from workers.data.loader import Loader
+from workers.data.loader import Loader, LoaderLost
 from workers.data.order import SampleOrder
 from workers.randomness import seed_microbatch, seed_sample
 
@@ -166,7 +166,7 @@ def test_a_users_exception_comes_with_its_traceback_position_and_step(make: Any)
     assert "_failing_getitem" in caught.value.traceback_text
     assert caught.value.message == (
         f"ValueError: row three is bad, loading the sample at stream position {place} "
-        f"(row 3, step {step}, micro-batch {i})"
+        f"(row 3, step {step + 1}, micro-batch {i})"
     )
 
 
@@ -194,8 +194,90 @@ def test_the_workloads_own_collate_is_used_and_seeded(make: Any) -> None:
 def test_an_exception_in_collate_names_all_positions(make: Any) -> None:
     loader = make(Collating(Rows(1)))
     loader.assign(2, range(4))
-    with pytest.raises(UserError, match=r"KeyError.*stream positions 16\.\.17 \(step 2, micro-"):
+    said = r"KeyError.*stream positions 16\.\.17 \(rows \[0, 0\], step 3, micro-batch 0\)"
+    with pytest.raises(UserError, match=said):
         loader.next(2, 0, never)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (lambda: sys.exit(4), "SystemExit: 4"),
+        (lambda: _raise(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (lambda: _raise(GeneratorExit("enough")), "GeneratorExit: enough"),
+        (
+            lambda: _raise(Speechless()),
+            "Speechless: (its text cannot be had, str() of it raised RuntimeError)",
+        ),
+    ],
+)
+def test_whatever_a_sample_raises_is_the_users_error_and_no_lost_process(
+    make: Any, sample: Callable[[], Any], said: str
+) -> None:
+    class Samples(Rows):
+        def __getitem__(self, row: int) -> Any:
+            return sample()
+
+    loader = make(Workload(Samples(1)))
+    loader.assign(2, range(4))
+    with pytest.raises(UserError) as caught:
+        loader.next(2, 1, never)
+    assert caught.value.message == (
+        f"{said}, loading the sample at stream position 18 (row 0, step 3, micro-batch 1)"
+    )
+    assert "test_loader.py" in caught.value.traceback_text
+
+
+class Unwilling:
+    def __reduce__(self) -> Any:
+        sys.exit("not me")
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (lambda: lambda: 1, "Can't pickle"),
+        (lambda: (i for i in range(3)), "TypeError: cannot pickle 'generator' object"),
+        (lambda: [torch.zeros(9000), threading.Lock()], "TypeError: cannot pickle '_thread.lock'"),
+        (Unwilling, "SystemExit: not me"),
+    ],
+)
+def test_a_batch_that_cannot_leave_the_process_is_the_users_error(
+    make: Any, batch: Callable[[], Any], said: str
+) -> None:
+    class Batches(Workload):
+        def collate(self, samples: list[Any]) -> Any:
+            return batch()
+
+    loader = make(Batches(Rows(1)))
+    loader.assign(2, range(4))
+    with pytest.raises(UserError) as caught:
+        loader.next(2, 0, never)
+    assert said.lower() in caught.value.message.lower()
+    assert caught.value.message.endswith(
+        ", passing to the worker the batch of the samples at stream positions 16..17 "
+        "(rows [0, 0], step 3, micro-batch 0)"
+    )
+
+
+def test_an_exit_without_a_word_is_a_lost_process(make: Any) -> None:
+    class Exits(Rows):
+        def __getitem__(self, row: int) -> Any:
+            os._exit(9)
+
+    loader = make(Workload(Exits(1)))
+    loader.assign(0, range(4))
+    with pytest.raises(LoaderLost, match="exited with status 9"):
+        loader.next(0, 0, never)
 
 
 class Unreadable:
@@ -225,6 +307,10 @@ def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:
         def dataset(self) -> Any:
             sys.exit("no data today")
 
+    class Speaks:
+        def dataset(self) -> Any:
+            raise Speechless
+
     class Sizeless:
         def dataset(self) -> Any:
             return Failing(-1)
@@ -235,6 +321,8 @@ def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:
         make(Unpicklable()).source()
     with pytest.raises(UserError, match="raised SystemExit: no data today"):
         make(Ends()).source()
+    with pytest.raises(UserError, match=r"raised Speechless: \(its text cannot be had"):
+        make(Speaks()).source()
     with pytest.raises(UserError, match=r"the length of what dataset\(\) returned: ValueError"):
         make(Sizeless()).source()
 
@@ -286,7 +374,7 @@ _ORPHAN = """
 import os, sys
 sys.path.insert(0, {root!r})
 from workers.data.fed_source import is_rays_own
-from workers.data.loader import Loader
+from workers.data.loader import Loader, LoaderLost
 class W:
     def dataset(self): return list(range(10))
 loader = Loader(W(), 0, 4, 2, 2)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
+from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput, in_words
 from elastic.protocol.seams import FedWindow, Feed
 from workers.data.fed_batches import columns_of, samples_of
 from workers.data.loader import LoadedBatch
@@ -169,7 +169,7 @@ class FedLoader:
         except Exception as error:
             first = cut.step * self._global_batch + cut.microbatch_id * self._micro_batch
             where = f"stream positions {first}..{first + self._micro_batch - 1}"
-            what = f"{type(error).__name__}: {error}, collating the samples at {where}"
+            what = f"{in_words(error)}, collating the samples at {where}"
             raise UserError(what, traceback.format_exc()) from None
 
     # --- the feed's thread ----------------------------------------------------------------

@@ -90,7 +90,26 @@ def send(
     step: int = 0,
     microbatch_id: int = 0,
 ) -> None:
-    parts = _pickled(value)
+    send_parts(
+        connection,
+        kind,
+        pickled(value),
+        assignment=assignment,
+        step=step,
+        microbatch_id=microbatch_id,
+    )
+
+
+def send_parts(
+    connection: socket.socket,
+    kind: int,
+    parts: Sequence[memoryview],
+    *,
+    assignment: int,
+    step: int,
+    microbatch_id: int,
+) -> None:
+    """`send` of what `pickled` gave."""
     sizes = struct.pack(f"<{len(parts)}Q", *(p.nbytes for p in parts))
     is_shared = sum(p.nbytes for p in parts) + _LINE * len(parts) > _INLINE_BYTES
     head = _HEAD.pack(kind, is_shared, assignment, step, microbatch_id, len(parts)) + sizes
@@ -172,7 +191,8 @@ class _Pickler(pickle.Pickler):
         return _tensor, (pickle.PickleBuffer(plain), obj.dtype, tuple(obj.shape))
 
 
-def _pickled(value: object) -> list[memoryview]:
+def pickled(value: object) -> list[memoryview]:
+    """Raises what the value's own pickling raises."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)

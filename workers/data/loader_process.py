@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from elastic.protocol.errors import UserError
+from elastic.protocol.errors import UserError, in_words
 from workers.data import loader_frames as frames
 from workers.data.fed_source import fed_source, is_rays_own
 from workers.data.order import SampleOrder
@@ -41,23 +41,25 @@ def run(connection: socket.socket, workload: Any, plan: frames.Plan, parent: int
     if found is None:
         return
     with torch.inference_mode(False):
-        _LoaderProcess(connection, workload, found[0], plan).serve()
+        _LoaderProcess(connection, workload, *found, plan).serve()
 
 
-def _dataset(connection: socket.socket, workload: Any) -> tuple[Any] | None:
-    """What is loaded here; None if the worker has been told that nothing is."""
-    what = "dataset() raised"
+def _dataset(connection: socket.socket, workload: Any) -> tuple[Any, int] | None:
+    """What is loaded here and its length; None if the worker has been told that nothing is."""
+    what, num_rows = "dataset() raised", 0
     try:
         dataset = workload.dataset()
         what = "what dataset() returned cannot be passed on to the feed:"
         source = fed_source(dataset)
         what = "the length of what dataset() returned:"
         refusal = None if source is not None else _refusal(dataset)
+        if source is None and refusal is None:
+            num_rows = len(dataset)
     except BaseException as error:  # also sys.exit: an end without a word would look like a loss
         if what == "dataset() raised" and is_rays_own(error):
             frames.send(connection, frames.FED, b"")
             return None
-        failure = f"{what} {type(error).__name__}: {error}", traceback.format_exc()
+        failure = f"{what} {in_words(error)}", traceback.format_exc()
         frames.send(connection, frames.FAILED, failure)
         return None
     if source is not None:
@@ -65,8 +67,8 @@ def _dataset(connection: socket.socket, workload: Any) -> tuple[Any] | None:
     elif refusal:
         frames.send(connection, frames.REFUSED, refusal)
     else:
-        frames.send(connection, frames.READY, len(dataset))
-        return (dataset,)
+        frames.send(connection, frames.READY, num_rows)
+        return dataset, num_rows
     return None
 
 
@@ -92,11 +94,16 @@ class _Superseded(Exception):
 
 class _LoaderProcess:
     def __init__(
-        self, connection: socket.socket, workload: Any, dataset: Any, plan: frames.Plan
+        self,
+        connection: socket.socket,
+        workload: Any,
+        dataset: Any,
+        num_rows: int,
+        plan: frames.Plan,
     ) -> None:
         self._connection, self._dataset, self._plan = connection, dataset, plan
         self._collate = getattr(workload, "collate", None) or default_collate
-        self._order = SampleOrder(len(dataset), plan.seed)
+        self._order = SampleOrder(num_rows, plan.seed)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._assignment = frames.Assignment(0, 0, range(0), 1)
@@ -145,7 +152,7 @@ class _LoaderProcess:
         step, microbatch_id = self._assignment.step + steps, ids[place]
         where = {"assignment": number, "step": step, "microbatch_id": microbatch_id}
         try:
-            value = self._load(step, microbatch_id)
+            parts = self._load(step, microbatch_id)
         except _Superseded:
             return
         except UserError as error:
@@ -153,30 +160,35 @@ class _LoaderProcess:
                 self._connection, frames.RAISED, (error.message, error.traceback_text), **where
             )
         else:
-            frames.send(self._connection, frames.LOADED, value, **where)
+            frames.send_parts(self._connection, frames.LOADED, parts, **where)
         self._next += self._plan.num_processes
         self._num_waiting += 1
 
-    def _load(self, step: int, microbatch_id: int) -> tuple[np.ndarray, Any]:
+    def _load(self, step: int, microbatch_id: int) -> list[memoryview]:
+        """The rows and the batch, pickled. UserError for whatever the user's code raises: an end of
+        this process without a word would look like a loss, again and again at the same row."""
         plan = self._plan
         rows = self._rows_of(step, microbatch_id)
         first = step * plan.global_batch + microbatch_id * plan.micro_batch
-        where = f"step {step}, micro-batch {microbatch_id}"
+        where = f"step {step + 1}, micro-batch {microbatch_id}"
         samples: list[Any] = []
         for position, row in enumerate(rows.tolist(), first):
             self._check_commands()
             seed_sample(plan.seed, position)
             try:
                 samples.append(self._dataset[row])
-            except Exception as error:
+            except BaseException as error:
                 what = f"loading the sample at stream position {position} (row {row}, {where})"
                 raise _user_error(error, what) from None
         seed_microbatch(plan.seed, step, microbatch_id)
+        what = "collating the samples"
         try:
-            return rows, self._collate(samples)
-        except Exception as error:
-            last = first + len(rows) - 1
-            what = f"collating the samples at stream positions {first}..{last} ({where})"
+            batch = self._collate(samples)
+            what = "passing to the worker the batch of the samples"
+            return frames.pickled((rows, batch))
+        except BaseException as error:
+            positions = f"stream positions {first}..{first + len(rows) - 1}"
+            what += f" at {positions} (rows {rows.tolist()}, {where})"
             raise _user_error(error, what) from None
 
     def _rows_of(self, step: int, microbatch_id: int) -> np.ndarray:
@@ -193,5 +205,5 @@ class _LoaderProcess:
         return self._rows[at : at + size]
 
 
-def _user_error(error: Exception, what: str) -> UserError:
-    return UserError(f"{type(error).__name__}: {error}, {what}", traceback.format_exc())
+def _user_error(error: BaseException, what: str) -> UserError:
+    return UserError(f"{in_words(error)}, {what}", traceback.format_exc())
