@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,7 +44,7 @@ class Session:
         self._parameters = {names[id(p)]: p for p in member.replica.parameters}
         self._inspection = Inspection(member, self._parameters)
         self.attempt: LoadedBatch | None = None
-        """The micro-batch at hand, for error messages."""
+        """The micro-batch at hand, for error messages; without rows while it is being loaded."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -226,6 +227,7 @@ class Step:
         is_swallowed = error is None and not self.committed and self._member.is_cancelled
         if isinstance(error, StepCancelled) or is_swallowed:
             self._session._logged = self._carried  # the next attempt takes it again
+            self._session.attempt = None
             self._member.replica.buffers.restore_all()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.replica.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
@@ -278,6 +280,7 @@ class Step:
         session, member = self._session, self._member
         microbatch_id = member.ids[len(self._done)]
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
+        session.attempt = LoadedBatch(self._from_step, microbatch_id, np.empty(0, np.int64), None)
         session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
         return session.attempt
 

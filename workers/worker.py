@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.protocol.errors import StepCancelled, UserError, WrongInput
+from elastic.protocol.errors import StepCancelled, UserError, WrongInput, in_words
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -30,7 +30,7 @@ from elastic.store.files import open_folder
 from workers.build import build_replica
 from workers.checkpoint.load import load_newest, patiently
 from workers.checkpoint.saver import Saver
-from workers.data.loader import Loader, LoaderLost
+from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
 from workers.digest import weights_sha256
@@ -96,9 +96,16 @@ class Worker:
         )
         self._notice = Notice(self._say_notice)
         try:
-            self._train()
+            self._tell_of_errors(self._train)
         except RunEnded:
             self._rest()
+
+    def _tell_of_errors(self, train: Callable[[], None]) -> None:
+        """The controller learns whose they are, then they are raised."""
+        try:
+            train()
+        except (RunEnded, StepCancelled):  # the latter of a collective outside of any step
+            raise
         except WrongInput as error:
             self._link.send("wrong_input", message=str(error))
             raise
@@ -108,10 +115,8 @@ class Worker:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
             self._fail(error)
-        except StepCancelled:  # of a collective outside of any step
-            raise
         except BaseException as error:  # to Ray it would look like the end of the process
-            self._fail(RuntimeError(f"the workload raised {type(error).__name__}: {error}"))
+            self._fail(RuntimeError(f"the workload raised {in_words(error)}"))
 
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""
@@ -353,24 +358,35 @@ class Worker:
                 self._member.wait_for_generation()
                 self._again()
 
+    @property
+    def _has_begun(self) -> bool:
+        """A step may have been committed since this worker's first generation."""
+        return self._session is not None and self._member is not None and self._member.has_joined
+
     def _describe(self, error: Exception) -> str:
-        """What went wrong, in which step and micro-batch, and the user's own traceback."""
-        where = worker_name(self._spec.worker)
-        if self._session is not None and self._member is not None and self._member.has_joined:
-            where += f" (rank {self._member.rank}) in step {self._replica.step + 1}"
-            attempt = self._session.attempt
-            if attempt is not None:
-                first = (
-                    attempt.step * self._spec.global_batch
-                    + attempt.microbatch_id * self._spec.micro_batch
-                )
-                where += (
-                    f", micro-batch {attempt.microbatch_id}, stream positions {first}.."
-                    f"{first + self._spec.micro_batch - 1}, rows {attempt.rows.tolist()}"
-                )
-        text = error.traceback_text if isinstance(error, UserError) else traceback.format_exc()
-        what = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        return f"{where}: {what}\n{text}"
+        """What went wrong, in which step and micro-batch, and the user's own traceback. Who says
+        it is added by who hears it."""
+        where = "before its first step"
+        if self._has_begun:
+            assert self._member is not None
+            assert self._session is not None
+            where = f"rank {self._member.rank} in step {self._replica.step + 1}"
+            where += place_in_stream(self._session.attempt, self._spec)
+        is_users_own = isinstance(error, UserError)
+        what = error.message if is_users_own else in_words(error)
+        return (
+            f"{where}: {what}\n{error.traceback_text if is_users_own else traceback.format_exc()}"
+        )
+
+
+def place_in_stream(attempt: LoadedBatch | None, spec: WorkerSpec) -> str:
+    """Of the micro-batch at hand; empty if there is none."""
+    if attempt is None:
+        return ""
+    first = attempt.step * spec.global_batch + attempt.microbatch_id * spec.micro_batch
+    rows = f", rows {attempt.rows.tolist()}" if attempt.rows.size else ""  # else not loaded yet
+    positions = f"{first}..{first + spec.micro_batch - 1}"
+    return f", micro-batch {attempt.microbatch_id}, stream positions {positions}{rows}"
 
 
 def make_deterministic(spec: WorkerSpec) -> None:

@@ -1,0 +1,99 @@
+"""What a worker says of an error: the place in the stream, and in whose words."""
+
+import pytest
+import torch
+
+from elastic.protocol.errors import UserError
+from tests.workers.session_rig import Rig, Tiny
+from workers.worker import Worker
+
+ROW = 25
+
+
+class Faulty(Tiny):
+    """Row 25 cannot be loaded, or its loss is not what it should be."""
+
+    def __init__(self, sample=None, loss=None):
+        self._sample, self._loss = sample, loss
+
+    def dataset(self):
+        return Rows(super().dataset(), self._sample)
+
+    def loss(self, model, batch):
+        value = super().loss(model, batch[:2])
+        return self._loss(value) if self._loss and ROW in batch[2] else value
+
+
+class Rows:
+    def __init__(self, samples, sample):
+        self._samples, self._sample = samples, sample
+
+    def __len__(self):
+        return len(self._samples)
+
+    def __getitem__(self, row):
+        return (*self._samples[row], row) if row != ROW or not self._sample else self._sample()
+
+
+def raise_(error):
+    raise error
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Reporting:
+    """A worker's reports without its process, over one rig."""
+
+    def __init__(self, workload):
+        torch.set_num_threads(1)
+        self.rig = rig = Rig("bitwise", workload)
+        self.worker = worker = object.__new__(Worker)
+        worker._spec, worker._replica, worker._member = rig.spec, rig.replica, rig.member
+        worker._session, worker._link = rig.session, rig.link
+        worker._keep_log = lambda: None
+
+    def train(self):
+        rig = self.rig
+        rig.form(generation=1, step=0)
+        while rig.session.step < rig.session.steps:
+            rig.step()
+
+    def said(self):
+        """What is raised, and the only report of it."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            self.worker._tell_of_errors(self.train)
+        self.rig.loader.close()
+        kinds = ("user_failed", "wrong_input", "unfit_node")
+        [(kind, fields, _)] = [sent for sent in self.rig.link.sent if sent[0] in kinds]
+        return caught.value, kind, fields["message"]
+
+
+def test_an_error_before_the_first_step_says_so():
+    reporting = Reporting(Faulty())
+    reporting.train = lambda: raise_(KeyError("x"))
+    error, kind, message = reporting.said()
+    assert (type(error), kind) == (KeyError, "user_failed")
+    assert message.startswith("before its first step: KeyError: 'x'\nTraceback")
+
+
+def test_an_error_of_the_loss_names_its_rows():
+    reporting = Reporting(Faulty(loss=lambda value: raise_(ValueError("no"))))
+    _, kind, message = reporting.said()
+    assert kind == "user_failed"
+    assert message.splitlines()[0] == (
+        "rank 0 in step 3, micro-batch 1, stream positions 27..29, rows [12, 26, 25]: "
+        "ValueError: no"
+    )
+
+
+def test_an_error_of_the_dataset_names_the_micro_batch_that_it_belongs_to():
+    reporting = Reporting(Faulty(sample=lambda: raise_(ValueError("row is broken"))))
+    error, kind, message = reporting.said()
+    assert (type(error), kind) == (UserError, "user_failed")
+    assert message.splitlines()[0] == (
+        "rank 0 in step 3, micro-batch 1, stream positions 27..29: ValueError: row is broken, "
+        "loading the sample at stream position 29 (row 25, step 3, micro-batch 1)"
+    )
