@@ -97,3 +97,12 @@ def test_an_error_of_the_dataset_names_the_micro_batch_that_it_belongs_to():
         "rank 0 in step 3, micro-batch 1, stream positions 27..29: ValueError: row is broken, "
         "loading the sample at stream position 29 (row 25, step 3, micro-batch 1)"
     )
+
+
+def test_an_exception_without_a_text_keeps_its_class_and_its_place():
+    error, kind, message = Reporting(Faulty(loss=lambda value: raise_(Speechless()))).said()
+    assert (type(error), kind) == (Speechless, "user_failed")
+    assert message.splitlines()[0] == (
+        "rank 0 in step 3, micro-batch 1, stream positions 27..29, rows [12, 26, 25]: Speechless: "
+        "(its text cannot be had, str() of it raised RuntimeError)"
+    )
