@@ -4,7 +4,7 @@ import sys
 import traceback
 from typing import Any
 
-from elastic.protocol.errors import UserError
+from elastic.protocol.errors import UserError, WrongInput
 
 
 def print_failure(failure: BaseException) -> None:
@@ -12,7 +12,7 @@ def print_failure(failure: BaseException) -> None:
     cause = failure.__cause__
     if isinstance(cause, UserError):
         print(cause.traceback_text.rstrip(), file=sys.stderr)
-    elif cause is not None:
+    elif cause is not None and not isinstance(cause, WrongInput):  # which the reason tells
         traceback.print_exception(cause)
     print(f"elastic: the run failed: {failure}", file=sys.stderr)
 

@@ -78,8 +78,8 @@ def run(
 
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
     A run directory that holds a finished run of the same settings gives its result at once.
-    Raises ValueError for wrong settings or a workload that cannot work, RunFailed for failure,
-    ControllerLost, a RuntimeError, if the run's controller died.
+    Raises ValueError for wrong settings or a workload that cannot work, found before it trains;
+    RunFailed for failure; ControllerLost, a RuntimeError, if the run's controller died.
     """
     config = RunConfig(**settings)
     target = target_of(workload)
@@ -254,8 +254,9 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
 
 
 def conclude(answer: dict[str, Any], place: str) -> Result:
-    """The controller's answer as a result. Raises WrongInput; RunFailed from the user's error."""
-    if answer["wrong_input"] is not None:
+    """The controller's answer as a result. Raises RunFailed from the user's error; WrongInput as
+    long as no generation had formed: "nothing started" is not said of a run that has trained."""
+    if answer["wrong_input"] is not None and not answer["result"]["generations"]:
         raise WrongInput(answer["wrong_input"])
     result = Result(**answer["result"], run_directory=place if answer["is_open"] else "")
     if result.outcome == "failed":

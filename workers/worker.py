@@ -107,6 +107,8 @@ class Worker:
         except (RunEnded, StepCancelled):  # the latter of a collective outside of any step
             raise
         except WrongInput as error:
+            if self._has_begun:
+                self._fail(error)
             self._link.send("wrong_input", message=str(error))
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
@@ -373,7 +375,8 @@ class Worker:
             where = f"rank {self._member.rank} in step {self._replica.step + 1}"
             where += place_in_stream(self._session.attempt, self._spec)
         is_users_own = isinstance(error, UserError)
-        what = error.message if is_users_own else in_words(error)
+        is_ours = isinstance(error, WrongInput)
+        what = error.message if is_users_own else str(error) if is_ours else in_words(error)
         return (
             f"{where}: {what}\n{error.traceback_text if is_users_own else traceback.format_exc()}"
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import encode
-from elastic.protocol.errors import UserError
+from elastic.protocol.errors import UserError, WrongInput
 from elastic.resume import config_json
-from elastic.run import Result, RunFailed
+from elastic.run import Result, RunFailed, conclude
 from elastic.store.files import open_folder, read_json, write_json
 from elastic.store.run_directory import RunDirectory
 
@@ -189,6 +190,23 @@ def test_a_failure_shows_the_users_own_traceback_then_the_reason(capsys):
         "KeyError: 'y'",
         "elastic: the run failed: step 3: loss raised",
     ]
+
+
+def test_wrong_input_of_a_run_that_has_trained_is_a_failure_with_its_result(capsys):
+    said = {"wrong_input": "the loss is a float", "user_error": b"", "is_open": True}
+    early = {**said, "reason": "w0: the loss is a float", "result": result_at(0)}
+    with pytest.raises(WrongInput, match=r"^the loss is a float$"):
+        conclude(early, "/s/r")
+    error = pickle.dumps(WrongInput("the loss is a float"))
+    with pytest.raises(RunFailed, match=r"^w0: the loss is a float$") as caught:
+        conclude({**early, "user_error": error, "result": result_at(1)}, "/s/r")
+    assert (caught.value.result.steps, caught.value.result.run_directory) == (9, "/s/r")
+    print_failure(caught.value)
+    assert capsys.readouterr().err == "elastic: the run failed: w0: the loss is a float\n"
+
+
+def result_at(generations: int) -> dict[str, Any]:
+    return {**RESULT, "outcome": "failed", "generations": generations, "steps": 9 * generations}
 
 
 def test_status_says_phase_workers_reason_and_age(run_dir, capsys):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastic.protocol.errors import UserError
+from elastic.protocol.errors import UnfitNode, UserError, WrongInput
 from tests.workers.session_rig import Rig, Tiny
 from workers.worker import Worker
 
@@ -106,3 +106,28 @@ def test_an_exception_without_a_text_keeps_its_class_and_its_place():
         "rank 0 in step 3, micro-batch 1, stream positions 27..29, rows [12, 26, 25]: Speechless: "
         "(its text cannot be had, str() of it raised RuntimeError)"
     )
+
+
+DETACHED = "loss() returned a tensor without a gradient; compute it from the model's output"
+
+
+def test_a_wrong_loss_is_wrong_input_before_the_run_has_begun_and_a_users_error_afterwards():
+    def loss(value):
+        return value[0].detach(), value[1]
+
+    error, kind, message = Reporting(Faulty(loss=loss)).said()
+    assert (type(error), kind) == (WrongInput, "user_failed")
+    assert message.splitlines()[0] == (
+        "rank 0 in step 3, micro-batch 1, stream positions 27..29, rows [12, 26, 25]: " + DETACHED
+    )
+    reporting = Reporting(Faulty())
+    reporting.train = lambda: raise_(WrongInput(DETACHED))
+    assert reporting.said()[1:] == ("wrong_input", DETACHED)
+
+
+def test_a_node_that_cannot_serve_stays_unfit_at_any_time():
+    reporting = Reporting(Faulty())
+    reporting.rig.form(generation=1, step=0)
+    assert reporting.rig.session.step == 0
+    reporting.train = lambda: raise_(UnfitNode("no storage here"))
+    assert reporting.said()[1:] == ("unfit_node", "no storage here")
