@@ -12,7 +12,7 @@ import torch
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.seams import WorkerSpec
 from workers.exchange import gather_json
-from workers.health.nonfinite import Inspection, explain
+from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
 from workers.member import Member
 from workers.microbatches import names_in
@@ -81,8 +81,11 @@ def cast(
         replica.log_names = tuple(sorted(found | set(replica.log_names)))
     if not vote.is_finite and replica.skipped_in_a_row >= replica.max_nonfinite:
         member.prepared = None  # the run stops with this step: nobody rolls forward to it
-        if not inspection.is_on:
+        if vote.divisor == 0:
+            replica.first_nonfinite = told_of_no_weight(replica.step + 1)
+        elif not inspection.is_on:
             inspection.ask(member.generation, replica.step)
             raise Repeated
-        replica.first_nonfinite = explain(inspection, records, member)
+        else:
+            replica.first_nonfinite = explain(inspection, records, member)
     return replace(prepared, step_s=time.perf_counter() - began), vote, vector

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from workers.loss import check_weight
 from workers.vote import MicrobatchRecord
 
 
@@ -43,15 +44,21 @@ class Microbatches:
     def records(
         self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]]
     ) -> list[MicrobatchRecord]:
-        """Losses come to the host here, once per step. hashes: of the integer buffers, by id."""
+        """Losses come to the host here, once per step. hashes: of the integer buffers, by id.
+        WrongInput for a weight that is no count."""
         if not self._losses:
             return []
         losses = torch.stack([loss.double() for loss in self._losses]).tolist()
         columns = zip(ids, losses, self._weights, self._rows, hashes, self._logged, strict=True)
         return [
-            MicrobatchRecord(i, loss, None if w is None else float(w), rows, hashed, logged)
+            MicrobatchRecord(i, loss, weight_of(i, w), rows, hashed, logged)
             for i, loss, w, rows, hashed, logged in columns
         ]
+
+
+def weight_of(microbatch_id: int, weight: torch.Tensor | None) -> float | None:
+    of = f" of micro-batch {microbatch_id}"
+    return None if weight is None else check_weight(float(weight), of)
 
 
 def names_in(records: Iterable[MicrobatchRecord]) -> list[str]:

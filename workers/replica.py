@@ -113,7 +113,7 @@ class Replica:
         self.step = 0
         self.skipped_in_a_row = 0
         self.first_nonfinite = ""
-        """Of the step that stops the run: where, in words (workers/health/nonfinite.py)."""
+        """Of the step that stops the run: where, and what to do (workers/health/nonfinite.py)."""
         self.log_names: tuple[str, ...] = ()
         """Names given to session.log so far, sorted: the layout of votes."""
         self._agreed = (self.buffers.tracked, self.log_names)
@@ -144,8 +144,8 @@ class Replica:
         if self.skipped_in_a_row > self.max_nonfinite:
             raise FloatingPointError(
                 f"the gradients of {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.step}, were not finite: {self.first_nonfinite}. Lower the learning rate, "
-                f"set clip_norm, or raise faults.max_nonfinite (now {self.max_nonfinite})"
+                f"{self.step}, were not finite: {self.first_nonfinite}, or raise "
+                f"faults.max_nonfinite (now {self.max_nonfinite})"
             )
 
     def _count_skipped(self, is_finite: bool) -> None:

@@ -110,6 +110,7 @@ def encode(
     vector[at : at + layout.num_buffers] = untracked
     table = vector[at + layout.num_buffers :].reshape(layout.num_microbatches, -1)
     for record in records:
+        assert record.weight is None or math.isfinite(record.weight)  # loss.py has checked it
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
         for name in layout.log_names:

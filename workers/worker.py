@@ -41,6 +41,7 @@ from workers.link import Address, ControllerLink, leave
 from workers.loop import fit
 from workers.loss import check_loss
 from workers.member import Member, RolledBack, RunEnded
+from workers.microbatches import weight_of
 from workers.peer import PeerServer
 from workers.randomness import seed_microbatch
 from workers.session import Session
@@ -302,7 +303,8 @@ class Worker:
         seed_microbatch(self._spec.seed, 0, 0)
         try:
             with replica.casting.applied():
-                total, _ = check_loss(self._workload.loss(replica.model, batch))
+                total, weight = check_loss(self._workload.loss(replica.model, batch))
+                weight_of(0, weight)
                 total.backward()
         except WrongInput:
             raise

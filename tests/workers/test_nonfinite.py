@@ -77,7 +77,32 @@ def test_every_strategy_names_the_whole_parameter(parallel):
 
 
 def test_a_sum_that_overflows_and_several_ranks_are_told():
-    assert told([]) == "every micro-batch's gradient is finite, their sum is not"
+    advice = ". Lower the learning rate, set clip_norm"
+    assert told([]) == "every micro-batch's gradient is finite, their sum is not" + advice
     assert told([(5, 2, "b", 1.0), (1, 0, "a", float("nan"))]) == (
         "the first is of parameter 'a', in micro-batch 1 on rank 0 (loss nan); 2 ranks have some"
+        + advice
+    )
+
+
+class Weightless(Tiny):
+    def loss(self, model, batch):
+        return super().loss(model, batch)[0], 0.0
+
+
+def test_steps_without_any_weight_are_skipped_and_then_named_as_what_they_are():
+    torch.set_num_threads(1)
+    rig = Rig("fast", Weightless())
+    rig.form(generation=1, step=0)
+    assert rig.step().committed
+    [said] = rig.link.of("committed")[0][0]["steps"]
+    assert said["metrics"]["applied"] is False
+    with pytest.raises(FloatingPointError) as raised:
+        rig.step()
+    rig.loader.close()
+    assert str(raised.value) == (
+        "the gradients of 2 steps in a row, up to step 2, were not finite: the total weight of "
+        "step 2 is 0: loss() returned (sum, 0) for each of its micro-batches, and a step's sum is "
+        "divided by its total weight. Return how many samples or tokens each sum is over, or raise "
+        "faults.max_nonfinite (now 1)"
     )

@@ -16,6 +16,8 @@ from workers.exchange import gather_json
 from workers.member import Member
 from workers.vote import MicrobatchRecord
 
+ADVICE = "Lower the learning rate, set clip_norm"
+
 
 class Inspection:
     """Of one worker's steps, by attempt: `ask` once, then the next attempt is inspected."""
@@ -84,11 +86,19 @@ def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member:
 def told(found: list[tuple[int, int, str, float]]) -> str:
     """found: micro-batch id, rank, parameter, loss."""
     if not found:
-        return "every micro-batch's gradient is finite, their sum is not"
+        return f"every micro-batch's gradient is finite, their sum is not. {ADVICE}"
     microbatch_id, rank, name, loss = min(found)
     what = f"loss {loss:g}" if math.isfinite(loss) else f"loss {loss}"
     more = f"; {len(found)} ranks have some" if len(found) > 1 else ""
     return (
         f"the first is of parameter {name!r}, in micro-batch {microbatch_id} on rank {rank} "
-        f"({what}){more}"
+        f"({what}){more}. {ADVICE}"
+    )
+
+
+def told_of_no_weight(step: int) -> str:
+    return (
+        f"the total weight of step {step} is 0: loss() returned (sum, 0) for each of its "
+        "micro-batches, and a step's sum is divided by its total weight. Return how many samples "
+        "or tokens each sum is over"
     )
