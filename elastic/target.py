@@ -60,7 +60,7 @@ def load_target(text: str, arguments: dict[str, Any], *, current: Path | None = 
             f"TARGET {text!r}: its import name {name!r} belongs to another module "
             f"({module.__file__ or 'built in'}); rename the file"
         )
-    workload = construct(find_class(module, class_name, text), arguments)
+    workload = construct(find_class(module, class_name, text), arguments, folder)
     return Target(workload, spelled, folder_to_ship(module), name)
 
 
@@ -143,18 +143,27 @@ def import_target(name: str, text: str, folder: Path) -> ModuleType:
             raise WrongInput(
                 f"TARGET {text!r}: there is no module {name!r} in {folder} or installed"
             ) from error
-        raise WrongInput(f"TARGET {text!r}: {where_raised(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise WrongInput(f"TARGET {text!r}: {where_raised(error)}") from error
+        raise WrongInput(f"TARGET {text!r}: importing it {how_failed(error, folder)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        raise WrongInput(f"TARGET {text!r}: importing it {how_failed(error, folder)}") from error
 
 
-def where_raised(error: BaseException) -> str:
-    """One line: what the user's module raised, and where."""
+def how_failed(error: BaseException, folder: Path) -> str:
+    """One line: what the user's code in `folder` raised, and its own line there."""
     what = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, SyntaxError):
-        return f"importing it failed: {what}"
+        return f"failed: {what}"
     frames = extract_tb(error.__traceback__)
-    return f"importing it failed at {frames[-1].filename}:{frames[-1].lineno}: {what}"
+    own = [frame for frame in frames if is_own_file(Path(frame.filename), folder)]
+    frame = (own or frames)[-1]
+    return f"failed at {frame.filename}:{frame.lineno}: {what}"
+
+
+def is_own_file(file: Path, folder: Path) -> bool:
+    """The user's, where a virtual environment may lie in the folder as well."""
+    return file.is_relative_to(folder) and "site-packages" not in file.parts
 
 
 def is_file_of(module: ModuleType, file: Path) -> bool:
@@ -183,7 +192,7 @@ def check_class(found: object, text: str) -> type[Workload]:
     return found
 
 
-def construct(workload_class: type[Workload], arguments: dict[str, Any]) -> Workload:
+def construct(workload_class: type[Workload], arguments: dict[str, Any], folder: Path) -> Workload:
     name = workload_class.__name__
     signature = inspect.signature(workload_class)
     try:
@@ -193,12 +202,10 @@ def construct(workload_class: type[Workload], arguments: dict[str, Any]) -> Work
         raise WrongInput(f"--set does not fit {name}: {error}; it takes {accepted}") from error
     try:
         return workload_class(**arguments)
-    except Exception as error:
-        frame = extract_tb(error.__traceback__)[-1]
-        raise WrongInput(
-            f"constructing {name} failed at {frame.filename}:{frame.lineno}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        raise WrongInput(f"constructing {name} {how_failed(error, folder)}") from error
 
 
 def folder_to_ship(module: ModuleType) -> Path | None:

@@ -121,11 +121,36 @@ def test_a_target_that_cannot_be_found_is_one_line(place, text, says):
         ("x = 1 / 0", "bad_of_test.py:1: ZeroDivisionError: division by zero"),
         ("def f(:", "SyntaxError"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise BaseException('module says no')", "bad_of_test.py:1: BaseException: module says"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('x')\np.parse_args()",
+            "bad_of_test.py:4: SystemExit: 2",
+        ),
+        ("import json\njson.loads('{')", "bad_of_test.py:2: JSONDecodeError: Expecting property"),
+        (
+            "class E(Exception):\n    def __str__(self): raise RuntimeError\nraise E",
+            "bad_of_test.py:3: E: (its text cannot be had, str() of it raised RuntimeError)",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_one_line_with_its_place(place, source, says):
     (place / "bad_of_test.py").write_text(source)
     assert says in refusal("bad_of_test.py:Job", place)
+
+
+def test_an_interrupt_while_a_module_is_imported_or_a_class_constructed_stays_one(place):
+    (place / "bad_of_test.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_target("bad_of_test.py:Job", {}, current=place)
+
+
+def test_a_constructor_that_exits_is_one_line_with_the_users_own_line(place):
+    (place / "exits_of_test.py").write_text(
+        WORKLOAD + "class Exits(Job):\n    def __init__(self):\n        exit('no licence')\n"
+    )
+    message = refusal("exits_of_test.py:Exits", place)
+    assert "constructing Exits failed at " in message
+    assert "exits_of_test.py:22: SystemExit: no licence" in message
 
 
 def test_a_file_whose_name_another_module_has_is_refused(place):
