@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from elastic.run import Result
 
 FAILED, WRONG_INPUT = 1, 2
+TYPERS_INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt in a command."""
 STALE_AFTER_S = 15.0
 WATCH_EVERY_S = 0.25
 
@@ -78,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ControllerLost, OSError) as error:  # OSError: a store that is away, a full disk
         return refuse(str(error), status=FAILED)
     except (KeyboardInterrupt, typer.Abort):
+        return refuse("interrupted", status=FAILED)
+    if status == TYPERS_INTERRUPTED:
         return refuse("interrupted", status=FAILED)
     return status if isinstance(status, int) else 0
 

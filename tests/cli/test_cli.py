@@ -85,6 +85,13 @@ def test_wrong_input_is_one_line_on_stderr_and_status_2(capsys, monkeypatch, arg
     assert says in printed.err
 
 
+def test_an_interrupt_while_the_target_is_imported_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "interrupted_of_test.py").write_text("raise KeyboardInterrupt")
+    assert main(["run", f"{tmp_path}/interrupted_of_test.py:Job", *SIZES]) == 1
+    assert capsys.readouterr().err == "elastic: interrupted\n"
+
+
 def finish(storage: Path) -> list[str]:
     """The arguments of a run that finished in `storage`, without training it."""
     arguments = ["run", DIGITS, *SIZES, "--storage", str(storage), "--name", "r"]
