@@ -44,6 +44,8 @@ class Slot:
     wrong_input: str | None = None
     """The same, if it is none of the user's exceptions but what it was given."""
     has_failed: bool = False
+    last_words: str = ""
+    """Why it ends itself, as it says before it does."""
 
     def locate(self, header: dict[str, Any]) -> None:
         """Where its process is, as it says itself."""
@@ -65,11 +67,22 @@ class Slot:
         held, left = (size / 1e9 for size in self.memory)
         return f"perhaps out of memory: it held {held:.2f} GB, and {max(left, 0):.2f} GB were left"
 
+    def why_gone(self, worker: str, log_folder: str | None) -> str:
+        """What may explain that its process is gone, and where its own output is, with the stack
+        if a signal ended it. With a URI a log stays on its node until its worker brings it."""
+        has_log = log_folder is not None and "://" not in log_folder
+        log = f"what it printed is in logs/{worker}.log" if has_log else ""
+        return "; ".join(filter(None, (self.last_words or self.shortage, log)))
+
     @property
     def shown_state(self) -> str:
         """`state` as status.json says it."""
         is_evaluating = self.watch is not None and self.watch.heartbeat.phase == "evaluate"
         return "evaluating" if is_evaluating and self.state == "training" else self.state
+
+
+def hear_last_words(_worker: int, slot: Slot, header: Any, _payload: bytes) -> None:
+    slot.last_words = header["why"]
 
 
 def end_process(pid: int) -> None:
