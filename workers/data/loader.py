@@ -94,11 +94,10 @@ class _Child:
         code = self.process.exitcode
         how = "still runs" if code is None else f"exited with status {code}"
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        raise LoaderLost(
-            f"loader process {self.process.pid} {how}; its output is in this worker's log "
-            "(SIGKILL without a sender usually means out of memory)"
-        )
+            how = f"was killed by {_name(-code)}"
+        if code == -signal.SIGKILL:
+            how += " (without a sender it usually means out of memory)"
+        raise LoaderLost(f"loader process {self.process.pid} {how}")
 
 
 class Loader:
@@ -213,6 +212,13 @@ class Loader:
         for child in self._children:
             child.drain()  # before the command: what comes after it is wanted
             child.send(command)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _fork(workload: Any, plan: frames.Plan) -> _Child:
