@@ -45,6 +45,8 @@ class Session:
         self._inspection = Inspection(member, self._parameters)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
+        self.attempted_step: int | None = None
+        """The step at hand, likewise; None outside of steps."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -208,6 +210,7 @@ class Step:
 
     def __enter__(self) -> "Step":
         self._session._open = self
+        self._session.attempted_step = self._from_step + 1
         self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
         self._vitals = self._member.vitals
@@ -227,7 +230,7 @@ class Step:
         is_swallowed = error is None and not self.committed and self._member.is_cancelled
         if isinstance(error, StepCancelled) or is_swallowed:
             self._session._logged = self._carried  # the next attempt takes it again
-            self._session.attempt = None
+            self._session.attempt = self._session.attempted_step = None
             self._member.replica.buffers.restore_all()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.replica.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
@@ -242,6 +245,8 @@ class Step:
                 "the step's block ended without step.commit(); call it once, after the last "
                 "micro-batch"
             )
+        if error is None:
+            self._session.attempted_step = None
         return False
 
     def microbatches(self) -> Iterator[Any]:

@@ -374,7 +374,9 @@ class Worker:
         if self._has_begun:
             assert self._member is not None
             assert self._session is not None
-            where = f"rank {self._member.rank} in step {self._replica.step + 1}"
+            step = self._session.attempted_step
+            where = f"in step {step}" if step is not None else f"after step {self._replica.step}"
+            where = f"rank {self._member.rank} {where}"
             where += place_in_stream(self._session.attempt, self._spec)
         is_users_own = isinstance(error, UserError)
         is_ours = isinstance(error, WrongInput)

@@ -1,5 +1,7 @@
 """What a worker says of an error: the place in the stream, and in whose words."""
 
+import math
+
 import pytest
 import torch
 
@@ -96,6 +98,26 @@ def test_an_error_of_the_dataset_names_the_micro_batch_that_it_belongs_to():
     assert message.splitlines()[0] == (
         "rank 0 in step 3, micro-batch 1, stream positions 27..29: ValueError: row is broken, "
         "loading the sample at stream position 29 (row 25, step 3, micro-batch 1)"
+    )
+
+
+def test_an_error_between_steps_says_after_which_one():
+    reporting = Reporting(Faulty())
+
+    def train():
+        reporting.rig.form(generation=1, step=0)
+        assert reporting.rig.step().committed
+        raise ValueError("no evaluation")
+
+    reporting.train = train
+    assert reporting.said()[2].startswith("rank 0 after step 1: ValueError: no evaluation\n")
+
+
+def test_an_error_of_the_commit_names_the_step_that_it_was_to_commit():
+    reporting = Reporting(Faulty(loss=lambda value: (value[0] * math.inf, value[1])))
+    reporting.rig.replica.max_nonfinite = 0
+    assert reporting.said()[2].startswith(
+        "rank 0 in step 3: FloatingPointError: the gradients of 1 steps in a row, up to step 3, "
     )
 
 
