@@ -8,11 +8,8 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,8 +31,9 @@ from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
 from workers.digest import weights_sha256
-from workers.health import pulse, stacks
+from workers.health import stacks
 from workers.health.notice import Notice
+from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
 from workers.link import Address, ControllerLink, leave
 from workers.loop import fit
@@ -71,9 +69,6 @@ class Worker:
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
-        self._controller = spec.controller
-        self._pulse: subprocess.Popen[bytes] | None = None
-        self._pulse_lock = threading.RLock()
 
     def run(self) -> None:
         """Until the controller ends the process. Raises what the user's code raises."""
@@ -83,8 +78,9 @@ class Worker:
         torch.set_num_threads(spec.num_threads)
         self._session: Session | None = None
         self._member: Member | None = None
-        self._vitals, self._stacks_fd = Vitals(), stacks.arm()
-        self._start_pulse(spec.controller)
+        self._vitals = Vitals()
+        self._pulse = PulseKeeper(spec, (self._vitals.fd, stacks.arm()))
+        self._pulse.start(spec.controller)
         self._link = ControllerLink(
             spec.controller,
             token=spec.token,
@@ -113,6 +109,7 @@ class Worker:
             self._link.send("wrong_input", message=str(error))
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
+            self._link.send("last_words", why=str(error))
             leave(EXIT_WITHOUT_LOADER, str(error), self._keep_log)
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
@@ -132,31 +129,9 @@ class Worker:
         if self._member is not None:
             self._member.interrupt(header)
 
-    def _start_pulse(self, controller: Address) -> Address:
-        """Instead of any other, which dials the same address even if its controller has died: a
-        process that is frozen cannot tell it of another. Gives the address before."""
-        spec, fds = self._spec, (self._vitals.fd, self._stacks_fd)
-        waits = spec.heartbeat_s, spec.silence_s, spec.lease_s
-        with self._pulse_lock:
-            child = pulse.start(fds, spec.worker, controller, spec.token, *waits)
-            former, self._pulse = self._pulse, child
-            before, self._controller = self._controller, controller
-        if former is not None:
-            former.kill()
-        threading.Thread(target=self._keep_pulse, args=(child,), name="pulse", daemon=True).start()
-        return before
-
-    def _keep_pulse(self, child: "subprocess.Popen[bytes]") -> None:
-        """Without one we would be taken for dead. It ends by itself, as 0, after the lease."""
-        if child.wait() != 0:
-            time.sleep(self._spec.heartbeat_s)
-            with self._pulse_lock:
-                if child is self._pulse:
-                    self._start_pulse(self._controller)
-
     def _introduce(self, controller: Address) -> dict[str, Any]:
         """To a controller that has taken over; in the link's thread."""
-        before = {"controller_before": self._start_pulse(controller)}
+        before = {"controller_before": self._pulse.start(controller)}
         if self._member is None:
             return {"kind": "starting", **before}
         self._saver.repeat()  # waits in the link until we are introduced

@@ -155,11 +155,9 @@ def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) 
 
 def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
     who = f"{names(lost)} lost ({cause})" if lost else cause
-    last = max(lost, default=None)
-    hint = f"; logs/{worker_name(last)}.log may tell why" if last is not None else ""
     return (
         f"{who}: {ledger.failures} failures since step {ledger.failed_at} was committed, "
-        f"max_failures is {limits.max_failures}{hint}"
+        f"max_failures is {limits.max_failures}"
     )
 
 

@@ -29,7 +29,7 @@ from elastic.on_ray.host import Host
 from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
-from elastic.on_ray.slots import Slot, end_process, is_running, see_off
+from elastic.on_ray.slots import Slot, end_process, hear_last_words, is_running, see_off
 from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.errors import WorkerFailed, WrongInput
@@ -83,6 +83,7 @@ class RayCluster:
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
+            "last_words": hear_last_words,
             "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
@@ -173,7 +174,7 @@ class RayCluster:
             log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
             if record.state == "pending":
                 cause = "start_failed"
-        self.lost(worker, cause, record.shortage)
+        self.lost(worker, cause, record.why_gone(worker_name(worker), self.log_folder))
 
     def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""
@@ -281,7 +282,8 @@ class RayCluster:
             return
         is_here = record.node_id == ray.get_runtime_context().get_node_id()
         is_gone = is_here and not is_running(record.pid)
-        self.lost(worker, "process_died" if is_gone else "connection_lost", record.shortage)
+        why = record.why_gone(worker_name(worker), self.log_folder)
+        self.lost(worker, "process_died" if is_gone else "connection_lost", why)
 
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)

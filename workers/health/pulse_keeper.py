@@ -1,0 +1,43 @@
+"""`PulseKeeper`: this process's pulse, one at a time, started again when it dies."""
+
+import subprocess
+import threading
+import time
+
+from elastic.protocol.seams import WorkerSpec
+from workers.health import pulse
+
+Address = tuple[str, int]
+
+
+class PulseKeeper:
+    """Without a pulse this worker would be taken for dead."""
+
+    def __init__(self, spec: WorkerSpec, fds: tuple[int, int]) -> None:
+        """fds: the files of its vitals and of its stacks."""
+        self._spec, self._fds = spec, fds
+        self._controller = spec.controller
+        self._pulse: subprocess.Popen[bytes] | None = None
+        self._lock = threading.RLock()
+
+    def start(self, controller: Address) -> Address:
+        """Instead of any other, which dials the same address even if its controller has died: a
+        process that is frozen cannot tell it of another. Gives the address before."""
+        spec = self._spec
+        waits = spec.heartbeat_s, spec.silence_s, spec.lease_s
+        with self._lock:
+            child = pulse.start(self._fds, spec.worker, controller, spec.token, *waits)
+            former, self._pulse = self._pulse, child
+            before, self._controller = self._controller, controller
+        if former is not None:
+            former.kill()
+        threading.Thread(target=self._keep, args=(child,), name="pulse", daemon=True).start()
+        return before
+
+    def _keep(self, child: "subprocess.Popen[bytes]") -> None:
+        """It ends by itself, as 0, after the lease."""
+        if child.wait() != 0:
+            time.sleep(self._spec.heartbeat_s)
+            with self._lock:
+                if child is self._pulse:
+                    self.start(self._controller)
