@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic.protocol.errors import StepCancelled, UserError, WrongInput, in_words
+from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput, in_words
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -104,9 +104,10 @@ class Worker:
         except (RunEnded, StepCancelled):  # the latter of a collective outside of any step
             raise
         except WrongInput as error:
-            if self._has_begun:
+            is_unfit = isinstance(error, UnfitNode)
+            if self._has_begun and not is_unfit:
                 self._fail(error)
-            self._link.send("wrong_input", message=str(error))
+            self._link.send("wrong_input", message=str(error), is_unfit=is_unfit)
             raise
         except LoaderLost as error:  # as if it were this process: the run goes on without it
             self._link.send("last_words", why=str(error))
@@ -298,7 +299,7 @@ class Worker:
         self._saver.open(place)
         folder = open_folder(place).local
         if folder is not None and not (folder / "config.json").exists():
-            raise WrongInput(
+            raise UnfitNode(
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
                 "storage that every node sees, or a URI"
             )

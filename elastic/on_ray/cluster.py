@@ -191,7 +191,7 @@ class RayCluster:
 
     def _is_node_s_fault(self, record: Slot) -> bool:
         """What fails in a newcomer has worked where the others train: the run goes on there."""
-        return self.has_formed and record.state in ("pending", "standby")
+        return self.has_formed and (record.is_unfit or record.state in ("pending", "standby"))
 
     async def _form(self, form: c.Form) -> None:
         membership, self.has_formed = form.membership, True
@@ -344,6 +344,7 @@ class RayCluster:
 
     def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.wrong_input = record.failure = header["message"]
+        record.is_unfit = header["is_unfit"]
         self.user_failed(worker, header["message"])
 
     def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:

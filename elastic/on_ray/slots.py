@@ -43,6 +43,8 @@ class Slot:
     """What its user's code raised, in its own words."""
     wrong_input: str | None = None
     """The same, if it is none of the user's exceptions but what it was given."""
+    is_unfit: bool = False
+    """It is its node that cannot serve the run."""
     has_failed: bool = False
     last_words: str = ""
     """Why it ends itself, as it says before it does."""

@@ -15,6 +15,10 @@ class WrongInput(Exception):
     """The user's settings, workload or data cannot work: one line, exit status 2."""
 
 
+class UnfitNode(WrongInput):
+    """This node cannot serve the run, others may."""
+
+
 class UserError(Exception):
     """The user's code raised in another process; `traceback_text` is its own traceback."""
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from elastic.protocol.errors import UserError, WrongInput
+from elastic.protocol.errors import UnfitNode, UserError, WrongInput
 from tests.workers.session_rig import Rig, Tiny
 from workers.worker import Worker
 
@@ -151,3 +151,5 @@ def test_a_node_that_cannot_serve_stays_unfit_at_any_time():
     reporting = Reporting(Faulty())
     reporting.rig.form(generation=1, step=0)
     assert reporting.rig.session.step == 0
+    reporting.train = lambda: raise_(UnfitNode("no storage here"))
+    assert reporting.said()[1:] == ("wrong_input", "no storage here")

@@ -172,11 +172,13 @@ def test_words_are_no_silence_and_tell_what_was_heard(ends):
 
 def test_the_end_of_the_newest_connection_is_the_end_of_the_worker(ends):
     controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
     relay.cut()
     until(lambda: relay.num_dialled > 1)
     relay.mend()
-    link.send("committed", step=0)
-    until(lambda: heard(controller) == [0])
+    link.send("committed", step=1)
+    until(lambda: heard(controller) == [0, 1])
     assert controller.closed == [], "the first one's end was none"
 
     def end_newest() -> bool:  # no word ever comes here, so there is a new one ever and again
