@@ -26,7 +26,7 @@ from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import UNLIMITED_S, waits_of
+from elastic.protocol.waits import UNLIMITED_S
 from elastic.recorder import Recorder
 from elastic.status import result_of, status_of
 from elastic.store.catalogue import Damage
@@ -96,14 +96,14 @@ class Supervisor:
                 recorded_step=lambda: recorder.safe_step,
                 on_stacks=recorder.keep_stacks,
                 on_evaluation=functools.partial(recorder.note, "evaluation"),
+                on_unprotected=self._on_unprotected,
             ),
         )
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
         self.stragglers = Stragglers(factor, note, self._replace)
         if self.limits.is_sharded:
-            lease_s = waits_of(self.config.detect_s).lease_s
-            self.cluster.holders.turn_on(order["run_id"], lease_s)
+            self.cluster.holders.turn_on(order["run_id"])
 
     async def run(self) -> dict[str, Any]:
         self.recorder.writer.loop = asyncio.get_running_loop()
@@ -190,6 +190,10 @@ class Supervisor:
     def _tell_of_save(self, step: int, is_published: bool) -> None:
         self.cluster.tell_of_save(step, is_published)
 
+    def _on_unprotected(self, fields: dict[str, Any]) -> None:
+        self.recorder.note("unprotected", fields)
+        self._status_due.set()
+
     def _fail(self, why: str) -> None:
         self.cluster.cancel("failed", why)
 
@@ -238,8 +242,8 @@ class Supervisor:
     def _reason(self, decision: Decision) -> str:
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        said = (self._last_reason, self.stragglers.reason, self.recorder.trouble.now)
-        return "; ".join(filter(None, said))
+        said = (self._last_reason, self.stragglers.reason, self.cluster.protection.reason)
+        return "; ".join(filter(None, (*said, self.recorder.trouble.now)))
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None

@@ -28,6 +28,7 @@ from elastic.on_ray.holders import Holders
 from elastic.on_ray.host import Host
 from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
+from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.slots import Slot, end_process, hear_last_words, is_running, see_off
 from elastic.on_ray.stores import Stores
@@ -75,7 +76,9 @@ class RayCluster:
         self._inquiry = Inquiry(self)
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(self.host.on_evaluation)
-        self.holders = Holders(self.token, self.in_background, self.workers, self.links)
+        self.protection = Protection(self.host.on_unprotected, self.now)
+        seams = self.in_background, self.workers, self.links, self.protection.hear_lost
+        self.holders = Holders(self.token, self.detect_s, *seams)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "reached": self._inquiry.hear,
@@ -87,7 +90,9 @@ class RayCluster:
             "diverged": self._inquiry.hear_diverged,
             "user_failed": self._on_user_failed,
             "committed": self._on_committed,
-            "held": self._on_held,
+            "held": self.commits.hear_held,
+            "protected": self.protection.hear,
+            "holder_silent": self.holders.hear_silent,
             "joined": self._on_joined,
             "suspended": self._on_suspended,
             "evaluated": self.evaluations.hear,
@@ -202,6 +207,7 @@ class RayCluster:
         is_alone = membership.world_size == 1
         store = None if is_alone else await self.stores.address(membership.generation)
         await self.holders.known()
+        self.protection.form(membership.workers, form.step)
         common = {
             "type": "form",
             "generation": membership.generation,
@@ -365,9 +371,6 @@ class RayCluster:
             self.say(e.Committed(generation, step, step_s, self.now()))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
-
-    def _on_held(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        self.commits.hear_held(header["generation"], header["rank"], header["step"])
 
     def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         is_first = self.commits.hear_joined(header["generation"])

@@ -52,8 +52,10 @@ class Commits:
             self._lines += header["steps"]
             self._pass_on()
 
-    def hear_held(self, generation: int, rank: int, step: int) -> None:
-        """A rank's copy of `step` is held, or there is no holder for it."""
+    def hear_held(self, _worker: int, _record: Any, header: Any, _payload: bytes) -> None:
+        """A rank's copy of `step` is held, or there is no holder for it, which protection.py
+        tells."""
+        generation, rank, step = header["generation"], header["rank"], header["step"]
         if self._is_current(generation):
             self._held[rank] = max(step, self._held.get(rank, 0))
             self._pass_on()

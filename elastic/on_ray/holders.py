@@ -8,26 +8,31 @@ elastic/protocol/pairing.py's.
 
 import asyncio
 import logging
-import socket
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.on_ray.actors import NAMESPACE, end, this_host
-from elastic.on_ray.links import LinkServer
-from elastic.on_ray.slots import Slot
+from elastic.on_ray.links import LinkServer, receive
+from elastic.on_ray.slots import Slot, end_process
+from elastic.protocol import wire
 from elastic.protocol.pairing import HolderAt, holders_for
+from elastic.protocol.waits import Waits, waits_of
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
 RETRY_S = 0.5
+"""After one that did not start."""
 CONNECT_S = 2.0
-"""For a holder to start, and to be reached."""
+"""For a holder to be reached; and how long a generation waits for one that starts."""
+START_S = 30.0
+"""For its process to start, on a node that is busy."""
 
 Background = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -41,8 +46,9 @@ class HolderActor:
         self._server = HolderServer(this_host(), token)
         self._lease_s = lease_s
 
-    def address(self) -> tuple[str, int]:
-        return self._server.address
+    def place(self) -> tuple[str, int, int]:
+        """Address, process."""
+        return *self._server.address, os.getpid()
 
     def run(self) -> None:
         """Until nobody has been connected for the lease."""
@@ -50,27 +56,40 @@ class HolderActor:
         end(ray.get_runtime_context().current_actor)
 
 
+class Started(NamedTuple):
+    """A holder as the controller knows it."""
+
+    actor: "ActorHandle[Any]"
+    pid: int = 0
+    """0: not known yet."""
+
+
 class Holders:
-    """The controller's view: where holders are; a lost one is started again, empty."""
+    """The controller's view: where holders are; a lost or frozen one is started again, empty."""
 
     def __init__(
         self,
         token: str,
+        detect_s: float | None,
         in_background: Background,
         slots: Mapping[int, Slot],
         links: LinkServer,
+        on_lost: Callable[[str, str], None],
     ) -> None:
-        """slots, links: the cluster's, of every live worker."""
-        self._token, self._run_id, self._lease_s = token, "", 0.0
+        """slots, links: the cluster's, of every live worker. on_lost: hears node and reason."""
+        self._token, self._run_id = token, ""
+        self._detect_s, self._waits = detect_s, waits_of(detect_s)
         self._in_background, self._slots, self._links = in_background, slots, links
-        self._actors: dict[str, ActorHandle[Any]] = {}
+        self._on_lost = on_lost
+        self._started: dict[str, Started] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
+        self._doubted: set[str] = set()
         self._news = asyncio.Event()
 
-    def turn_on(self, run_id: str, lease_s: float) -> None:
+    def turn_on(self, run_id: str) -> None:
         """The run's state is sharded; where every member holds all of it there are none."""
-        self._run_id, self._lease_s = run_id, lease_s
+        self._run_id = run_id
 
     def on_node(self, node: str) -> None:
         """A worker is there."""
@@ -90,10 +109,15 @@ class Holders:
         for worker in tuple(self._slots):
             self.tell(worker)
 
-    def _start(self, node: str) -> ActorHandle[Any]:
+    def _start(self, node: str) -> tuple[ActorHandle[Any], float]:
+        """And how long it may take to say where it is."""
+        name, start_s = f"{self._run_id}-holder-{node[:12]}", START_S
+        with suppress(ValueError):
+            ray.get_actor(name, namespace=NAMESPACE)
+            start_s = self._waits.confirm_s  # it has started, for a controller before this one
         options: dict[str, Any] = {
             "label_selector": {"ray.io/node-id": node},
-            "name": f"{self._run_id}-holder-{node[:12]}",
+            "name": name,
             "get_if_exists": True,  # it outlives a controller
             "namespace": NAMESPACE,
             "lifetime": "detached",
@@ -102,13 +126,7 @@ class Holders:
             "max_concurrency": 16,  # `run`, once for each controller that the run has had
         }
         actor = ray.remote(HolderActor).options(**options)
-        return cast(Any, actor.remote(self._token, self._lease_s))
-
-    def _join(self, address: tuple[str, int]) -> socket.socket:
-        """A connection: as long as there is one, a holder keeps what it has."""
-        from workers.peer_memory.holder import connect
-
-        return connect(address, self._token, CONNECT_S)
+        return cast(Any, actor.remote(self._token, self._waits.lease_s)), start_s
 
     async def known(self) -> None:
         """Wait until all that were asked for are there, but not long."""
@@ -124,22 +142,109 @@ class Holders:
     async def _watch(self, node: str) -> None:
         """As long as a worker is there."""
         while any(slot.node_id == node for slot in self._slots.values()):
+            why = ""
             try:
-                actor: Any = self._start(node)
-                self._actors[node] = actor
-                host, port = await actor.address.remote()
-                self._addresses[node] = (host, port)
-                self._news.set()
-                self._tell_all()
-                with closing(await asyncio.to_thread(self._join, (host, port))):
-                    await actor.run.remote()
+                await self._attend(node)
+            except (EOFError, ConnectionError):
+                why = "its process is gone"
             except (RayError, ValueError, OSError) as error:  # ValueError: its name is not free yet
-                log.warning('holder on node=%s lost reason="%s"', node[:12], first_line(error))
-            self._addresses.pop(node, None)
-            await asyncio.sleep(RETRY_S)
+                why = first_line(error)
+            self._fence(node)
+            if self._addresses.pop(node, None) is not None:
+                self._on_lost(node, why)
+                self._tell_all()  # whoever waits for it goes on at once
+            else:
+                log.warning('holder on node=%s reason="it does not start: %s"', node[:12], why)
+                await asyncio.sleep(RETRY_S)
+
+    async def _attend(self, node: str) -> None:
+        """Have a holder there until it is lost. Raises what tells so."""
+        actor: Any
+        actor, start_s = self._start(node)
+        self._started[node] = Started(actor)
+        host, port, pid = await asyncio.wait_for(actor.place.remote(), start_s)
+        self._started[node] = Started(actor, pid)
+        reader, writer = await dial((host, port), self._token)
+        with closing(writer):  # as long as there is a connection, a holder keeps what it has
+            self._addresses[node] = (host, port)
+            self._news.set()
+            self._tell_all()
+            actor.run.remote()
+            await listen(reader, writer, self._detect_s, self._waits)
+
+    def _fence(self, node: str) -> None:
+        """A holder that counts as lost keeps nothing any more, even if it is only frozen."""
+        started = self._started.pop(node, None)
+        if started is not None:
+            if started.pid and node == ray.get_runtime_context().get_node_id():
+                end_process(started.pid)
+            end(started.actor)
+
+    def hear_silent(self, _worker: int, _record: Slot, header: Any, _payload: bytes) -> None:
+        """A rank's copy was not answered. The path between the two may be cut, but if a new
+        connection of ours is not answered either, the holder goes."""
+        node, *address = header["holder"]
+        is_known = self._addresses.get(node) == tuple(address)
+        if is_known and node not in self._doubted and self._detect_s is not None:
+            self._doubted.add(node)
+            self._in_background(self._examine(node, self._addresses[node]))
+
+    async def _examine(self, node: str, address: tuple[str, int]) -> None:
+        try:
+            reader, writer = await dial(address, self._token)
+            with closing(writer):
+                await ping(reader, writer, self._detect_s, self._waits.late_s)
+        except (OSError, EOFError, ValueError) as error:
+            if self._addresses.get(node) == address:
+                log.warning('holder on node=%s reason="%s"', node[:12], first_line(error))
+                self._fence(node)  # `_attend` finds out
+        finally:
+            self._doubted.discard(node)
 
     def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        for actor in self._actors.values():
-            end(actor)
+        for node in tuple(self._started):
+            self._fence(node)
+
+
+async def dial(
+    address: tuple[str, int], token: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a holder. Raises OSError."""
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), CONNECT_S)
+    writer.write(wire.pack({"type": "hello", "token": token}))
+    return reader, writer
+
+
+async def listen(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    detect_s: float | None,
+    waits: Waits,
+) -> None:
+    """Ask a holder again and again whether it is there. Raises TimeoutError once it has not
+    answered for detect_s (None: never), OSError and EOFError when it is gone."""
+    while True:
+        await ping(reader, writer, detect_s, waits.late_s)
+        await asyncio.sleep(waits.heartbeat_s)
+
+
+async def ping(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    detect_s: float | None,
+    late_s: float,
+) -> None:
+    """late_s: if this process was frozen, the answer waits to be read."""
+    writer.write(wire.pack({"type": "ping"}))
+    answer = asyncio.ensure_future(receive(reader))
+    try:
+        await asyncio.wait({answer}, timeout=detect_s)
+        if not answer.done() and detect_s is not None:
+            await asyncio.wait({answer}, timeout=late_s)
+        if not answer.done():
+            raise TimeoutError(f"it has not answered for {detect_s:g} s")
+        answer.result()
+    finally:
+        answer.cancel()

@@ -39,3 +39,5 @@ class Host:
     on_stacks: "Callable[[dict[str, str]], Future[Any] | None]"
     """Save files among the logs, by name. None if there is no run directory."""
     on_evaluation: Callable[[dict[str, Any]], None]
+    on_unprotected: Callable[[dict[str, Any]], None]
+    """Peer memory does not have the newest rows of all members, or has them again."""

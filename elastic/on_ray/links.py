@@ -71,7 +71,7 @@ class LinkServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello, _ = await asyncio.wait_for(_receive(reader), HELLO_S)
+            hello, _ = await asyncio.wait_for(receive(reader), HELLO_S)
             if hello.get("token") == self._token:
                 worker = int(hello["worker"])
                 serve = self._serve_pulse if hello["role"] == "pulse" else self._serve_worker
@@ -91,7 +91,7 @@ class LinkServer:
         self._pulses[worker] = writer
         try:
             while True:
-                self._on_frame(worker, *await _receive(reader))
+                self._on_frame(worker, *await receive(reader))
         finally:
             if self._pulses.get(worker) is writer:
                 del self._pulses[worker]
@@ -109,7 +109,7 @@ class LinkServer:
             link = await self._resumed(worker, hello["session"], reader, writer)
         try:
             while link is not None and link.writer is writer:
-                header, payload = await _receive(reader)
+                header, payload = await receive(reader)
                 if link.writer is not writer:
                     return  # heard after it was taken up elsewhere, where it is said again
                 link.num_heard += 1
@@ -139,7 +139,7 @@ class LinkServer:
         if link is None or link.session != session:
             return None
         writer.write(wire.pack({"type": "known"}))
-        resume, _ = await asyncio.wait_for(_receive(reader), HELLO_S)
+        resume, _ = await asyncio.wait_for(receive(reader), HELLO_S)
         if self._links.get(worker) is not link:
             return None
         former, link.writer = link.writer, writer
@@ -187,7 +187,8 @@ class LinkServer:
             self.drop(worker)
 
 
-async def _receive(reader: asyncio.StreamReader) -> tuple[wire.Header, bytes]:
+async def receive(reader: asyncio.StreamReader) -> tuple[wire.Header, bytes]:
+    """The next frame. Raises ValueError for one that is none of ours."""
     head = await reader.readexactly(wire.LENGTHS.size)
     header_bytes, payload_bytes = wire.LENGTHS.unpack(head)
     if header_bytes > wire.MAX_HEADER_BYTES:

@@ -2,10 +2,13 @@
 
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.live import assert_complete, assert_same_bits
+from tests.cluster.hosts import command_of
+from tests.cluster.live import assert_complete, assert_same_bits, leftovers
 
 pytestmark = pytest.mark.cluster
 
@@ -92,6 +95,40 @@ def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["hung"]
     assert end["result"]["lost_steps"] == 0
+
+
+@pytest.mark.slow
+def test_a_frozen_holder_is_replaced_before_a_worker_needs_it(start, reference):
+    """There is no checkpoint: only a new holder can have what the lost worker had."""
+    options = {"steps": 120, "detect_s": 1.5, "set": ["sleep=0.02"]}
+    with start("Toy", workers="2..3", parallel="fsdp", **options) as run:
+        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+        (frozen,) = holders_of(run)
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_for(lambda s: "not protected by peer memory since step" in s["reason"])
+        run.wait_for(lambda s: any("unprotected_s" in told for told in unprotected(run)))
+        assert not leftovers([frozen])
+        run.kill(rank=1)
+        end = run.finish()
+    assert_same_bits(run, end, reference(steps=120), 120)
+    assert end["result"]["lost_steps"] == 0
+    (lost,) = [told for told in unprotected(run) if "lost_holder" in told]
+    assert lost["reason"] == "it has not answered for 1.5 s"
+
+
+def holders_of(run):
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and command_of(int(process.name)).startswith("ray::Holder"):
+                environ = (process / "environ").read_bytes().split(b"\0")
+                if f"RAY_TMPDIR={run.env['RAY_TMPDIR']}".encode() in environ:
+                    found.append(int(process.name))
+    return found
+
+
+def unprotected(run):
+    return [line["unprotected"] for line in run.lines("journal.jsonl") if "unprotected" in line]
 
 
 @pytest.mark.slow

@@ -106,7 +106,9 @@ class ShardedCluster(FakeCluster):
         event = super().deliver()
         match event:
             case Held(generation, rank, step):
-                self.commits.hear_held(generation, rank, step)
+                self.commits.hear_held(
+                    rank, None, {"generation": generation, "rank": rank, "step": step}, b""
+                )
                 return None
             case Committed(generation, step):
                 if generation in self.groups:

@@ -16,7 +16,8 @@ class Told:
         self.commits.hear({**header, "vote": {"of": steps[-1]}}, b"content")
 
     def held(self, generation, rank, step):
-        self.commits.hear_held(generation, rank, step)
+        said = {"generation": generation, "rank": rank, "step": step}
+        self.commits.hear_held(rank, None, said, b"")
 
 
 def test_a_replicated_step_goes_on_record_at_once():

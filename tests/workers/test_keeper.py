@@ -1,10 +1,13 @@
 """One rank's side of peer memory, with holders in the same process."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
+from elastic.protocol.waits import waits_of
+from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
 from workers.groups import Alone
@@ -13,6 +16,7 @@ from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
 
 NEVER = lambda: False  # noqa: E731
+DETECT_S = 1.0
 
 
 class Kept:
@@ -20,7 +24,7 @@ class Kept:
 
     def __init__(self, holders, every):
         self.replica, self.said = build("fsdp"), []
-        config = replace(spec("fsdp"), snapshot_every=every)
+        config = replace(spec("fsdp"), snapshot_every=every, detect_s=DETECT_S)
         self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
         self.replica.sharded.keeper = self.keeper
         self.keeper.hear([[f"node{i}", *h.address] for i, h in enumerate(holders)])
@@ -112,3 +116,78 @@ def test_who_pauses_has_its_newest_step_held(holders):
     kept.keeper.before_pause(kept.replica, kept.place)
     kept.keeper.wait(NEVER)
     assert len(kept.keeper.shadows) == 2, "it has nothing new to say"
+
+
+@pytest.fixture
+def frozen():
+    holder = FrozenHolder()
+    yield holder
+    holder.close()
+
+
+def told(kept, kind):
+    return [fields for said, fields in kept.said if said == kind]
+
+
+def seconds(do):
+    began = time.monotonic()
+    do()
+    return time.monotonic() - began
+
+
+def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen):
+    kept = Kept([], every=1)
+    kept.keeper.wait(NEVER)
+    assert told(kept, "protected") == [{"step": 0, "why": "there is no holder"}]
+    kept.keeper.hear([frozen.at])
+    silence_s = waits_of(DETECT_S).confirm_s
+    assert silence_s <= seconds(lambda: kept.keeper.wait(NEVER)) < 2 * silence_s
+    assert told(kept, "holder_silent") == [{"holder": list(frozen.at)}]
+    kept.keeper._failed[frozen.at] = kept.keeper._failed[frozen.at]._replace(at=-1e9)
+    assert seconds(lambda: (kept.step(), kept.keeper.wait(NEVER))) < silence_s
+    assert seconds(lambda: (kept.step(), kept.keeper.wait(NEVER))) < silence_s
+    why = f"127.0.0.1:{frozen.at.port}: timed out"
+    assert told(kept, "protected")[1:] == [{"step": s, "why": why} for s in (0, 1, 2)]
+    kept.keeper.hear([["node1", *holders[0].address]])
+    kept.keeper.wait(NEVER)
+    assert told(kept, "protected")[-1] == {"step": 2, "why": ""}
+    assert held(holders[0]) == [(1, 2)]
+    kept.step()
+    kept.keeper.wait(NEVER)
+    assert len(told(kept, "protected")) == 5, "once it is over"
+
+
+def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(holders, frozen):
+    kept = Kept([], every=1)
+    kept.keeper.wait(NEVER)
+    kept.keeper.hear([frozen.at])
+    deadline = time.monotonic() + 10
+    while kept.keeper._sending is None and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert seconds(lambda: switch(kept, holders[0])) < waits_of(DETECT_S).confirm_s / 2
+    assert held(holders[0]) == [(1, 0)]
+    assert told(kept, "holder_silent") == []
+    assert told(kept, "protected")[-1] == {"step": 0, "why": ""}
+
+
+def switch(kept, holder):
+    kept.keeper.hear([["node1", *holder.address]])
+    kept.keeper.wait(NEVER)
+
+
+def test_a_holder_that_failed_is_used_again_once_it_answers(holders):
+    kept = Kept(holders[:1], every=1)
+    kept.keeper.wait(NEVER)
+    at = kept.keeper.holders[0]
+    kept.keeper._failed[at] = keepers.Failure(time.monotonic(), "timed out")
+    kept.step()
+    kept.keeper.wait(NEVER)
+    assert not kept.keeper.shadows[-1].is_held, "it failed just now"
+    kept.keeper._failed[at] = keepers.Failure(-1e9, "timed out")
+    kept.step()
+    kept.keeper.wait(NEVER)
+    assert kept.keeper.shadows[-1].is_held
+    assert [said["why"] for said in told(kept, "protected")] == [
+        f"127.0.0.1:{at.port}: timed out",
+        "",
+    ]

@@ -24,7 +24,7 @@ from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_
 from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, RowsLost, is_shard
 from workers.peer import as_bytes, watch_host
-from workers.peer_memory.holder import ask, connect, read_rows
+from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.peer_memory.shelf import DamagedCopy, Key
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ HOLDER_S = 2.0
 """How long a holder may be silent before its copies count as lost."""
 ANSWER_S = 0.25
 """The same where its copies are not needed, only good to know of."""
-CHECKED_BYTES_S = 5e8
-"""At least so fast a holder checks what it is asked to send, before the first byte comes."""
 
 
 class Label(NamedTuple):

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from elastic.protocol import wire
-from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
 
 log = logging.getLogger(__name__)
+CHECKED_BYTES_S = 5e8
+"""At least so fast a holder checks a copy, before it answers."""
 _POLL_S = 0.5
 
 
@@ -95,6 +97,10 @@ class HolderServer:
             case "settle":
                 with self._lock:
                     self.shelf.settle(*asked["settled"])
+            case "ping":
+                with self._lock:  # who cannot have it is of no use
+                    generation = self.shelf.generation
+                wire.send(connection, {"type": "pong", "generation": generation})
             case "have":
                 wire.send(connection, self._have())
             case "describe":
@@ -114,14 +120,14 @@ class HolderServer:
         mapped: dict[int, memoryview],
     ) -> None:
         shared, settled = asked.get("shared"), asked["settled"]
-        room = None
+        room: Room = bytearray()
         if shared is None:
             with self._lock:
                 room = self.shelf.room(payload_bytes)
             wire.receive_into(connection, memoryview(room))
         sums, _ = wire.receive(connection)
         try:
-            content = map_shared(shared, mapped) if shared else cast(bytearray, room)
+            content = map_shared(shared, mapped) if shared else room
             copy = Copy(
                 Key(*asked["key"]),
                 asked["origin"],

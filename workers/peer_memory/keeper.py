@@ -9,32 +9,37 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple, Protocol
 
 from elastic.protocol import wire
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from elastic.protocol.seams import WorkerSpec
-from workers.checkpoint.snapshot import Snapshot
-from workers.parallel.shards import Kind, kinds_of, local
-from workers.peer import as_bytes
-from workers.peer_memory.holder import connect
+from elastic.protocol.waits import waits_of
+from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect
+from workers.peer_memory.shadow import Shadow, bytes_of, is_older
 from workers.peer_memory.shared import SharedArena
-from workers.peer_memory.shelf import Key, Slice, crc32
+from workers.peer_memory.shelf import Key
 from workers.replica import Replica
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0
-TRANSFER_S = 5.0
-"""How long a holder may be silent in the middle of a push before another one is tried."""
+COPY_S = 5.0
+"""How long a regroup waits for a copy on the host that is being made."""
 PIECE_BYTES = 8 * 2**20
-RETRY_S = 30.0
-"""A holder that failed is not tried again for so long."""
+RETRY_S = 2.0
+"""A holder that failed is not tried again for so long, and then only if it answers at once."""
+ANSWER_S = 0.25
 _POLL_S = 0.02
+
+
+class Failure(NamedTuple):
+    """What became of the last push to a holder."""
+
+    at: float
+    why: str
 
 
 class Standing(Protocol):
@@ -43,71 +48,6 @@ class Standing(Protocol):
     generation: int
     rank: int
     world_size: int
-
-
-class Shadow:
-    """This rank's shard after `step` steps, on the host once it is copied."""
-
-    def __init__(
-        self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: SharedArena
-    ) -> None:
-        """To be made between steps; origin: the generation that computed the step."""
-        self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
-        self.held_by: HolderAt | None = None
-        self.shared_with: HolderAt | None = None
-        """A holder that reads it where it is."""
-        self.num_jobs = 0
-        """That read it; under the keeper's lock."""
-        self.kinds: list[Kind] = []
-        self.tensors: dict[str, Tensor] = {}
-        self.sums: list[int] = []
-        """A CRC-32 of each, made with the copy."""
-        self._is_copied = threading.Event()
-        self._snapshot = replica.snapshot(self._rows, arena)
-        self.state: dict[str, Any] = self._snapshot.header
-
-    def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self.kinds = kinds_of(tensors)
-        return {name: local(t) for name, t in tensors.items()}
-
-    @property
-    def is_held(self) -> bool:
-        return self.held_by is not None
-
-    def copy(self) -> None:
-        """In the keeper's thread."""
-        snapshot: Snapshot = self._snapshot
-        self.arena.reserve(snapshot.shapes.values())
-        for name in snapshot.shapes:
-            self.tensors[name] = snapshot.take(name)
-        self.sums = self._sums()
-        self._is_copied.set()
-
-    def finish(self, timeout_s: float) -> bool:
-        """Whether it is copied, at latest after `timeout_s`."""
-        self._snapshot.settle()
-        return self._is_copied.wait(timeout_s)
-
-    def _sums(self) -> list[int]:
-        return [crc32(bytes_of(tensor)) for tensor in self.tensors.values()]
-
-    def is_intact(self) -> bool:
-        """Nothing has changed in memory since it was copied."""
-        return self._sums() == self.sums
-
-    def described(self) -> tuple[dict[str, Any], list[Kind]]:
-        """JSON part and tensors of the state."""
-        return self.state, self.kinds
-
-    def slices(self) -> list[Slice]:
-        found: list[Slice] = []
-        for kind in self.kinds:
-            rows = kind.rows(self.mesh, self.key.rank)
-            dtype = str(kind.dtype).removeprefix("torch.")
-            size_bytes = self.tensors[kind.name].nbytes
-            piece = (kind.is_sharded, rows.start, len(rows), size_bytes)
-            found.append(Slice(kind.name, dtype, kind.shape, *piece))
-        return found
 
 
 class Keeper:
@@ -120,7 +60,11 @@ class Keeper:
         """Oldest first: the last one may not be held yet, by it or by others."""
         self.holders: tuple[HolderAt, ...] = ()
         """The best first."""
-        self._failed: dict[HolderAt, float] = {}  # when
+        self._silence_s = waits_of(spec.detect_s).confirm_s
+        """So long a holder may be silent: until then the controller has replaced a frozen one."""
+        self._failed: dict[HolderAt, Failure] = {}
+        self._is_bare = False
+        """The controller has been told that no holder has this rank's newest copy."""
         self._arenas: list[SharedArena] = []
         self._lent: list[Shadow] = []
         """What a holder of this node may still read."""
@@ -226,11 +170,11 @@ class Keeper:
 
     def finished(self) -> list[Shadow]:
         """Those that are whole on the host, the newest first."""
-        return [s for s in reversed(self.shadows) if s.finish(TRANSFER_S)]
+        return [s for s in reversed(self.shadows) if s.finish(COPY_S)]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that
-        says nothing for TRANSFER_S counts as lost. RuntimeError if the copy cannot be made."""
+        is silent for too long counts as lost. RuntimeError if the copy cannot be made."""
         with self._changed:
             while self._num_open and not is_over() and self._error is None:
                 self._changed.wait(_POLL_S)
@@ -247,6 +191,10 @@ class Keeper:
         """Where this rank's copies may go, the best first. A holder that is not among them is
         lost: what it held goes to another."""
         self.holders = tuple(HolderAt(*h) for h in holders)
+        sending = self._sending
+        if sending is not None and self._connected_to not in self.holders:
+            with suppress(OSError):  # it may never answer
+                sending.shutdown(socket.SHUT_RDWR)
         with self._changed:
             newest = self.shadows[-1:]
             if newest and newest[0].held_by not in self.holders:
@@ -269,13 +217,23 @@ class Keeper:
     def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
         if not shadow.tensors:
             shadow.copy()
-        if shadow.held_by is None:
+        if shadow.held_by not in self.holders:
             shadow.held_by = self._push(shadow, settled)
+            self._tell_of(shadow)
         elif settled is not None and self._connected_to == shadow.held_by:
             self._settle(settled)
         if shadow.key.generation == self._generation and self.delays_commits:
             generation, rank, step = shadow.key
             self._send("held", generation=generation, rank=rank, step=step)
+
+    def _tell_of(self, shadow: Shadow) -> None:
+        """Whenever nobody holds it; and when that is over."""
+        if not self._is_wanted(shadow) or (shadow.is_held and not self._is_bare):
+            return
+        failed = [f"{h.host}:{h.port}: {self._failed[h].why}" for h in self._failed]
+        why = "" if shadow.is_held else "; ".join(failed) or "there is no holder"
+        self._is_bare = not shadow.is_held
+        self._send("protected", step=shadow.key.step, why=why)
 
     def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> HolderAt | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
@@ -288,10 +246,11 @@ class Keeper:
             "slices": [s.to_json() for s in shadow.slices()],
             "settled": settled,
         }
+        self._failed = {h: failure for h, failure in self._failed.items() if h in self.holders}
         for holder in self.holders:
             if not self._is_wanted(shadow):
                 return None
-            if time.monotonic() - self._failed.get(holder, -RETRY_S) < RETRY_S:
+            if not self._is_worth_trying(holder):
                 continue
             try:
                 self._send_copy(holder, header, shadow)
@@ -299,10 +258,28 @@ class Keeper:
                 return holder
             except (OSError, ValueError) as error:
                 self._close()
-                if self._is_wanted(shadow):
-                    self._failed[holder] = time.monotonic()
+                if self._is_wanted(shadow) and holder in self.holders:
+                    self._failed[holder] = Failure(time.monotonic(), str(error))
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
+                    if isinstance(error, TimeoutError):
+                        self._send("holder_silent", holder=list(holder))
         return None
+
+    def _is_worth_trying(self, holder: HolderAt) -> bool:
+        """Nobody waits long for a second time for one that is frozen."""
+        failure = self._failed.get(holder)
+        if failure is None:
+            return True
+        if time.monotonic() - failure.at < RETRY_S:
+            return False
+        try:
+            with connect(holder[1:], self._spec.token, ANSWER_S) as connection:
+                ask(connection, {"type": "ping"})
+        except OSError as error:
+            self._failed[holder] = Failure(time.monotonic(), str(error))
+            return False
+        del self._failed[holder]
+        return True
 
     def _is_wanted(self, shadow: Shadow) -> bool:
         return shadow.key.generation in (self._generation, self._carried)
@@ -320,13 +297,13 @@ class Keeper:
             try:
                 self._transfer(self._connection, holder, header, shadow)
                 return
-            except ConnectionError:  # `begin` may have ended what went before
-                if not self._is_wanted(shadow):
+            except ConnectionError:  # `begin` may have ended what went before, as `hear` may
+                if not self._is_wanted(shadow) or holder not in self.holders:
                     raise
         self._close()
         self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
         self._connected_to = holder
-        self._connection.settimeout(TRANSFER_S)
+        self._connection.settimeout(self._silence_s)
         self._transfer(self._connection, holder, header, shadow)
 
     def _transfer(
@@ -351,7 +328,9 @@ class Keeper:
             for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
                 connection.sendall(view[first : first + PIECE_BYTES])
         wire.send(connection, {"type": "sums", "sums": shadow.sums})
+        connection.settimeout(self._silence_s + size_bytes / CHECKED_BYTES_S)
         answer, _ = wire.receive(connection)
+        connection.settimeout(self._silence_s)
         if answer["type"] == "unshared":
             log.warning(
                 'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer["reason"]
@@ -365,12 +344,3 @@ class Keeper:
         if self._connection is not None:
             self._connection.close()
         self._connection = self._connected_to = None
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    return as_bytes(tensor) if tensor.numel() else memoryview(b"")
-
-
-def is_older(shadow: Shadow, settled: tuple[int, int] | None) -> bool:
-    """Whether a holder that has heard `settled` has dropped its copy."""
-    return settled is not None and (shadow.key.generation, shadow.key.step) < settled

@@ -6,6 +6,7 @@ Plain bytes: no torch, no sockets (holder.py), no idea of what a state consists 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +16,10 @@ crc32 = cast(Callable[[memoryview], int], isal_zlib.crc32)  # pyright: ignore[re
 
 NUM_GENERATIONS = 2
 """Snapshots of a rank that are kept: one that is whole everywhere, one that may become so."""
+
+
+Room = bytearray | mmap
+"""Memory of a holder's own."""
 
 
 class DamagedCopy(Exception):
@@ -67,7 +72,7 @@ class Copy:
     state: Any
     """The JSON part of the state."""
     slices: tuple[Slice, ...]
-    content: bytearray | memoryview
+    content: Room | memoryview
     """The slices' rows, one after the other; or memory that the trainer shares."""
     sums: tuple[int, ...] = ()
     """The CRC-32 of each slice."""
@@ -114,18 +119,22 @@ class Shelf:
 
     def __init__(self) -> None:
         self._copies: dict[Key, Copy] = {}
-        self._free: list[bytearray] = []
+        self._free: list[Room] = []
         self.generation = 0
         """The newest that has brought a copy."""
 
-    def room(self, size_bytes: int) -> bytearray:
-        """Memory for a copy to come: used before if there is some, which is already mapped."""
+    def room(self, size_bytes: int) -> Room:
+        """Memory for a copy to come: used before if there is some, which is already mapped. New
+        memory is mapped as it is written: to fill a bytearray holds the GIL, a second per GB, and
+        a holder that is silent for so long is taken for frozen."""
         for i, free in enumerate(self._free):
             if len(free) == size_bytes:
                 return self._free.pop(i)
         if self._free:
             del self._free[0]
-        return bytearray(size_bytes)
+        if not size_bytes:
+            return bytearray()
+        return mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
 
     def put(self, copy: Copy) -> None:
         """Take a copy in that has been checked, or is shared memory. Raises Stale."""
@@ -150,7 +159,7 @@ class Shelf:
         del self._free[:-num_ranks]
 
     def _reuse(self, copy: Copy) -> None:
-        if isinstance(copy.content, bytearray):
+        if not isinstance(copy.content, memoryview):
             self._free.append(copy.content)
 
     def copies(self) -> list[Copy]:

@@ -1,0 +1,119 @@
+"""What the controller does about holders: it notices that one is frozen, and says so."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.on_ray import holders as on_ray
+from elastic.on_ray.holders import Holders, dial, listen
+from elastic.on_ray.protection import Protection
+from elastic.protocol.waits import waits_of
+from tests.workers.frozen import FrozenHolder
+from workers.peer_memory.holder import HolderServer
+
+DETECT_S = 0.5
+
+
+class Told:
+    """A Protection, and what it has put into the journal."""
+
+    def __init__(self):
+        self.notes, self.time = [], 10.0
+        self.protection = Protection(self.notes.append, lambda: self.time)
+
+    def say(self, worker, step, why=""):
+        self.protection.hear(worker, None, {"step": step, "why": why}, b"")
+
+
+def test_a_run_without_copies_says_so_once_and_when_it_is_over():
+    told = Told()
+    told.protection.hear_lost("node0", "why")
+    told.say(3, 7, "h:1: timed out")
+    told.say(4, 7, "h:1: timed out")
+    told.say(3, 8, "h:1: timed out")
+    assert told.protection.reason == (
+        "not protected by peer memory since step 7: no holder has the rows of w3, w4 "
+        "(h:1: timed out); a loss now would cost all steps since the newest checkpoint"
+    )
+    told.time = 11.5
+    told.say(3, 9)
+    assert told.protection.reason
+    told.say(4, 9)
+    assert told.protection.reason == ""
+    assert told.notes == [
+        {"lost_holder": "node0", "reason": "why"},
+        {"step": 7, "worker": "w3", "reason": "h:1: timed out"},
+        {"step": 9, "since_step": 7, "unprotected_s": 1.5},
+    ]
+
+
+def test_only_members_need_copies():
+    told = Told()
+    told.say(3, 7, "there is no holder")
+    told.say(4, 7, "there is no holder")
+    told.protection.form([4, 5], 7)
+    assert "the rows of w4 (" in told.protection.reason
+    told.protection.form([5, 6], 7)
+    assert told.protection.reason == ""
+    assert told.notes[-1] == {"step": 7, "since_step": 7, "unprotected_s": 0.0}
+
+
+async def listened(address, for_s=10.0):
+    reader, writer = await dial(address, "t")
+    try:
+        await asyncio.wait_for(listen(reader, writer, DETECT_S, waits_of(DETECT_S)), for_s)
+    finally:
+        writer.close()
+
+
+def test_a_holder_that_answers_is_listened_to_and_its_death_is_news_at_once():
+    holder = HolderServer("127.0.0.1", "t")
+
+    async def run():
+        listening = asyncio.ensure_future(listened(holder.address))
+        await asyncio.wait({listening}, timeout=3 * DETECT_S)
+        assert not listening.done()
+        holder.close()
+        with pytest.raises((EOFError, OSError)) as told:
+            await listening
+        assert not isinstance(told.value, TimeoutError)
+
+    asyncio.run(run())
+
+
+def test_a_frozen_holder_is_noticed_after_detect_s():
+    frozen = FrozenHolder()
+    with pytest.raises(TimeoutError, match=r"it has not answered for 0\.5 s"):
+        asyncio.run(listened(frozen.at[1:]))
+    frozen.close()
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, monkeypatch):
+    holder, frozen = HolderServer("127.0.0.1", "t"), FrozenHolder()
+    address = frozen.at[1:] if is_frozen else holder.address
+    ended, work = [], []
+    monkeypatch.setattr(on_ray.ray, "get_runtime_context", here("node0"))
+    monkeypatch.setattr(on_ray, "end_process", ended.append)
+    monkeypatch.setattr(on_ray, "end", ended.append)
+
+    async def run():
+        start = lambda coroutine: work.append(asyncio.ensure_future(coroutine))  # noqa: E731
+        holders = Holders("t", DETECT_S, start, {}, None, None)
+        holders._addresses["node0"] = address
+        holders._started["node0"] = on_ray.Started("actor", 123)
+        said = {"holder": ["node0", *address]}
+        for header in (said, said, {"holder": ["node0", "127.0.0.1", 1]}):
+            holders.hear_silent(1, None, header, b"")
+        assert len(work) == 1, "one look at a time, and only at those there are"
+        await asyncio.wait_for(work[0], 10)
+
+    asyncio.run(run())
+    assert ended == ([123, "actor"] if is_frozen else [])
+    holder.close()
+    frozen.close()
+
+
+def here(node):
+    return lambda: SimpleNamespace(get_node_id=lambda: node)
