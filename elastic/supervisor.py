@@ -26,7 +26,7 @@ from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import UNLIMITED_S
+from elastic.protocol.waits import UNLIMITED_S, waits_of
 from elastic.recorder import Recorder
 from elastic.status import result_of, status_of
 from elastic.store.catalogue import Damage

@@ -27,6 +27,9 @@ LOOK_S = 0.25
 """Between two looks at whether the link is answered."""
 DIAL_S = 0.5
 """For a connection to come about, when it is tried again and again."""
+ENDED_S = 1.0
+"""How long Ray has to end this process as it was asked to, before it ends itself: Ray reports an
+exit that comes before its own as an unexpected error, on the driver's console."""
 LAST_WORDS_S = 10.0
 """For a log on its way to a store; a process that has to leave may not take longer."""
 URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
@@ -189,6 +192,7 @@ class ControllerLink:
                 case "save_concluded":
                     self.concluded_saves[header["step"]] = header["is_published"]
                 case "leave":
+                    time.sleep(ENDED_S)
                     self._leave("the controller ended this worker")
                 case kind:
                     if kind in URGENT:

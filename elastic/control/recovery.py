@@ -138,10 +138,10 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
 def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A waiting run lost one of those who hold its state."""
     if ledger.failures > limits.max_failures:
-        why = budget_reason(ledger, NumberSet.of((event.worker,)), event.cause, limits)
+        why = budget_reason(ledger, NumberSet.of((event.worker,)), told(event), limits)
         return finish(ledger, phase, "failed", why)
     reason = (
-        f"{worker_name(event.worker)} lost ({event.cause}) while waiting, "
+        f"{worker_name(event.worker)} lost ({told(event)}) while waiting, "
         f"{len(ledger.holders)} left who hold step {ledger.step}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )

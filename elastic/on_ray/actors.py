@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.on_ray.sentinel import Sentinel
-from elastic.protocol.errors import WorkerFailed
+from elastic.protocol.errors import WorkerFailed, in_words
 from elastic.protocol.seams import WorkerSpec
 
 NAMESPACE = "elastic"
@@ -155,7 +155,7 @@ class WorkerActor:
         try:
             Worker(spec, self._workload, node_id=node_id, **roles).run()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
+            text = in_words(error)
             raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
 
     def is_free(self) -> bool:

@@ -7,7 +7,6 @@ elastic/control's.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
+from elastic.on_ray.saves import Saves
 from elastic.on_ray.slots import Slot, end_process, hear_last_words, is_running, see_off
 from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover
@@ -72,7 +72,7 @@ class RayCluster:
         self.has_formed = False
         self._loading: int | None = None
         self.takeover: Takeover | None = None
-        self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}  # by rank
+        self._saves = Saves(self.host)
         self._inquiry = Inquiry(self)
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(self.host.on_evaluation)
@@ -121,7 +121,7 @@ class RayCluster:
                 for worker in workers:
                     self.retire(worker)
             case c.Publish() | c.Discard():
-                self._conclude_save(command)
+                self._saves.conclude(command)
 
     async def _load(self, worker: int) -> None:
         await self.host.settle()
@@ -143,14 +143,6 @@ class RayCluster:
             self.stores.open(generation + 1)
             self._inquiry.expect_answers(command.membership)
 
-    def _conclude_save(self, command: c.Publish | c.Discard) -> None:
-        save = command.generation, command.step
-        parts = list(self._parts.pop(save, {}).values())
-        if isinstance(command, c.Publish):
-            self.host.on_publish(*save, parts)
-        else:
-            self.host.on_discard(*save)
-
     def _tell_ranks(self, membership: Membership, header: dict[str, Any]) -> None:
         size = {"generation": membership.generation, "world_size": membership.world_size}
         for rank, worker in enumerate(membership.workers):
@@ -164,22 +156,19 @@ class RayCluster:
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
-        cause = "process_died"
         try:
             await cast(Any, record.actor).run.remote(self.host.spec_of(worker))
         except RayTaskError as error:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self._is_node_s_fault(record):
                 self.user_error = self.user_error or failed.pickled
-            why = f"{worker_name(worker)} failed: {failed or first_line(error.cause or error)}"
+            why = str(failed or first_line(error.cause or error))
             loop = asyncio.get_running_loop()  # its own report may still be on its way
             loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
             return
         except RayError as error:  # dead, out of memory, no environment on its node
             log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
-            if record.state == "pending":
-                cause = "start_failed"
-        self.lost(worker, cause, record.why_gone(worker_name(worker), self.log_folder))
+        self.lost(worker, "start_failed" if record.state == "pending" else "process_died")
 
     def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""
@@ -188,8 +177,7 @@ class RayCluster:
             return
         record.has_failed, why = True, record.failure or fallback
         if self._is_node_s_fault(record):
-            log.warning('worker=%s reason="%s"', worker_name(worker), why)
-            self.lost(worker, "start_failed", why)
+            self.lost(worker, "start_failed", " ".join(why.split()))  # a reason is one line
         else:
             self.wrong_input = self.wrong_input or record.wrong_input
             self.say(e.UserFailed(worker, why, self.now()))
@@ -280,6 +268,7 @@ class RayCluster:
         self.links.drop(worker)
         self._fence(record)
         last_seen = last_seen or max(record.last_seen, 0.0)
+        why = why or record.why_gone(worker_name(worker), self.log_folder)
         self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why))
 
     def _on_link_closed(self, worker: int) -> None:
@@ -288,8 +277,7 @@ class RayCluster:
             return
         is_here = record.node_id == ray.get_runtime_context().get_node_id()
         is_gone = is_here and not is_running(record.pid)
-        why = record.why_gone(worker_name(worker), self.log_folder)
-        self.lost(worker, "process_died" if is_gone else "connection_lost", why)
+        self.lost(worker, "process_died" if is_gone else "connection_lost")
 
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)
@@ -387,8 +375,7 @@ class RayCluster:
         self._on_report(worker, record, header, payload)
 
     def _on_part_saved(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        save = header["generation"], header["step"]
-        self._parts.setdefault(save, {})[header["rank"]] = json.loads(payload)  # may be repeated
+        self._saves.hear(header, payload)
         self._on_report(worker, record, header, payload)
 
     def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:

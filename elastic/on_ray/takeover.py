@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from elastic.control.adoption import at_work, have_all, with_state
 from elastic.control.events import Adopted
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 QUIET_S = 0.3
 """How long nobody else introduces himself before a whole generation at work is enough."""
+RETRY_S = 0.5
+"""Between two calls of an actor that Ray cannot reach."""
 SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting": "pending"}
 """A worker's state in status.json, by the kind of its standing."""
 
@@ -98,8 +100,8 @@ class Takeover:
         What it raised, if it did, its own report tells.
         """
         try:
-            await cast(Any, slot.actor).is_free.remote()  # waits behind `run`
-            self._cluster.user_failed(worker, f"{worker_name(worker)} failed: see its log")
+            await has_returned(slot.actor)
+            self._cluster.user_failed(worker, "failed: see its log")
         except RayError:
             self._cluster.lost(worker, "process_died")
 
@@ -141,7 +143,7 @@ class Takeover:
     async def _drop_dead(self, worker: int) -> None:
         """A candidate that Ray knows, or learns, to be dead says nothing."""
         try:
-            await cast(Any, self._candidates[worker]).is_free.remote()  # waits behind `run`
+            await has_returned(self._candidates[worker])
         except RayError:
             self._candidates.pop(worker, None)
             self._has_news.set()
@@ -165,3 +167,14 @@ class Takeover:
         if since is not None and now - since > patience_s:
             for worker in sorted(missed - self._watches.keys()):
                 yield worker, f"not a word for {now - since:.1f} s, others are heard"
+
+
+async def has_returned(actor: ActorHandle[Any]) -> None:
+    """From `run`, which somebody else has called. Raises RayError if it is dead; that it cannot be
+    reached, as with a cut link, does not say so."""
+    while True:
+        try:
+            await cast(Any, actor).is_free.remote()  # waits behind `run`
+            return
+        except ActorUnavailableError:
+            await asyncio.sleep(RETRY_S)

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from elastic.control.state import Ledger, Running
 from elastic.control.suspicion import Heartbeat
@@ -19,14 +19,16 @@ SHARDED = replace(LIMITS, is_sharded=True, has_copies=True)
 
 
 class Actor:
-    """A worker's actor as Ray shows it: alive, and busy with its run, or dead."""
+    """A worker's actor as Ray shows it: alive, and busy with its run, or dead, or out of reach."""
 
-    def __init__(self, *, is_dead: bool = False):
-        self.is_free, self.is_dead = self, is_dead
+    def __init__(self, *, is_dead: bool = False, is_out_of_reach: bool = False):
+        self.is_free, self.is_dead, self.is_out_of_reach = self, is_dead, is_out_of_reach
 
     async def remote(self):
         if self.is_dead:
             raise RayActorError
+        if self.is_out_of_reach:
+            raise ActorUnavailableError("Socket closed", None)
         await asyncio.Event().wait()
 
 
@@ -81,6 +83,12 @@ def test_a_member_that_ray_knows_to_be_dead_is_not():
     found, ended, seconds = take_over({0: Actor(), 1: Actor(is_dead=True), 2: pending}, (0.01, 0))
     assert (found, ended) == ([0], [pending])
     assert seconds < 2
+
+
+def test_a_member_that_ray_cannot_reach_is_not_dead():
+    actors = {0: Actor(), 1: Actor(is_out_of_reach=True)}
+    found, ended, _ = take_over(actors, (0.1, 0), (0.3, 1))
+    assert (found, ended) == ([0, 1], [])
 
 
 def test_a_member_whose_pulse_says_that_it_is_stopped_is_given_up():
