@@ -17,6 +17,8 @@ def test_the_waits_of_the_default():
         join_s=30.0,
         silence_s=3.0,
         lease_s=30.0,
+        rendezvous_s=6.0,
+        controller_s=15.0,
         end_s=300.0,
         operation_s=300.0,
     )
