@@ -73,24 +73,25 @@ def test_the_lowest_rank_says_the_last_result_again_with_every_generation(rig):
 class Quiet(Worker):
     """Without the process around it."""
 
-    def _start_pulse(self, controller):
-        return controller
-
     def _address(self) -> dict:
         return {}
 
 
 class Silent:
-    """A saver, a notice that have nothing to repeat."""
+    """A saver, a notice that have nothing to repeat, and a pulse."""
 
     def repeat(self) -> None:
         pass
+
+    def start(self, controller):
+        return controller
 
 
 def test_the_lowest_rank_says_the_last_result_again_to_a_new_controller(rig):
     assert evaluate(rig, 5.0) == 5.0
     worker = object.__new__(Quiet)
-    worker._member, worker._saver, worker._notice = rig.member, Silent(), Silent()
+    worker._member, worker._saver = rig.member, Silent()
+    worker._notice, worker._pulse = Silent(), Silent()
     for rank in (0, 1):
         rig.member.rank = rank
         worker._introduce(("127.0.0.1", 1))

@@ -16,7 +16,7 @@ from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
 
 NEVER = lambda: False  # noqa: E731
-DETECT_S = 1.0
+DETECT_S = 3.0
 
 
 class Kept:
