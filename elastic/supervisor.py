@@ -111,15 +111,15 @@ class Supervisor:
         end_now = functools.partial(self.cluster.cancel, "stopped")
         note = functools.partial(self.recorder.note, "data")
         self.actor.listen(stop=self.cluster.request_stop, end_now=end_now, note=note)
+        waits = waits_of(self.config.detect_s)
+        self._pings = self.cluster.in_background(
+            self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
+        )
         taken_over = await self._take_over() if self.actor.has_predecessor else None
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         drains = self.cluster.in_background(watch_drains(self.cluster))
-        waits = waits_of(self.config.detect_s)
-        self._pings = self.cluster.in_background(
-            self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
-        )
         try:
             finished = await controller.control(
                 self.cluster, self.limits, self._record, self._now(), taken_over

@@ -79,8 +79,12 @@ class ControllerLink:
         self._outbox = Outbox()
         self._session, self._address = "", address
         self._num_heard, self._heard_at = 0, time.monotonic()
-        self._second: socket.socket | None = None
-        """On which the controller will take this link up."""
+        self._seconds: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        """On which the controller will take this link up; None: nobody there knows it."""
+        self._is_leaving, self._left_at = False, 0.0
+        """The reading thread is to leave its connection for one of them."""
+        self._trying: socket.socket | None = None
+        """The one that it tries."""
         self._num_sent = 0  # bytes of the first of them, on this connection
         self._is_full = threading.Event()
         self._connection: socket.socket | None = None
@@ -148,6 +152,10 @@ class ControllerLink:
         with self._lock:
             self._session, self._address = session, address
             self._num_heard, self._heard_at = 0, time.monotonic()
+            self._is_leaving, self._trying = False, None
+            while not self._seconds.empty():
+                if (second := self._seconds.get()) is not None:
+                    second.close()
             self._outbox.begin(*map(wire.pack, first))
             self._go_on_over(connection)
 
@@ -171,7 +179,7 @@ class ControllerLink:
                 pass
             if not self._take_up(connection):
                 with self._lock:
-                    self._connection = None
+                    self._connection, self._is_leaving = None, False
                 self._find_another()
 
     def _listen(self, connection: socket.socket) -> None:
@@ -200,57 +208,80 @@ class ControllerLink:
                     self.commands.put((header, bytes(payload)))
 
     def _take_up(self, former: socket.socket | None) -> bool:
-        """Go on over the second connection, if there is one."""
-        with self._lock:
-            second, self._second = self._second, None
-        if second is None:
-            return False
+        """Go on over a second connection, if the first was left for one; if that breaks, too, over
+        the next. None is closed before the controller has left it: it would take its end for ours.
+        False if nobody there knows us."""
+        left = [former] if former is not None else []
+        while self._is_leaving and (second := self._next_second()) is not None:
+            try:
+                second.settimeout(self._lease_s)
+                wire.send(second, {"type": "resume", "num_heard": self._num_heard})
+                resumed, _ = wire.receive(second)
+            except OSError:
+                left.append(second)
+                continue
+            with self._lock:
+                if self._trying is not second:  # it has just been left
+                    left.append(second)
+                    continue
+                self._is_leaving, self._trying = False, None
+                self._heard_at = time.monotonic()
+                self._outbox.take_up(resumed["num_heard"])
+                self._go_on_over(second)
+            for connection in left:
+                connection.close()
+            return True
+        for connection in left:
+            connection.close()
+        return False
+
+    def _next_second(self) -> socket.socket | None:
         try:
-            wire.send(second, {"type": "resume", "num_heard": self._num_heard})
-            resumed, _ = wire.receive(second)
-        except OSError:
-            second.close()
-            return False
-        second.settimeout(self._lease_s)
+            second = self._seconds.get(timeout=self._lease_s)
+        except queue.Empty:
+            self._leave("no word from the controller within the lease")
         with self._lock:
-            self._heard_at = time.monotonic()
-            self._outbox.take_up(resumed["num_heard"])
-            self._go_on_over(second)
-        if former is not None:
-            former.close()
-        return True
+            self._trying = second
+        return second
 
     def _redial(self) -> None:
         unanswered = Unanswered()
         while True:
             time.sleep(min(LOOK_S, self._silence_s / 4))
-            connection, session = self._connection, self._session
-            if connection is None or self._second is not None:
+            connection, session, now = self._connection, self._session, time.monotonic()
+            if connection is None and not self._is_leaving:
                 continue
             try:
-                silent_s = unanswered.look(connection, time.monotonic())
-                silent_s = max(silent_s, time.monotonic() - self._heard_at)
-                second = self._dialled(session) if silent_s > self._silence_s else None
+                silent_s = now - max(self._heard_at, self._left_at)
+                if connection is not None and not self._is_leaving:
+                    silent_s = max(silent_s, unanswered.look(connection, now))
+                if silent_s <= self._silence_s:
+                    continue
+                second = self._dialled(session)
             except (wire.ConnectionClosed, ConnectionRefusedError):
                 second = None  # nobody there knows us, so nobody is at the first one's end
             except OSError:
                 continue  # out of reach, slow, or just being replaced
-            if second is not None or silent_s > self._silence_s:
-                self._hand_over(connection, session, second)
+            self._hand_over(connection, session, second)
 
     def _hand_over(
-        self, connection: socket.socket, session: str, second: socket.socket | None
+        self,
+        connection: socket.socket | None,
+        session: str,
+        second: socket.socket | None,
     ) -> None:
         """Have the reading thread leave the connection for the second one, if any."""
         with self._lock:
             is_late = self._session != session or self._connection is not connection
             if not is_late:
-                self._second = second
+                self._is_leaving, self._left_at = True, time.monotonic()
+                leaves, self._trying = self._trying or connection, None
+                self._seconds.put(second)
         if is_late and second is not None:
             second.close()
-        elif not is_late:
+        elif not is_late and leaves is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # which tells the other end nothing
+                leaves.shutdown(socket.SHUT_RD)  # which tells the other end nothing
 
     def _dialled(self, session: str) -> socket.socket:
         """A second connection to a controller that knows this link. Raises OSError."""

@@ -62,8 +62,8 @@ def lobby(ledger: Ledger) -> NumberSet:
 
 
 def commit(ledger: Ledger, step: int) -> Ledger:
-    failures = ledger.failures if step <= ledger.failed_at else 0
-    return replace(ledger, step=step, failures=failures, in_vain=0)
+    falls = ledger.falls if step <= ledger.fallen_from else 0
+    return replace(ledger, step=step, failures=0, in_vain=0, falls=falls)
 
 
 def is_in_lobby(ledger: Ledger, worker: int) -> bool:
@@ -135,8 +135,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     Survivors heal first: a process that starts would take their cores until the next commit.
     """
     ledger, phase = decision.ledger, decision.phase
-    is_healing = ledger.failures > 0 and ledger.step >= ledger.failed_at
-    is_healing = is_healing and not isinstance(phase, Waiting)
+    is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
     alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)

@@ -47,15 +47,8 @@ MAX_IN_VAIN = 8
 # --- losses -------------------------------------------------------------------
 def count_losses(ledger: Ledger, lost: NumberSet) -> Ledger:
     """Against the budget; whoever went after a notice does not count."""
-    ledger = count_failures(ledger, len(lost - ledger.leaving))
-    return replace(ledger, leaving=ledger.leaving - lost)
-
-
-def count_failures(ledger: Ledger, count: int = 1) -> Ledger:
-    if not count:
-        return ledger
-    failed_at = max(ledger.step, ledger.failed_at) if ledger.failures else ledger.step
-    return replace(ledger, failures=ledger.failures + count, failed_at=failed_at)
+    failures = ledger.failures + len(lost - ledger.leaving)
+    return replace(ledger, failures=failures, leaving=ledger.leaving - lost)
 
 
 def lose_member(
@@ -156,7 +149,7 @@ def spend_budget(ledger: Ledger, phase: Suspending, cause: str, limits: Limits) 
 def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -> str:
     who = f"{names(lost)} lost ({cause})" if lost else cause
     return (
-        f"{who}: {ledger.failures} failures since step {ledger.failed_at} was committed, "
+        f"{who}: {ledger.failures} failures since step {ledger.step} was committed, "
         f"max_failures is {limits.max_failures}"
     )
 
@@ -186,7 +179,7 @@ def give_up_stalled(
     ledger: Ledger, phase: Forming | Running | Pausing, why: str, limits: Limits
 ) -> Decision:
     """The same members try again, as often as workers may be lost without a committed step."""
-    ledger = count_failures(ledger)
+    ledger = replace(ledger, failures=ledger.failures + 1)
     suspending = Suspending(phase.membership, NOBODY, None, why)
     if ledger.failures > limits.max_failures:
         return spend_budget(ledger, suspending, why, limits)
@@ -230,7 +223,7 @@ def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Deci
     that broke between the living is made again; any other error surfaces."""
     silent = NumberSet.of(range(phase.membership.world_size)) - answered(phase)
     if not silent and any(words in phase.complaint for words in OF_THE_NETWORK):
-        ledger = count_failures(ledger)
+        ledger = replace(ledger, failures=ledger.failures + 1)
         if ledger.failures > limits.max_failures:
             return spend_budget(ledger, phase, phase.complaint, limits)
         reason = f"no worker is lost, the same ones try again after: {phase.complaint}"
@@ -331,7 +324,7 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
         if not phase.was_forming:
             return decision  # the loss may still be reported
         if not phase.stale and not phase.behind:  # no newcomer without state explains it either
-            ledger = count_failures(ledger)
+            ledger = replace(ledger, failures=ledger.failures + 1)
             if ledger.failures > limits.max_failures:
                 return spend_budget(ledger, phase, phase.complaint, limits)
     next_ = regroup_answered(ledger, phase, at, limits)

@@ -55,11 +55,11 @@ class Ledger:
     generation: int = 0
     step: int = 0
     """Committed steps."""
-    failures: int = 0
-    """Members lost since the last step that was committed for the first time."""
-    failed_at: int = -1
-    """The furthest step at which one of `failures` happened. Who goes back to a checkpoint and does
-    steps again makes no progress: what has crashed may crash there each time."""
+    failures: int = 0  # members lost since the last committed step
+    falls: int = 0
+    """So often the run has gone back to a checkpoint since it had come furthest, to `fallen_from`:
+    what crashes everybody in the same step would do so for ever."""
+    fallen_from: int = -1
     in_vain: int = 0
     """Generations since the last committed step whose members could not get its state."""
     stillborn: int = 0  # workers in a row that died before they joined a generation

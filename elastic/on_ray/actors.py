@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from threading import Thread, get_native_id
+from threading import Lock, Thread, get_native_id
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -169,14 +169,16 @@ class RendezvousActor:
     def __init__(self) -> None:
         from workers.rendezvous import Rendezvous
 
-        self._rendezvous = Rendezvous(this_host())
+        self._rendezvous, self._lock = Rendezvous(this_host()), Lock()
         self._sentinel: Sentinel | None = None
 
     def open(self, generation: int) -> tuple[str, int]:
-        return self._rendezvous.open(generation)
+        with self._lock:
+            return self._rendezvous.open(generation)
 
     def forget(self) -> None:
-        self._rendezvous.forget()
+        with self._lock:
+            self._rendezvous.forget()
 
     def ping(self, pid: int, patience_s: float) -> int:
         """From the controller, whose process is on this node; answers with this process's."""
@@ -223,6 +225,7 @@ def start_rendezvous(run_id: str) -> ActorHandle[Any]:
         "num_cpus": 0,
         "max_restarts": -1,
         "max_task_retries": -1,
+        "max_concurrency": 2,  # a ping does not wait for a store
     }
     return cast(Any, ray.remote(RendezvousActor).options(**options).remote())
 

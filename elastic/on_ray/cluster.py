@@ -78,7 +78,7 @@ class RayCluster:
         self.evaluations = Evaluations(self.host.on_evaluation)
         self.protection = Protection(self.host.on_unprotected, self.now)
         seams = self.in_background, self.workers, self.links, self.protection.hear_lost
-        self.holders = Holders(self.token, self.detect_s, *seams)
+        self.holders = Holders(self.token, self.detect_s, *seams, self.now)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "reached": self._inquiry.hear,

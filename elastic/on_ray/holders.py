@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -31,8 +31,10 @@ RETRY_S = 0.5
 """After one that did not start."""
 CONNECT_S = 2.0
 """For a holder to be reached; and how long a generation waits for one that starts."""
-START_S = 30.0
+START_S = 60.0
 """For its process to start, on a node that is busy."""
+PLACE_S = 10.0
+"""The same for one that has started already."""
 
 Background = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -56,6 +58,9 @@ class HolderActor:
         end(ray.get_runtime_context().current_actor)
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class Started(NamedTuple):
     """A holder as the controller knows it."""
 
@@ -75,12 +80,14 @@ class Holders:
         slots: Mapping[int, Slot],
         links: LinkServer,
         on_lost: Callable[[str, str], None],
+        now: Callable[[], float],
     ) -> None:
-        """slots, links: the cluster's, of every live worker. on_lost: hears node and reason."""
+        """slots, links: the cluster's, of every live worker. on_lost: hears node and reason. now:
+        the clock of the slots' heartbeats."""
         self._token, self._run_id = token, ""
         self._detect_s, self._waits = detect_s, waits_of(detect_s)
         self._in_background, self._slots, self._links = in_background, slots, links
-        self._on_lost = on_lost
+        self._on_lost, self._now = on_lost, now
         self._started: dict[str, Started] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
@@ -114,7 +121,7 @@ class Holders:
         name, start_s = f"{self._run_id}-holder-{node[:12]}", START_S
         with suppress(ValueError):
             ray.get_actor(name, namespace=NAMESPACE)
-            start_s = self._waits.confirm_s  # it has started, for a controller before this one
+            start_s = max(PLACE_S, self._waits.confirm_s)  # for a controller before this one
         options: dict[str, Any] = {
             "label_selector": {"ray.io/node-id": node},
             "name": name,
@@ -165,12 +172,39 @@ class Holders:
         host, port, pid = await asyncio.wait_for(actor.place.remote(), start_s)
         self._started[node] = Started(actor, pid)
         reader, writer = await dial((host, port), self._token)
-        with closing(writer):  # as long as there is a connection, a holder keeps what it has
+        try:  # as long as there is a connection, a holder keeps what it has
             self._addresses[node] = (host, port)
             self._news.set()
             self._tell_all()
             actor.run.remote()
-            await listen(reader, writer, self._detect_s, self._waits)
+            while True:
+                with suppress(TimeoutError):
+                    await listen(reader, writer, self._detect_s, self._waits)
+                former, (reader, writer) = writer, await self._look_again(node, (host, port))
+                former.close()
+        finally:
+            writer.close()
+
+    async def _look_again(self, node: str, address: tuple[str, int]) -> Connection:
+        """It has not answered. Where its node's workers are not heard either, our own link may be
+        cut, and suspicion.py tells whether they are lost; else it answers over a new connection,
+        or raises what tells that it is frozen."""
+        while not self._is_heard(node):
+            if all(slot.node_id != node for slot in self._slots.values()):
+                raise TimeoutError("its node is gone")
+            await asyncio.sleep(self._waits.heartbeat_s)
+        reader, writer = await dial(address, self._token)
+        try:
+            await ping(reader, writer, self._waits.inquiry_s, 0.0)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    def _is_heard(self, node: str) -> bool:
+        watches = (slot.watch for slot in self._slots.values() if slot.node_id == node)
+        newest = max((w.heard_at for w in watches if w is not None), default=0.0)
+        return self._now() - newest < 2 * self._waits.heartbeat_s + self._waits.late_s
 
     def _fence(self, node: str) -> None:
         """A holder that counts as lost keeps nothing any more, even if it is only frozen."""
@@ -191,9 +225,8 @@ class Holders:
 
     async def _examine(self, node: str, address: tuple[str, int]) -> None:
         try:
-            reader, writer = await dial(address, self._token)
-            with closing(writer):
-                await ping(reader, writer, self._detect_s, self._waits.late_s)
+            _, writer = await self._look_again(node, address)
+            writer.close()
         except (OSError, EOFError, ValueError) as error:
             if self._addresses.get(node) == address:
                 log.warning('holder on node=%s reason="%s"', node[:12], first_line(error))
@@ -208,9 +241,7 @@ class Holders:
             self._fence(node)
 
 
-async def dial(
-    address: tuple[str, int], token: str
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def dial(address: tuple[str, int], token: str) -> Connection:
     """A connection to a holder. Raises OSError."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), CONNECT_S)
     writer.write(wire.pack({"type": "hello", "token": token}))

@@ -57,7 +57,9 @@ class Stores:
                 if pid and not was_frozen_itself:
                     log.warning('rendezvous="silent for %g s, killed"', silent_s)
                     end_process(pid)
+                    self._opening.clear()  # what it had opened is gone with it
                     pid = 0
-            except RayError:
-                pid = 0  # it died, and is being started
+            except RayError:  # it died, and is being started
+                self._opening.clear()  # what it had opened is gone with it
+                pid = 0
             await asyncio.sleep(PING_S)

@@ -61,8 +61,8 @@ def waits_of(detect_s: float | None) -> Waits:
             join_s=600.0,
             silence_s=10.0,
             lease_s=600.0,
-            rendezvous_s=30.0,
-            controller_s=300.0,
+            rendezvous_s=UNLIMITED_S,
+            controller_s=UNLIMITED_S,
             end_s=UNLIMITED_S,
             operation_s=UNLIMITED_S,
         )

@@ -100,7 +100,8 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
 
     async def run():
         start = lambda coroutine: work.append(asyncio.ensure_future(coroutine))  # noqa: E731
-        holders = Holders("t", DETECT_S, start, {}, None, None)
+        heard = {1: SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=99.9))}
+        holders = Holders("t", DETECT_S, start, heard, None, None, lambda: 100.0)
         holders._addresses["node0"] = address
         holders._started["node0"] = on_ray.Started("actor", 123)
         said = {"holder": ["node0", *address]}
@@ -112,6 +113,30 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
     asyncio.run(run())
     assert ended == ([123, "actor"] if is_frozen else [])
     holder.close()
+    frozen.close()
+
+
+def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkeypatch):
+    """The controller's own link may be cut: whoever is on that node cannot be reached now."""
+    frozen = FrozenHolder()
+    slot = SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=0.0))
+    slots = {1: slot}
+    holders = Holders("t", DETECT_S, None, slots, None, None, lambda: 100.0)
+
+    async def run():
+        looking = asyncio.ensure_future(holders._look_again("node0", frozen.at[1:]))
+        done, _ = await asyncio.wait({looking}, timeout=1.0)
+        assert not done
+        slot.watch.heard_at = 100.0
+        with pytest.raises(TimeoutError, match="it has not answered"):
+            await asyncio.wait_for(looking, 10)
+        slot.watch.heard_at = 0.0
+        looking = asyncio.ensure_future(holders._look_again("node0", frozen.at[1:]))
+        slots.clear()
+        with pytest.raises(TimeoutError, match="its node is gone"):
+            await asyncio.wait_for(looking, 10)
+
+    asyncio.run(run())
     frozen.close()
 
 

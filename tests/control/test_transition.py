@@ -141,7 +141,7 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Form(two, 40)]
     assert phase == Forming(two, 39.0)
-    assert ledger == Ledger(8, 40, failures=1, failed_at=40, next_worker=3)
+    assert ledger == Ledger(8, 40, failures=1, next_worker=3)
     healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
     ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
     assert commands == [Spawn((3,))], "not before the survivors have committed a step"
@@ -283,7 +283,7 @@ def test_below_min_the_survivors_wait_and_keep_the_state():
     assert phase == Waiting("1 of at least 2 workers left, step 40")
     assert commands == [Abort(ABC), Spawn((3, 4))]
     spawned, holders = some(3, 4), some(1)
-    assert ledger == Ledger(7, 40, 2, 40, next_worker=5, spawned=spawned, holders=holders)
+    assert ledger == Ledger(7, 40, 2, next_worker=5, spawned=spawned, holders=holders)
     _, phase, commands = play(ledger, phase, WorkerReady(4, 10.0), Synced(4, 11.0))
     assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
 
@@ -367,13 +367,13 @@ def test_a_committed_step_renews_the_budget_but_a_repeated_one_does_not():
     assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
 
 
-def test_steps_that_are_done_again_do_not_renew_the_budget():
-    """What crashes everybody in the same step would go back to the same checkpoint for ever."""
+def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():
+    """All go back to the same checkpoint, and commit steps that were committed before."""
     limits = replace(LIMITS, min_workers=1, max_workers=1)
     ledger, phase, at = replace(LEDGER, next_worker=1), Running(Membership(7, (0,))), 10.0
     for attempt in range(3):
         worker, generation = attempt + 1, 8 + attempt
-        ledger, phase, commands = play(
+        ledger, phase, _ = play(
             ledger,
             phase,
             lost(attempt, at),
@@ -382,12 +382,17 @@ def test_steps_that_are_done_again_do_not_renew_the_budget():
             limits=limits,
         )
         if attempt < limits.max_failures:
-            assert Spawn((worker,)) in commands, "nobody is left to heal first"
-            assert (ledger.step, ledger.failures) == (40, attempt + 1)
+            assert (ledger.step, ledger.failures, ledger.falls) == (40, 0, attempt + 1)
     assert isinstance(phase, Finished)
-    assert "3 failures since step 40 was committed" in phase.reason
-    ledger = replace(LEDGER, failures=2, failed_at=40)
-    assert play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))[0].failures == 0
+    assert phase.reason.startswith("for the 3th time since step 40 was committed nobody is left")
+
+
+def test_a_loss_while_steps_are_done_again_is_one_loss():
+    ledger = replace(LEDGER, falls=2, fallen_from=100, failures=2)
+    ledger, *_ = play(ledger, Running(ABC), Committed(7, 41, 0.1, 1.0))
+    assert (ledger.failures, ledger.falls) == (0, 2)
+    ledger, *_ = play(ledger, Running(ABC), Committed(7, 101, 0.1, 1.0))
+    assert ledger.falls == 0
 
 
 def test_workers_that_die_before_they_take_part_are_replaced_ever_more_slowly():

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
 from workers.link import ControllerLink
@@ -156,6 +157,48 @@ def test_a_controller_that_is_slow_loses_nobody_and_hears_everything_once(ends):
     until(lambda: relay.num_dialled > num_dialled)  # no word ever comes here
     link.send("committed", step=4)
     until(lambda: heard(controller) == [0, 1, 2, 3, 4])
+    assert controller.closed == []
+
+
+def test_a_controller_that_is_slow_again_while_a_link_is_taken_up_loses_nobody(ends):
+    """It has said that it knows the link, and says nothing more for a while."""
+    controller, _, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    resting, original = [threading.Event() for _ in range(2)], controller.links._resumed
+
+    async def resumed(*connection):
+        rest = resting.pop() if resting else None
+        if rest is not None:
+            controller.loop.call_later(0.01, rest.wait, 3 * SILENCE_S)  # after "known"
+        return await original(*connection)
+
+    controller.links._resumed = resumed
+    until(lambda: not resting)
+    link.send("committed", step=1)
+    until(lambda: heard(controller) == [0, 1])
+    assert controller.closed == []
+
+
+def test_a_reader_that_is_kept_up_while_a_link_is_taken_up_loses_nobody(ends, monkeypatch):
+    """The controller gives the second connection up, and a third is taken."""
+    monkeypatch.setattr(links, "HELLO_S", 0.2)
+    controller, _, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    original, kept_up = link._next_second, []
+
+    def next_second():
+        second = original()
+        if not kept_up:
+            kept_up.append(True)
+            time.sleep(1.0)  # the fault
+        return second
+
+    link._next_second = next_second
+    until(lambda: bool(kept_up))
+    link.send("committed", step=1)
+    until(lambda: heard(controller) == [0, 1])
     assert controller.closed == []
 
 

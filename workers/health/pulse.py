@@ -34,6 +34,7 @@ PR_SET_PDEATHSIG = 1
 STOPPED = "T"
 TRIES = 5
 """To dial, in the time between two heartbeats, while nobody listens."""
+DIAL_S = 0.5
 PATIENCE = 10
 """Heartbeats; so long the other end may take nothing."""
 
@@ -155,7 +156,7 @@ class Line:
 
     def _dialled(self) -> socket.socket:
         """Raises OSError."""
-        connection = socket.create_connection(self._controller, timeout=self._interval_s)
+        connection = socket.create_connection(self._controller, timeout=DIAL_S)
         connection.settimeout(PATIENCE * self._interval_s)
         wire.send(connection, self._hello)
         return connection

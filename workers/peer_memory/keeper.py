@@ -26,6 +26,8 @@ from workers.replica import Replica
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0
+MIN_SILENCE_S = 5.0
+"""For a piece of a copy over a slow network."""
 COPY_S = 5.0
 """How long a regroup waits for a copy on the host that is being made."""
 PIECE_BYTES = 8 * 2**20
@@ -60,7 +62,7 @@ class Keeper:
         """Oldest first: the last one may not be held yet, by it or by others."""
         self.holders: tuple[HolderAt, ...] = ()
         """The best first."""
-        self._silence_s = waits_of(spec.detect_s).confirm_s
+        self._silence_s = max(MIN_SILENCE_S, waits_of(spec.detect_s).confirm_s)
         """So long a holder may be silent: until then the controller has replaced a frozen one."""
         self._failed: dict[HolderAt, Failure] = {}
         self._is_bare = False
