@@ -108,7 +108,8 @@ class RunConfig:
     detect_s: float | None = 3.0
     """Silence in seconds after which a worker counts as hung; default 3.0. None: never."""
     max_failures: int = 8
-    """Workers that may be lost since the last committed step; default 8."""
+    """Workers that may be lost since the last committed step, or falls back to a checkpoint without
+    getting further; default 8."""
     device: str = "auto"
     """"cuda": one GPU per worker, "cpu", or "auto": GPUs where there are any. Default "auto"."""
     cpus_per_worker: int = 1
