@@ -52,7 +52,7 @@ def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
 
 def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> Decision:
     if not ledger.holders:
-        return load(ledger, phase, limits)
+        return load(ledger, phase)
     num_holders = len(ledger.holders - ledger.leaving)
     is_enough = num_usable(ledger, tuple(ledger.holders)) >= limits.min_workers
     if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
@@ -68,7 +68,7 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
     return sync(ledger, phase, sources, num_holders, at, limits)
 
 
-def load(ledger: Ledger, phase: Waiting, limits: Limits) -> Decision:
+def load(ledger: Ledger, phase: Waiting) -> Decision:
     """Nobody holds the state: the run starts, or its last tier of recovery does.
 
     Who followed the lost holders has a newer state than the newest checkpoint.
@@ -76,16 +76,6 @@ def load(ledger: Ledger, phase: Waiting, limits: Limits) -> Decision:
     followers = ledger.synced | ledger.outdated
     if ledger.loading or not (followers or ledger.ready):
         return Decision(ledger, phase)
-    if ledger.generation:
-        fallen_from = max(ledger.step, ledger.fallen_from) if ledger.falls else ledger.step
-        ledger = replace(ledger, falls=ledger.falls + 1, fallen_from=fallen_from)
-    if ledger.falls > limits.max_failures:
-        why = (
-            f"for the {ledger.falls}th time since step {ledger.fallen_from} was committed nobody "
-            f"is left who holds the state, max_failures is {limits.max_failures}: if the same step "
-            "ends all workers each time, their logs tell why"
-        )
-        return finish(ledger, phase, "failed", why)
     candidates = followers or ledger.ready
     (worker,) = first(candidates - ledger.leaving or candidates, 1)
     ledger = move(ledger, worker)

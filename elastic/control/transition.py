@@ -266,6 +266,16 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
 
 def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> Decision:
     """The first holder. Whoever copied from a former one copies again from it."""
+    if event.step < ledger.step and ledger.failures:  # drains alone never count
+        fallen_from = max(ledger.step, ledger.fallen_from) if ledger.falls else ledger.step
+        ledger = replace(ledger, falls=ledger.falls + 1, fallen_from=fallen_from)
+    if ledger.falls > limits.max_failures:
+        why = (
+            f"{ledger.falls} times since step {ledger.fallen_from} was committed nobody was left "
+            f"who held the state, now back to step {event.step}; max_failures is "
+            f"{limits.max_failures}; if the same step ends all workers, their logs tell why"
+        )
+        return finish(ledger, phase, "failed", why)
     holders = NumberSet.of((event.worker,))
     others = ledger.ready | ledger.syncing | ledger.synced
     ledger = replace(

@@ -384,7 +384,7 @@ def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():
         if attempt < limits.max_failures:
             assert (ledger.step, ledger.failures, ledger.falls) == (40, 0, attempt + 1)
     assert isinstance(phase, Finished)
-    assert phase.reason.startswith("for the 3th time since step 40 was committed nobody is left")
+    assert phase.reason.startswith("3 times since step 40 was committed nobody was left")
 
 
 def test_a_loss_while_steps_are_done_again_is_one_loss():
