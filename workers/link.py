@@ -62,7 +62,7 @@ class ControllerLink:
         on_command: Callable[[dict[str, Any]], None],
         on_found: Callable[[Address], dict[str, Any]],
     ) -> None:
-        """find: asks for the controller's present address, which may take a second.
+        """find: asks for the controller's address; it waits for Ray's head, if that is away.
         on_found: called with the address of a new controller; gives what to introduce us with."""
         self.commands: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
         self.recorded_step = 0
@@ -298,19 +298,23 @@ class ControllerLink:
         return second
 
     def _find_another(self) -> None:
-        deadline = time.monotonic() + self._lease_s
-        while time.monotonic() < deadline:
-            address = self._find()
-            if address is not None:
-                try:
-                    self.num_controllers += 1
-                    self._went_back = 0
-                    self._connect(address, self._on_found(address))
-                    return
-                except OSError:
-                    self.num_controllers -= 1
+        why = "no controller within the lease"
+        end = threading.Timer(self._lease_s, self._leave, (why,))  # to ask may take minutes
+        end.daemon = True
+        end.start()
+        while (address := self._find()) is None or not self._reaches(address):
             time.sleep(RETRY_S)
-        self._leave("no controller within the lease")
+        end.cancel()
+
+    def _reaches(self, address: Address) -> bool:
+        try:
+            self.num_controllers += 1
+            self._went_back = 0
+            self._connect(address, self._on_found(address))
+            return True
+        except OSError:
+            self.num_controllers -= 1
+            return False
 
     def _leave(self, reason: str) -> None:
         leave(EXIT_WITHOUT_CONTROLLER, reason)

@@ -62,7 +62,10 @@ class ControllerActor:
         """Where workers reach this incarnation, once it listens."""
         self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         """Ray has started this actor again after its process died."""
+        self._run: asyncio.Task[dict[str, Any]] | None = None
         die_of_sigterm()
+        if self.has_predecessor:  # who called `run` may be gone: a detached run's driver is
+            self._begin()
 
     def listen(self, **wishes: Callable[[Any], None]) -> None:
         """Who obeys `stop`, `end_now` and `note`, the ones of before included."""
@@ -77,7 +80,16 @@ class ControllerActor:
             self._early.append((name, said))
 
     async def run(self) -> dict[str, Any]:
-        """Supervise the run from start to end."""
+        """The run's result, at its end."""
+        return await asyncio.shield(self._begin())
+
+    def _begin(self) -> asyncio.Task[dict[str, Any]]:
+        if self._run is None:
+            self._run = asyncio.get_running_loop().create_task(self._supervised())
+        return self._run
+
+    async def _supervised(self) -> dict[str, Any]:
+        """From start to end."""
         watch = None if self._order["detach"] else asyncio.create_task(self._watch_driver())
         try:
             return await self._supervise(self, self._order)

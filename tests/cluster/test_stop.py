@@ -1,5 +1,7 @@
-"""Ends of a detached run from outside: `elastic stop`, and a controller that never comes back."""
+"""A detached run: its controller's death, `elastic stop`, a controller that never comes back."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ from tests.cluster.live import JOBS, LiveRun, assert_complete, environment, left
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-STEPS = 400
+STEPS = 450
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 LEASE_S = 10.0  # 10 x detect_s
 END_CONTROLLERS = """
@@ -29,7 +31,7 @@ def run_python(ray_temp, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_detached_run_is_stopped_abandoned_and_resumed_to_the_same_bits(
+def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_bits(
     nodes, tmp_path, ray_temp, reference
 ):
     nodes.add_node(**NODE)
@@ -40,6 +42,11 @@ def test_a_detached_run_is_stopped_abandoned_and_resumed_to_the_same_bits(
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
         assert run.process.wait(100) == 0
     until(lambda: run.status()["step"] > 5)
+    former = run.status()["controller"]["pid"]
+    os.kill(former, signal.SIGKILL)  # its driver is gone: nobody asks for a successor
+    until(lambda: run.status()["controller"]["pid"] not in (None, former))
+    step = run.status()["step"]
+    until(lambda: run.status()["step"] > step + 5)
     stopped = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped after" in stopped.stdout
