@@ -14,6 +14,8 @@ LONG_SILENCE = 2
 own, which neither a compilation nor a held GIL stops."""
 PATIENCE_UNKNOWN = 100
 """Without a percentile (first step, compilation, user code): so many times `detect_s`."""
+PATIENCE_WHEN_NEW = 10
+"""With one of a few times only: at least so many times `detect_s`."""
 PATIENCE_WITH_ALL = 10
 """Without a word from any member the link in between may be cut, and without them nothing can go
 on: so many times `detect_s`, as long as they wait for us (their lease)."""
@@ -41,6 +43,8 @@ class Heartbeat:
     """Steps whose own part, data and computation, it has done."""
     own_s: float = 0.0
     """Seconds of that part per micro-batch, the median of the last steps."""
+    is_new_there: bool = False
+    """It has been through this phase a few times only, of which `p95_s` is."""
     part: str = ""
     """Of the generation's group, whose `collective` it is; empty: the whole."""
     unanswered: tuple[tuple[str, float], ...] = ()
@@ -122,7 +126,8 @@ def suspicion(
     phase_s = heartbeat.phase_s + silent_s
     usual = heartbeat.p95_s
     patience_s = PATIENCE_UNKNOWN * detect_s if usual is None else PATIENCE * usual
-    patience_s = max(patience_s, detect_s)  # it went on since: slow in all, but it moves
+    least = PATIENCE_WHEN_NEW if heartbeat.is_new_there else 1
+    patience_s = max(patience_s, least * detect_s)  # it went on since: slow in all, but it moves
     if phase_s <= patience_s:
         return None
     norm = "no usual time known" if usual is None else f"usually under {usual:.2f} s"

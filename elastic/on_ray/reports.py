@@ -59,6 +59,7 @@ def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
         phase=header["phase"],
         phase_s=header["phase_s"],
         p95_s=header["p95_s"],
+        is_new_there=header["is_new_there"],
         waits_for_peers=header["waits_for_peers"],
         process_state=header["process_state"],
         collective=tuple(header["collective"]),

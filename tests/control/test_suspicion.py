@@ -43,6 +43,7 @@ def test_a_worker_that_a_peer_waits_for_far_longer_than_usual_is_suspect():
         (replace(BEAT, phase_s=4.9), 4.0),  # within five times its usual time
         (replace(BEAT, phase_s=2.9, p95_s=0.1), 9.0),  # slow, but it went on just before
         (replace(BEAT, p95_s=None, phase_s=299.0), 299.0),  # first step, compilation, user code
+        (replace(BEAT, p95_s=0.1, is_new_there=True, phase_s=29.9), 29.9),  # its first few steps
     ],
 )
 def test_patience(beat: Heartbeat, awaited_s: float | None):
@@ -52,6 +53,13 @@ def test_patience(beat: Heartbeat, awaited_s: float | None):
 def test_without_a_usual_time_patience_is_a_hundred_times_longer():
     beat = replace(BEAT, p95_s=None, phase_s=301.0)
     assert suspicion(Watch(beat, 10.0), 290.0, 10.0, detect_s=3.0)
+
+
+def test_a_usual_time_of_a_few_steps_is_believed_after_a_longer_wait():
+    beat = replace(BEAT, p95_s=0.1, is_new_there=True, phase_s=30.1)
+    assert suspicion(Watch(beat, 10.0), 30.0, 10.0, detect_s=3.0) is not None
+    slow = replace(beat, p95_s=7.0)
+    assert suspicion(Watch(slow, 10.0), 30.0, 10.0, detect_s=3.0) is None
 
 
 def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_it():

@@ -28,6 +28,7 @@ def test_a_pulse_reads_what_the_worker_shows():
         "phase": "reduce",
         "waits_for_peers": True,
         "p95_s": None,
+        "is_new_there": True,
         "collective": [5, "all_to_all", 1 << 40],
         "part": "",
         "own_steps": 0,
@@ -38,6 +39,18 @@ def test_a_pulse_reads_what_the_worker_shows():
     assert (found["collective"], found["part"]) == ([2, "all_gather", 9], "replica12")
     vitals.enter("done")
     assert (shown(vitals)["phase"], shown(vitals)["p95_s"]) == ("done", 0.0)
+
+
+def test_a_phase_has_a_usual_time_after_once_and_a_settled_one_after_eight_times():
+    now = 50.0
+    vitals = Vitals(lambda: now)
+    found = []
+    for _ in range(9):
+        vitals.enter("compute")
+        found.append((shown(vitals)["p95_s"], shown(vitals)["is_new_there"]))
+        now += 2.0
+        vitals.enter("reduce")
+    assert found == [(None, True), *[(2.0, True)] * 7, (2.0, False)]
 
 
 def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():

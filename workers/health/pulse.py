@@ -28,7 +28,7 @@ from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
 from workers.health.unanswered import Silences, Unanswered
-from workers.health.vitals import COLLECTIVES, LAYOUT, PARTS, PHASES, WAITING
+from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PARTS, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 STOPPED = "T"
@@ -70,7 +70,9 @@ def start(
 def read_vitals(memory: mmap) -> dict[str, Any]:
     """The part of a heartbeat that the worker itself shows."""
     while True:
-        before, generation, step, phase, since, p95, *others = LAYOUT.unpack_from(memory, 0)
+        before, generation, step, phase, since, p95, num_seen, *others = LAYOUT.unpack_from(
+            memory, 0
+        )
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before and before == after and not before & 1:
             break
@@ -82,6 +84,7 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
         "waits_for_peers": PHASES[phase] in WAITING,
         "phase_s": round(time.monotonic() - since, 4),
         "p95_s": None if p95 < 0 else p95,
+        "is_new_there": num_seen < ENOUGH,
         "collective": [number, COLLECTIVES[collective], size],
         "part": f"{PARTS[part]}{which}" if part else "",
         "own_steps": own_steps,

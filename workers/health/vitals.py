@@ -42,12 +42,14 @@ UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form", "compile")
 COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
 PARTS = ("", "replica", "shard")
 """Groups within the generation's, each with a number."""
-LAYOUT = struct.Struct("<QqqIddqIqIIqd")
-"""sequence, generation, step, phase, since (monotonic), p95 or -1; of the last collective waited
-for: number, index in COLLECTIVES, elements, index in PARTS and which of these; own steps, own
-seconds per pass."""
+LAYOUT = struct.Struct("<QqqIddqqIqIIqd")
+"""sequence, generation, step, phase, since (monotonic), p95 or -1, times that it is of; of the last
+collective waited for: number, index in COLLECTIVES, elements, index in PARTS and which of these;
+own steps, own seconds per pass."""
 SEQUENCE = struct.Struct("<Q")
 SIZE_BYTES = 4096
+ENOUGH = 8
+"""Times through a phase that make its 95th percentile one."""
 _WINDOW = 64
 _OWN_WINDOW = 8
 
@@ -64,7 +66,7 @@ class Vitals:
         self._sequence = 0
         self._seen: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in PHASES]
         self._phase, self._since = 0, clock()
-        self._p95 = -1.0
+        self._p95, self._num_seen = -1.0, 0
         self._collective = (0, 0, 0, 0, 0)
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
@@ -123,10 +125,11 @@ class Vitals:
 
     def _write(self) -> None:
         seen = self._seen[self._phase]
-        is_usual = PHASES[self._phase] not in UNUSUAL and len(seen) >= 8
+        is_usual = PHASES[self._phase] not in UNUSUAL and len(seen) > 0
         self._p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
+        self._num_seen = len(seen)
         if self.phase == "done":
-            self._p95 = 0.0  # nothing will come
+            self._p95, self._num_seen = 0.0, ENOUGH  # nothing will come
         self._pack()
 
     def _pack(self) -> None:
@@ -139,6 +142,7 @@ class Vitals:
             self._phase,
             self._since,
             self._p95,
+            self._num_seen,
             *self._collective,
             self._own_steps,
             self._own_s,
