@@ -36,7 +36,7 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 
 test: lint ## what CI runs: lint, unit tests and then those that start Ray, two at a time
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 -rs
-	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist loadfile --timeout 600 --durations 25 -rs
+	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist worksteal --timeout 600 --durations 25 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow -rs

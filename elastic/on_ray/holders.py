@@ -178,24 +178,31 @@ class Holders:
             self._tell_all()
             actor.run.remote()
             while True:
-                with suppress(TimeoutError):
+                try:
                     await listen(reader, writer, self._detect_s, self._waits)
-                former, (reader, writer) = writer, await self._look_again(node, (host, port))
-                former.close()
+                except TimeoutError as silence:
+                    former = writer
+                    reader, writer = await self._look_again(node, (host, port), silence)
+                    former.close()
         finally:
             writer.close()
 
-    async def _look_again(self, node: str, address: tuple[str, int]) -> Connection:
-        """It has not answered. Where its node's workers are not heard either, our own link may be
-        cut, and suspicion.py tells whether they are lost; else it answers over a new connection,
-        or raises what tells that it is frozen."""
+    async def _look_again(
+        self, node: str, address: tuple[str, int], silence: TimeoutError
+    ) -> Connection:
+        """It has not answered, which `silence` tells. Where its node's workers are not heard
+        either, our own link may be cut, and suspicion.py tells whether they are lost; else it
+        answers over a new connection, or `silence` is raised: it is frozen."""
         while not self._is_heard(node):
             if all(slot.node_id != node for slot in self._slots.values()):
-                raise TimeoutError("its node is gone")
+                raise OSError("its node is gone")
             await asyncio.sleep(self._waits.heartbeat_s)
         reader, writer = await dial(address, self._token)
         try:
             await ping(reader, writer, self._waits.inquiry_s, 0.0)
+        except TimeoutError:
+            writer.close()
+            raise silence from None
         except BaseException:
             writer.close()
             raise
@@ -225,7 +232,8 @@ class Holders:
 
     async def _examine(self, node: str, address: tuple[str, int]) -> None:
         try:
-            _, writer = await self._look_again(node, address)
+            unanswered = TimeoutError("a worker's copy was not answered, nor a new connection")
+            _, writer = await self._look_again(node, address, unanswered)
             writer.close()
         except (OSError, EOFError, ValueError) as error:
             if self._addresses.get(node) == address:
