@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.protocol import wire
-from workers.link import ControllerLink
+from workers.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
 
 LEASE_S = 24 * 3600.0
 """A link ends its process when the lease is over, and the process is the tests' here."""
@@ -55,3 +55,21 @@ def test_a_worker_whose_last_words_hang_leaves_all_the_same():
     script = "import time, workers.link as l; l.LAST_WORDS_S = 0.1\n"
     script += "l.leave(7, 'over', lambda: time.sleep(600))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 7
+
+
+SEARCHING = """
+import threading
+from workers.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
+ControllerLink(
+    ("127.0.0.1", 1), token="", worker=0, silence_s=9.0, lease_s=0.2,
+    find=threading.Event().wait, on_command=print, on_found=print,
+)
+"""
+
+
+def test_the_lease_counts_while_ray_does_not_answer_where_the_controller_is():
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCHING], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == EXIT_WITHOUT_CONTROLLER
+    assert "no controller within the lease" in done.stderr
