@@ -62,6 +62,8 @@ class Watch:
     stopped_since: float | None = None
     stuck_since: float | None = None
     """Since when it says that it waits in the same collective."""
+    moved_at: float | None = None
+    """When it was last seen to run, if it says "stopped"; None: never."""
 
 
 def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
@@ -71,9 +73,11 @@ def watch(before: Watch | None, heartbeat: Heartbeat, now: float) -> Watch:
         stuck_since = before.stuck_since or now
     if heartbeat.process_state != STOPPED:
         return Watch(heartbeat, now, stuck_since=stuck_since)
-    since = before.stopped_since if before else None
-    since = now - heartbeat.stopped_s if since is None else since
-    return Watch(heartbeat, now, since, stuck_since)
+    if before is None:
+        return Watch(heartbeat, now, now - heartbeat.stopped_s, stuck_since)
+    if before.stopped_since is None:
+        return Watch(heartbeat, now, now - heartbeat.stopped_s, stuck_since, before.heard_at)
+    return Watch(heartbeat, now, before.stopped_since, stuck_since, before.moved_at)
 
 
 def place_in(heartbeat: Heartbeat) -> tuple[object, ...]:
@@ -84,9 +88,10 @@ def place_in(heartbeat: Heartbeat) -> tuple[object, ...]:
 def last_move(watched: Watch) -> float:
     """The last sign of life of a hung worker's trainer, whose pulse goes on beating: it was not
     stopped yet, or it entered its phase."""
-    if watched.stopped_since is not None:
-        return watched.stopped_since
-    return watched.heard_at - watched.heartbeat.phase_s
+    entered_at = watched.heard_at - watched.heartbeat.phase_s
+    if watched.stopped_since is None:
+        return entered_at
+    return watched.stopped_since if watched.moved_at is None else max(watched.moved_at, entered_at)
 
 
 def is_awaited(worker: Heartbeat, peer: Heartbeat) -> bool:

@@ -78,6 +78,12 @@ class LiveRun:
             time.sleep(0.01)  # polling, bounded by the deadline
         raise AssertionError(f"not in {patience_s} s: {self.status()}")
 
+    def wait_for_step(self, what) -> dict:
+        """As wait_for, and for a step after it: the recovery, if it was one, is over, and what
+        comes next is one of its own."""
+        status = self.wait_for(what)
+        return self.wait_for(lambda s: s["step"] > status["step"])
+
     def wait_or_end(self, what, patience_s: float = PATIENCE_S) -> dict | None:
         """As wait_for; None if the run ends before."""
         try:

@@ -33,7 +33,7 @@ def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, referenc
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
         killed_at = run.kill(rank=0)
         run.wait_for(lambda s: s["world_size"] == 2)
-        run.wait_for(lambda s: s["world_size"] == 3)
+        run.wait_for_step(lambda s: s["world_size"] == 3)
         run.kill(rank=1)
         end = run.finish()
         after = min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > killed_at)

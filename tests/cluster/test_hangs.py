@@ -38,8 +38,8 @@ def seconds_lost(run, at: float) -> float:
 
 
 def wait_until_full(run, after: int = 0) -> int:
-    """The generation, a later one than `after`, in which all three train."""
-    return run.wait_for(
+    """The generation, a later one than `after`, in which all three train and have made a step."""
+    return run.wait_for_step(
         lambda s: s["world_size"] == 3 and s["phase"] == "running" and s["generation"] > after
     )["generation"]
 

@@ -19,7 +19,7 @@ def test_a_sharded_run_that_grows_and_loses_members_loses_no_step(start, referen
     options = {"steps": 120, "set": ["sleep=0.01"], "clip_norm": 1.0}
     with start("Toy", workers="2..3", parallel=parallel, **options) as run:
         for rank in (1, 0):
-            before = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
+            before = run.wait_for_step(lambda s: s["world_size"] == 3 and s["step"] > 5)
             run.kill(rank)
             run.wait_for(lambda s, g=before["generation"]: s["generation"] > g)
         end = run.finish()

@@ -101,7 +101,8 @@ def test_the_last_sign_of_life_is_the_trainers_and_not_its_pulses():
     assert last_move(Watch(BEAT, 10.0)) == 4.0, "it entered the phase"
     stopped = replace(BEAT, process_state="T")
     seen = watch(watch(Watch(BEAT, 8.0), stopped, 8.5), stopped, 11.0)
-    assert last_move(seen) == 8.5
+    assert last_move(seen) == 8.0, "it was not stopped yet"
+    assert last_move(watch(None, replace(stopped, stopped_s=2.0), 11.0)) == 9.0
 
 
 def test_a_dead_process_is_suspect_at_once():

@@ -42,7 +42,7 @@ class Watched(Toy):
 
 
 class Misbehaves(Watched):
-    """Each of `ways` once, in their order, on a certain rank, when all are there and warm.
+    """Each of `ways` once, in their order, on a certain rank, when it has made some steps there.
 
     marker: a folder, where whoever does it leaves a file with the time.
     """
@@ -54,9 +54,11 @@ class Misbehaves(Watched):
 
     def due(self):
         """The next way, if it is this process's turn."""
-        if self.session is None or self.num_steps < WARM_STEPS:
+        if self.session is None:
             return None
         if (self.session.rank, self.session.world_size) != self.place:
+            self.num_steps = 0  # so that it is long in its place, and the regroup before is over
+        if self.num_steps < WARM_STEPS:
             return None
         for way in self.ways:
             try:
