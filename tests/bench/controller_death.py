@@ -22,7 +22,7 @@ from tests.bench.harness import (
 )
 from tests.bench.join import times_of
 
-WORKERS = 2
+WORKERS = 4
 STEPS_BETWEEN = 25
 
 
