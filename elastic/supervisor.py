@@ -115,7 +115,7 @@ class Supervisor:
         self._pings = self.cluster.in_background(
             self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
         )
-        taken_over = await self._take_over() if self.actor.has_predecessor else None
+        taken_over = await self._taken_over() if self.actor.has_predecessor else None
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -145,6 +145,16 @@ class Supervisor:
             "is_open": recorder.directory is not None,
             "storage_warning": recorder.writer.warning(recorder.directory, recorder.committed),
         }
+
+    async def _taken_over(self) -> tuple[s.Ledger, s.Phase, e.Adopted]:
+        """What it takes over. Where that fails, as while the store is away, it is tried again by
+        another process, as long as workers wait for one."""
+        try:
+            return await self._take_over()
+        except Exception:
+            log.exception("the run cannot be taken over now")
+            self.actor.start_anew()
+            raise
 
     async def _take_over(self) -> tuple[s.Ledger, s.Phase, e.Adopted]:
         """Go on where this run's last controller died: its journal, and whoever lives."""

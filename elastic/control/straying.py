@@ -76,7 +76,7 @@ def is_stuck(watched: Watch, now: float, detect_s: float) -> bool:
     if since is None or is_silent or not is_in_one or heartbeat.phase == "form":
         return False
     patience_s = PATIENCE_WITH_STUCK * detect_s
-    if heartbeat.p95_s is None:
+    if heartbeat.p95_s is None or heartbeat.is_new_there:  # the next may be much larger
         patience_s = PATIENCE_UNKNOWN * detect_s
     else:
         patience_s = max(patience_s, PATIENCE * heartbeat.p95_s)

@@ -8,6 +8,7 @@ them, and each ends itself when it is left alone (leases).
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -28,6 +29,8 @@ from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
 from elastic.protocol.seams import WorkerSpec
 
+log = logging.getLogger(__name__)
+
 NAMESPACE = "elastic"
 ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """Resources that only the head's node has: without it there is no Ray, so only on its side of a cut
@@ -40,6 +43,8 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
+EXIT_TO_START_ANEW = 1
+"""Any status but 0, by which an actor ends for good."""
 NICENESS = 10
 """(0 to 19) Of what nobody waits for."""
 
@@ -93,12 +98,21 @@ class ControllerActor:
         watch = None if self._order["detach"] else asyncio.create_task(self._watch_driver())
         try:
             return await self._supervise(self, self._order)
+        except Exception:
+            log.exception("the run ends without a result")  # its driver, who may be gone, hears it
+            raise
         finally:
             if watch is not None:
                 watch.cancel()
             me = ray.get_runtime_context().current_actor
             stay_s = 0.0 if self._is_abandoned else LAST_WORDS_S
             asyncio.get_running_loop().call_later(stay_s, end, me)
+
+    def start_anew(self) -> None:
+        """End this process, so that Ray starts another one; not once all workers are gone, which
+        leave when their lease is over."""
+        if find_workers(self._order["run_id"]):
+            os._exit(EXIT_TO_START_ANEW)
 
     async def keep_alive(self) -> str:
         """The driver lives. Returns the run directory's place, empty while there is none."""

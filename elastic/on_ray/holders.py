@@ -197,15 +197,15 @@ class Holders:
             if all(slot.node_id != node for slot in self._slots.values()):
                 raise OSError("its node is gone")
             await asyncio.sleep(self._waits.heartbeat_s)
-        reader, writer = await dial(address, self._token)
         try:
-            await ping(reader, writer, self._waits.inquiry_s, 0.0)
+            reader, writer = await dial(address, self._token)
+            try:
+                await ping(reader, writer, self._waits.inquiry_s, 0.0)
+            except BaseException:
+                writer.close()
+                raise
         except TimeoutError:
-            writer.close()
             raise silence from None
-        except BaseException:
-            writer.close()
-            raise
         return reader, writer
 
     def _is_heard(self, node: str) -> bool:

@@ -60,6 +60,28 @@ def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start
     assert_as_if_nothing_had_happened(run, end, reference)
 
 
+@pytest.mark.slow
+def test_a_successor_that_cannot_read_the_journal_is_followed_by_another(
+    start, reference, ray_temp
+):
+    with start("Toy", workers=2, steps=STEPS, detect_s=2.0, set=["sleep=0.02"]) as run:
+        run.wait_for(lambda s: s["step"] > 20)
+        _, pid = kill_controller(run)
+        journal = run.directory / "journal.jsonl"
+        kept = journal.rename(run.directory / "kept")
+        journal.mkdir()
+        run.wait_for(lambda s: "cannot be taken over now" in said_by_actors(ray_temp))
+        journal.rmdir()
+        kept.rename(journal)
+        await_successor(run, pid)
+        end = run.finish()
+    assert_as_if_nothing_had_happened(run, end, reference)
+
+
+def said_by_actors(ray_temp: Path) -> str:
+    return "".join(path.read_text() for path in ray_temp.rglob("worker-*.err"))
+
+
 def sibling(pid: int, title: bytes) -> int:
     """The process of the same Ray node that is called `title`."""
     found = [p for p in running() if parent(p) == parent(pid) and title in about(p, "cmdline")]

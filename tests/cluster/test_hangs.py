@@ -44,7 +44,7 @@ def wait_until_full(run, after: int = 0) -> int:
     )["generation"]
 
 
-STEPS = 150
+STEPS = 200
 """Of the one uninterrupted run that all are compared with."""
 
 

@@ -84,6 +84,7 @@ PEER = replace(REDUCES, worker=1)
         (replace(PEER, phase="compute", waits_for_peers=False), "it is on its way"),
         (replace(PEER, p95_s=12.5), "its transfers have always been as slow"),
         (replace(PEER, p95_s=None), "how slow they are is not known"),
+        (replace(PEER, is_new_there=True), "this one may be larger than the few before"),
         (replace(PEER, phase="form"), "forming has its own deadline"),
         (replace(PEER, collective=(0, "", 0)), "it waits in no collective"),
     ],

@@ -59,7 +59,7 @@ def test_a_worker_whose_last_words_hang_leaves_all_the_same():
 
 SEARCHING = """
 import threading
-from workers.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
+from workers.link import ControllerLink
 ControllerLink(
     ("127.0.0.1", 1), token="", worker=0, silence_s=9.0, lease_s=0.2,
     find=threading.Event().wait, on_command=print, on_found=print,

@@ -53,6 +53,20 @@ def test_a_phase_has_a_usual_time_after_once_and_a_settled_one_after_eight_times
     assert found == [(None, True), *[(2.0, True)] * 7, (2.0, False)]
 
 
+def test_what_was_given_up_and_a_few_evaluations_make_no_usual_time():
+    vitals = Vitals()
+    for _ in range(7):
+        vitals.enter("reduce")
+        vitals.enter("lobby")
+        vitals.enter("evaluate")
+        vitals.enter("user")
+    found = []
+    for phase in ("reduce", "evaluate", "user", "evaluate"):
+        vitals.enter(phase)
+        found.append(shown(vitals)["p95_s"] is not None)
+    assert found == [False, False, False, True]
+
+
 def test_own_time_is_data_and_computation_and_nothing_that_waits_for_others():
     now = 50.0
     vitals = Vitals(lambda: now)

@@ -39,6 +39,8 @@ OWN = ("data", "compute")
 """A rank's own part of a step, in which it is as fast as its machine."""
 UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form", "compile")
 """Phases without a usual time."""
+UNEVEN = ("evaluate",)
+"""Phases of which a few passes tell little about the next: it may be of much more data."""
 COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
 PARTS = ("", "replica", "shard")
 """Groups within the generation's, each with a number."""
@@ -80,7 +82,8 @@ class Vitals:
     def enter(self, phase: str) -> None:
         """The main thread goes on to `phase`."""
         now = self._clock()
-        self._seen[self._phase].append(now - self._since)
+        if phase != "lobby":  # what is given up tells nothing of how long it takes
+            self._seen[self._phase].append(now - self._since)
         if self.phase in OWN:
             self._own_now_s += now - self._since
         self._phase, self._since = PHASES.index(phase), now
@@ -125,7 +128,8 @@ class Vitals:
 
     def _write(self) -> None:
         seen = self._seen[self._phase]
-        is_usual = PHASES[self._phase] not in UNUSUAL and len(seen) > 0
+        is_known = len(seen) >= (ENOUGH if self.phase in UNEVEN else 1)
+        is_usual = self.phase not in UNUSUAL and is_known
         self._p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
         self._num_seen = len(seen)
         if self.phase == "done":

@@ -11,7 +11,7 @@ from toy import Samples, Toy  # pyright: ignore[reportMissingImports]
 
 FOREVER_S = 3600
 WARM_STEPS = 12
-"""So many steps a process needs until its phases have a usual time."""
+"""So many steps a process needs until its phases have a usual time that is one."""
 
 
 def sleep_for_ever():
