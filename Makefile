@@ -39,7 +39,7 @@ test: lint ## what CI runs: lint, unit tests and then those that start Ray, two 
 	$(BIN)/pytest tests/cluster -m "not slow" -n 2 --dist worksteal --timeout 600 --durations 25 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
-	$(BIN)/pytest tests --ignore=tests/gpu -m slow -rs
+	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rs
 
 test-gpu: $(INSTALLED) ## what one or more GPUs allow
 	$(BIN)/pytest tests/gpu

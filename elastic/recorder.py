@@ -138,6 +138,9 @@ class Recorder:
     # --- lines --------------------------------------------------------------------------
     def record(self, event: e.Event | None, before: Decision | None, decision: Decision) -> None:
         """Every event that mattered and what was decided, with its reason."""
+        at = self._now()
+        if event is None:  # the run starts here, for whoever reads the journal, too
+            self.account = open_account(at)
         if isinstance(event, e.PartFailed):
             self.trouble.hear_save(event.step, event.message)
         if event is not None and before is not None:
@@ -150,7 +153,7 @@ class Recorder:
         landmark = None
         if event is None or self._events % LEDGER_EVERY == 0:
             landmark = Landmark(self.order["run_id"], self.account, self.lost_steps)
-        self._journal(line_of(event, decision, self.limits, self._now(), landmark))
+        self._journal(line_of(event, decision, self.limits, at, landmark))
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self._now(), kind: fields})

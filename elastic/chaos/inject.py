@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.005
 STALE_AFTER_S = 20.0
 """A status that is older: the run's controller is gone."""
 DRAIN_DEADLINE_S = 30.0
-PATIENCE_S = 1.0
+PATIENCE_S = 5.0
 """How long a strike waits for somebody to hit: status.json follows the journal."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 

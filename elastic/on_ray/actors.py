@@ -139,8 +139,9 @@ class ControllerActor:
     async def _watch_driver(self) -> None:
         while (begun := time.monotonic()) - self._heard < DRIVER_LEASE_S:
             await asyncio.sleep(DRIVER_WATCH_S)
-            if time.monotonic() - begun > 2 * DRIVER_WATCH_S:
-                self._heard = time.monotonic()  # frozen ourselves: its words wait to be read
+            now = time.monotonic()
+            frozen_s = max(0.0, now - begun - 2 * DRIVER_WATCH_S)
+            self._heard = min(now, self._heard + frozen_s)  # its words wait to be read
         self._is_abandoned = True
         await self.end_now("the driver is gone")
 

@@ -29,5 +29,6 @@ class Sentinel:
                 return
             begun = time.monotonic()
             time.sleep(LOOK_S)
-            if time.monotonic() - begun > 2 * LOOK_S:  # frozen ourselves: words wait to be read
-                self.hear()
+            now = time.monotonic()
+            frozen_s = max(0.0, now - begun - 2 * LOOK_S)
+            self._heard = min(now, self._heard + frozen_s)  # its words wait to be read

@@ -80,9 +80,10 @@ class LiveRun:
 
     def wait_for_step(self, what) -> dict:
         """As wait_for, and for a step after it: the recovery, if it was one, is over, and what
-        comes next is one of its own."""
+        comes next is one of its own. Returns the status that `what` was true of."""
         status = self.wait_for(what)
-        return self.wait_for(lambda s: s["step"] > status["step"])
+        self.wait_for(lambda s: s["step"] > status["step"])
+        return status
 
     def wait_or_end(self, what, patience_s: float = PATIENCE_S) -> dict | None:
         """As wait_for; None if the run ends before."""
@@ -93,7 +94,7 @@ class LiveRun:
                 raise
             return None
 
-    def finish(self, patience_s: float = PATIENCE_S) -> dict:
+    def finish(self, patience_s: float = 2 * PATIENCE_S) -> dict:
         """Wait for the end: {"status", "out", "err", "result"}."""
         deadline = time.monotonic() + patience_s
         while self.process.poll() is None and time.monotonic() < deadline:
@@ -131,6 +132,14 @@ def assert_same_bits(run: LiveRun, end: dict, expected: tuple[str, list[str]], s
     assert end["result"]["weights_sha256"] == sha256
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
     assert_complete(run, steps)
+
+
+def assert_gone(pids) -> None:
+    """Soon: what other nodes run ends by a message."""
+    deadline = time.monotonic() + 10
+    while leftovers(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)  # polling, bounded by the deadline
+    assert leftovers(pids) == []
 
 
 def leftovers(pids) -> list[int]:

@@ -28,7 +28,7 @@ def test_weights_are_equal_bit_for_bit_at_every_world_size(start, reference, wor
 
 
 def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, reference):
-    options = {"steps": 150, "set": ["sleep=0.01"], "clip_norm": 1.0}
+    options = {"steps": 200, "set": ["sleep=0.01"], "clip_norm": 1.0}
     with start("Toy", workers="2..3", **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
         killed_at = run.kill(rank=0)
@@ -39,7 +39,7 @@ def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, referenc
         after = min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > killed_at)
         assert after - killed_at < 10, "survivors waited for a replacement"
         pids = run.seen_pids
-    assert_equals_reference(run, end, reference(steps=150, clip_norm=1.0))
+    assert_equals_reference(run, end, reference(steps=200, clip_norm=1.0))
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"] * 2
     for recovery in end["result"]["recoveries"]:
         parts = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
@@ -88,8 +88,14 @@ def test_a_follower_saves_the_run_when_the_only_member_is_lost(start, reference)
     small = {"workers": "1..2", "steps": 30, "global_batch": 12, "set": ["sleep=0.4"]}
     with start("Toy", **small) as run:
         run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 3)
-        run.kill(rank=1)
-        run.wait_for(lambda s: any(w["state"] == "ready" for w in s["standby"]))
+        is_seen = False
+        while not is_seen:  # it follows for less than a step, and may have become a member unseen
+            run.kill(rank=1)
+            run.wait_for(lambda s: s["world_size"] == 1)
+            status = run.wait_for(
+                lambda s: s["world_size"] == 2 or "ready" in [w["state"] for w in s["standby"]]
+            )
+            is_seen = status["world_size"] == 1
         run.kill(rank=0)
         end = run.finish()
     assert_equals_reference(run, end, reference(steps=30, global_batch=12))

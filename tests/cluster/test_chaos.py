@@ -30,7 +30,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
     """SIGKILL, a short freeze that must go unpunished, one for ever, and a kill while forming."""
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(SCENARIO)
-    options = {"workers": "2..3", "steps": STEPS, "detect_s": 2.0, "set": ["sleep=0.02"]}
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": 3.0, "set": ["sleep=0.02"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 0)
         done = chaos(run, scenario, run.directory, "--report", tmp_path / "report")

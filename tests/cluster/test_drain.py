@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits, leftovers
+from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ def assert_left_as_planned(run, end, reference, since: float, bound_s: float | N
     gap_s, decisions = longest_gap(run, since)
     print(f"longest gap {gap_s:.3f} s")
     assert bound_s is None or gap_s < bound_s, decisions
-    assert leftovers(run.seen_pids) == []
+    assert_gone(run.seen_pids)
 
 
 @anywhere_and_idle

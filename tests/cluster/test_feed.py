@@ -124,7 +124,7 @@ def test_three_epochs_use_each_row_three_times_in_the_planned_order(fed, planned
 
 
 def test_killed_workers_and_a_killed_feed_leave_no_trace(fed, planned):
-    with fed("kills", workers="2..3", settings=["sleep=0.02"]) as run:
+    with fed("kills", workers="2..3", settings=["sleep=0.05"]) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
         run.kill(rank=1)
         run.wait_for(lambda s: s["generation"] > 2 and s["phase"] == "running")
@@ -155,12 +155,12 @@ def test_a_run_fed_from_a_bucket_resumes_and_outlives_its_feed(
     for file in rows_set.iterdir():
         with filesystem.open_output_stream(f"{inside}/{file.name}") as copy:
             copy.write(file.read_bytes())
-    settings = ["sleep=0.02"]
+    settings = ["sleep=0.06"]
     with fed("bucket", path=path, workers=2, steps=21, settings=settings) as run:
         end = run.finish()
         assert end["status"] == 0, end["err"]
     with fed("bucket", path=path, workers=2, settings=settings) as run:
-        run.wait_for(lambda s: s["step"] > 24)
+        run.wait_for(lambda s: s["step"] > 21)
         os.kill(feed_pid(run), signal.SIGKILL)
         end = run.finish()
     assert end["status"] == 0, end["err"]

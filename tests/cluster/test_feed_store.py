@@ -82,7 +82,7 @@ def test_consumers_far_apart_get_every_window(one_node, tmp_path):
         actors = [ray.remote(Consumer).options(num_cpus=0).remote() for _ in range(V // 2)]
         paces = [0.0, 0.01, 0.03]
         asked = [a.rows.remote(order, r, paces[r]) for r, a in enumerate(actors)]
-        found = ray.get(asked, timeout=60)
+        found = ray.get(asked, timeout=110)
         for actor in actors:
             ray.kill(actor)
     used = np.concatenate([part for parts in zip(*found, strict=True) for part in parts])

@@ -12,7 +12,7 @@ from tests.cluster.live import JOBS, LiveRun, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-DETECT_S = 2.0
+DETECT_S = 3.0
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def pulses_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
-    options = {"workers": 2, "steps": 16, "detect_s": 1.0, "set": ["detect_s=1.0"]}
+    options = {"workers": 2, "steps": 16, "detect_s": 2.0, "set": ["detect_s=2.0"]}
     with start_hanging("Harmless", **options) as run:
         status = run.wait_for(lambda s: s["step"] >= 4)
         for pid in pulses_of(status["workers"][0]["pid"]):
@@ -142,7 +142,7 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     assert losses_in(run) == []
     assert end["result"]["recoveries"] == []
     assert end["result"]["weights_sha256"] == reference(steps=16)[0]
-    slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 1.5]
+    slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 3.0]
     assert len(slow) > 10, "most steps are slower than detect_s"
 
 
@@ -163,5 +163,5 @@ def test_a_straggler_is_replaced_by_a_standby_and_no_step_waits_for_it(
     notes = [line["straggler"] for line in run.lines("journal.jsonl") if "straggler" in line]
     assert [note["worker"] for note in notes] == [slow]
     assert notes[0]["step"] > 20
-    sizes = {m["world_size"] for m in run.lines("metrics.jsonl") if m["step"] > 20}
-    assert sizes == {3}, "nobody had to do without it before there was another one"
+    sizes = [m["world_size"] for m in run.lines("metrics.jsonl")]
+    assert set(sizes[sizes.index(3) :]) == {3}, "nobody had to do without it"

@@ -106,9 +106,9 @@ def test_a_second_interrupt_ends_the_run_at_once(start):
 def test_a_spent_failure_budget_ends_the_run_with_the_reason(start):
     options = {"workers": "1..3", "steps": 1000, "max_failures": 1, "set": ["sleep=0.3"]}
     with start("Toy", **options) as run:
-        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
+        status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
         for rank in (0, 2):
-            run.kill(rank)
+            os.kill(status["workers"][rank]["pid"], signal.SIGKILL)
         end = run.finish()
         pids = run.seen_pids
     assert end["status"] == 1
@@ -169,7 +169,9 @@ if __name__ == "__main__":
             text=True,
         )
         deadline = time.monotonic() + 120
-        while kills and time.monotonic() < deadline:
+        while kills:
+            assert process.poll() is None, "nobody was killed"
+            assert time.monotonic() < deadline, "nobody was killed"
             status = read(tmp_path / name / "status.json")
             if status["world_size"] == 2 and status["step"] > 10:
                 os.kill(status["workers"][0]["pid"], signal.SIGKILL)

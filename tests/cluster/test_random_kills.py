@@ -14,7 +14,7 @@ from tests.cluster.test_checkpoints import assert_equals, catalogue, kill_everyt
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_KILLS = 20
-STEPS = 1500
+STEPS = 2500
 
 
 @pytest.mark.timeout(1200)

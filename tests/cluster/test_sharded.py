@@ -100,7 +100,7 @@ def test_a_member_that_freezes_in_a_sharded_pass_is_replaced(start, reference):
 @pytest.mark.slow
 def test_a_frozen_holder_is_replaced_before_a_worker_needs_it(start, reference):
     """There is no checkpoint: only a new holder can have what the lost worker had."""
-    options = {"steps": 90, "detect_s": 1.5, "set": ["sleep=0.02"]}
+    options = {"steps": 180, "detect_s": 3.0, "set": ["sleep=0.02"]}
     with start("Toy", workers="2..3", parallel="fsdp", **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
         (frozen,) = holders_of(run)
@@ -110,10 +110,10 @@ def test_a_frozen_holder_is_replaced_before_a_worker_needs_it(start, reference):
         assert not leftovers([frozen])
         run.kill(rank=1)
         end = run.finish()
-    assert_same_bits(run, end, reference(steps=90), 90)
+    assert_same_bits(run, end, reference(steps=180), 180)
     assert end["result"]["lost_steps"] == 0
     (lost,) = [told for told in unprotected(run) if "lost_holder" in told]
-    assert lost["reason"] == "it has not answered for 1.5 s"
+    assert lost["reason"] == "it has not answered for 3.0 s"
 
 
 def holders_of(run):
@@ -135,7 +135,7 @@ def unprotected(run):
 def test_snapshots_at_an_interval_cost_at_most_the_interval(start, reference):
     options = {"steps": 90, "snapshot_every": 10, "set": ["sleep=0.01"]}
     with start("Toy", workers="2..3", parallel="fsdp", **options) as run:
-        run.wait_for(lambda s: s["world_size"] == 3 and s["step"] % 10 > 4)
+        run.wait_for(lambda s: s["world_size"] == 3 and 4 < s["step"] % 10 < 8)
         run.kill(rank=1)
         end = run.finish()
     assert_same_bits(run, end, reference(steps=90), 90)

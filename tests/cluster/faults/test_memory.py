@@ -40,7 +40,7 @@ def test_a_worker_out_of_memory_costs_no_step_and_is_explained(
     group, tmp_path, ray_temp, reference, capsys
 ):
     settings = [f"marker='{tmp_path}'", f"group='{group}'", "sleep=0.02"]
-    options = {"workers": "2..3", "steps": STEPS, "eval_every": 1}
+    options = {"workers": "2..3", "steps": STEPS, "eval_every": 1, "detect_s": 10.0}
     target = f"{JOBS / 'hanging.py'}:Hungry"
     with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
         end = run.finish()

@@ -52,7 +52,7 @@ def run_with(faults, strategy, tmp_path, ray_temp):
     struck = tmp_path / "struck"
     struck.mkdir()
     settings = [f"folder={str(struck)!r}", f"faults={faults!r}", "sleep=0.01"]
-    options = {"workers": "2..3", "detect_s": 2.0, "parallel": strategy, **OPTIONS}
+    options = {"workers": "2..3", "detect_s": 3.0, "parallel": strategy, **OPTIONS}
     target = f"{JOBS / 'faulty.py'}:Faulty"
     with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
         end = run.finish()

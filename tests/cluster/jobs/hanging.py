@@ -94,7 +94,7 @@ class Hungry(Misbehaves):
             eaten = []
             while True:  # the kernel ends this process
                 eaten.append(os.urandom(2**20))
-                time.sleep(0.01)
+                time.sleep(0.03)
         return super().loss(model, batch)
 
 
