@@ -113,7 +113,7 @@ def test_a_frozen_holder_is_replaced_before_a_worker_needs_it(start, reference):
     assert_same_bits(run, end, reference(steps=180), 180)
     assert end["result"]["lost_steps"] == 0
     (lost,) = [told for told in unprotected(run) if "lost_holder" in told]
-    assert lost["reason"] == "it has not answered for 3.0 s"
+    assert lost["reason"] == "it has not answered for 3 s"
 
 
 def holders_of(run):
