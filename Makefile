@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test test-faults test-gpu bench lint format clean
+.PHONY: help demo test test-faults test-mutations test-gpu bench lint format clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -40,6 +40,9 @@ test: lint ## what CI runs: lint, unit tests and then those that start Ray, two 
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rs
+
+test-mutations: $(INSTALLED) ## one-line bugs planted in a copy of the tree: each must turn a test red
+	$(BIN)/python -m tests.mutations
 
 test-gpu: $(INSTALLED) ## what one or more GPUs allow
 	$(BIN)/pytest tests/gpu

@@ -7,17 +7,21 @@ workers/checkpoint/saver.py; which save is whole is elastic/control/saving.py's.
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from elastic.protocol.manifest import part_from_json
 from elastic.store.catalogue import PINNED, Catalogue, Damage, launch_of
 from elastic.store.files import first_line
+from elastic.store.remote import patiently
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 Content = dict[str, Any]
 """A part as its rank reported it: {"part": ..., "state": JSON or None}."""
+Ask = Callable[[Callable[[], Any]], Any]
+"""Gives what the function gives, as `patiently`."""
 
 
 class Unpublished(OSError):
@@ -43,25 +47,33 @@ class Checkpoints:
         self._keep, self._about, self._journal = keep, about, journal
         self.committed: int | None = None
         """Step of the newest good checkpoint."""
+        self._known: set[int] = set()
+        """Steps of all that are published."""
         self._leftovers: set[tuple[int, int]] = set()  # generation, step of saves to be removed
 
-    def open(self, step: int, damaged: list[Damage]) -> None:
+    def open(self, step: int, damaged: list[Damage], ask: Ask = patiently) -> None:
         """The run stands at `step`, after these newer checkpoints could not be used: at its start,
-        or later, when all who held its state were lost."""
+        or later, when all who held its state were lost. ask: of a store that may be away."""
         for damage in damaged:
-            name = self._catalogue.set_aside(damage.step)
+            name = ask(partial(self._catalogue.set_aside, damage.step))
+            self._known.discard(damage.step)
             log.warning('checkpoint=%d damaged reason="%s" kept=%s', damage.step, damage.what, name)
             self._journal({"damaged": damage.step, "reason": damage.what, "kept": name})
         if not self._is_open:  # later a save may be on its way
-            for name in self._catalogue.sweep():
+            for name in ask(self._catalogue.sweep):
                 self._journal({"removed": name, "reason": "a save that was never whole"})
-        self.take_over(step)
+            ask(self.take_over)
+        self.stand_at(step)
 
-    def take_over(self, step: int | None = None) -> None:
+    def take_over(self) -> None:
         """Another controller has opened them; a save of it may still be on its way."""
-        steps = self._catalogue.steps()
-        self.committed = max((s for s in steps if step is None or 0 < s <= step), default=None)
+        self._known = set(self._catalogue.steps())
+        self.committed = max(self._known, default=None)
         self._is_open = True
+
+    def stand_at(self, step: int) -> None:
+        """The run has gone back to `step`; no store is asked."""
+        self.committed = max((s for s in self._known if 0 < s <= step), default=None)
 
     def publish(self, generation: int, step: int, contents: list[Content]) -> None:
         """Raises Unpublished; its files are removed with the next one that is published."""
@@ -77,6 +89,7 @@ class Checkpoints:
             raise Unpublished(first_line(error)) from error
         self.committed = max(step, self.committed or 0)
         retired = self._clean_up()
+        self._known = {*self._known, step}.difference(retired)
         self._journal(
             {
                 "published": step,

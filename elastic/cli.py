@@ -25,7 +25,13 @@ from elastic.commands import (
     data,
     stop,
 )
-from elastic.commands.progress import Progress, decision_line, is_told, worker_table
+from elastic.commands.progress import (
+    LOOK_REMOTE_EVERY_S,
+    Progress,
+    decision_line,
+    is_told,
+    worker_table,
+)
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
@@ -33,7 +39,7 @@ from elastic.control.transition import UnexpectedEvent
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput
-from elastic.resume import read_past_run
+from elastic.resume import PastRun, read_past_run
 from elastic.store.files import Folder, encode, open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RESULT_FIELDS
@@ -215,6 +221,7 @@ def train(
             arguments=arguments,
             folder=target.folder,
             module=target.module,
+            source=target.source,
             on_progress=progress or ignore_progress,
             detach=detach,
         )
@@ -319,23 +326,36 @@ def watch(run_dir: RunDir) -> int:
     folder = open_run(run_dir)
     progress = Progress(Console())
     try:
-        while (result := read_json(folder, "result.json")) is None:
-            progress(run_dir)
-            past = read_past_run(folder)
-            if past is not None and past.status is not None and not past.is_alive:
-                progress.close()
-                why = f"no word of its controller for {past.silent_s:.0f} s; it may be gone"
-                return refuse(f"{run_dir}: {why}", status=FAILED)
-            time.sleep(WATCH_EVERY_S)
-        progress(run_dir)
+        past = follow(run_dir, folder, progress)
     except KeyboardInterrupt:
         progress.close()
         print(f"no longer watching; the run goes on: `elastic watch {run_dir}`")
         return 0
     finally:
         progress.close()
-    print_outcome(result, run_dir, (read_json(folder, "config.json") or {}).get("steps"))
-    return 0 if result["outcome"] == "succeeded" else FAILED
+    if past.result is None:
+        why = f"no word of its controller for {past.silent_s:.0f} s; it may be gone"
+        return refuse(f"{run_dir}: {why}", status=FAILED)
+    print_outcome(past.result, run_dir, past.config.get("steps"))
+    return 0 if past.result["outcome"] == "succeeded" else FAILED
+
+
+def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
+    """The run, once it has ended or its controller is silent; a store that is away says neither."""
+    every_s = WATCH_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
+    while True:
+        progress(run_dir)
+        try:
+            past = read_past_run(folder)
+        except OSError as error:
+            progress.tell_trouble(error)
+        else:
+            if past is not None and past.result is not None:
+                progress(run_dir)
+                return past
+            if past is not None and past.status is not None and not past.is_alive:
+                return past
+        time.sleep(every_s)
 
 
 @app.command()

@@ -113,7 +113,7 @@ class RunConfig:
     device: str = "auto"
     """"cuda": one GPU per worker, "cpu", or "auto": GPUs where there are any. Default "auto"."""
     cpus_per_worker: int = 1
-    """CPU slots and intra-op threads per worker; default 1."""
+    """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
     address: str | None = None
     """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
     eval_every: int | None = None

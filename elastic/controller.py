@@ -28,12 +28,14 @@ async def control(
     record: Record,
     at: float,
     taken_over: tuple[Ledger, Phase, Adopted] | None = None,
+    earlier_generations: int = 0,
 ) -> Finished:
     """Until the run is over.
 
+    earlier_generations: the newest one that the run directory knows of.
     taken_over: what the journal of a controller that died says, and who introduced himself.
     """
-    event, decision = None, start(limits, at)
+    event, decision = None, start(limits, at, earlier_generations)
     if taken_over is not None:
         ledger, phase, event = taken_over
         decision = transition(ledger, phase, event, limits)

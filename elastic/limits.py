@@ -24,6 +24,7 @@ def limits_of(config: RunConfig) -> Limits:
         join_timeout_s=waits.join_s,
         end_timeout_s=waits.end_s,
         confirm_timeout_s=waits.confirm_s,
+        cold_patience_s=waits.cold_s,
         can_save=has_checkpoints(config),
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
@@ -77,5 +78,6 @@ def worker_spec(
         join_timeout_s=waits.join_s,
         operation_timeout_s=waits.operation_s,
         lease_s=waits.lease_s,
+        stall_s=waits.stall_s,
         is_spare=has_formed and config.standby > 0,
     )

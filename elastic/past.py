@@ -46,7 +46,8 @@ def line_of(
     """A decision's line in journal.jsonl; the run's first one has no event, but a landmark."""
     ledger, phase = decision.ledger, decision.phase
     if event is None:
-        entry = Started(limits, at, decision.commands, decision.reason)
+        earlier = ledger.earlier_generations
+        entry = Started(limits, at, decision.commands, decision.reason, earlier)
     else:
         whole = (ledger, phase) if landmark is not None else (None, None)
         entry = Entry(event, decision.commands, decision.reason, *whole)
@@ -76,7 +77,8 @@ def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
     entry = decode(head["entry"], TYPES)
     so_far: Account = decode(head["account"], TYPES)
     if isinstance(entry, Started):
-        decision, so_far = start(limits, entry.at), open_account(entry.at)
+        decision = start(limits, entry.at, entry.earlier_generations)
+        so_far = open_account(entry.at)
     else:
         decision = Decision(entry.ledger, entry.phase)
     entries = [decode(line["entry"], TYPES) for line in lines if "entry" in line]

@@ -6,9 +6,10 @@ are written elastic/store's, in which thread elastic/writer.py's.
 
 import asyncio
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from elastic.checkpoints import Checkpoints
 from elastic.commands.curves import Curves
@@ -20,9 +21,11 @@ from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
+from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently
 from elastic.store.run_directory import RunDirectory
 from elastic.writer import Writer
 
+T = TypeVar("T")
 LEDGER_EVERY = 1000
 """Events between two journal lines that hold the whole ledger."""
 
@@ -38,9 +41,10 @@ class Recorder:
         now: Callable[[], float],
         fail: Callable[[str], None],
         tell_of_save: Callable[[int, bool], None],
+        pauses_s: Sequence[float] = AWAY_PAUSES_S,
     ) -> None:
         """now: Unix time. fail: end the run, for a reason. tell_of_save: the workers learn whether
-        the checkpoint of a step is published."""
+        the checkpoint of a step is published. pauses_s: between tries, while storage is away."""
         self.order, self.limits = order, limits
         self._now, self._fail, self._tell_of_save = now, fail, tell_of_save
         self.place = place_of(order["storage"], order["name"])
@@ -55,40 +59,78 @@ class Recorder:
         self.last_metrics: dict[str, Any] = {}
         self._events = 0
         self._early_lines: list[dict[str, Any]] = []
-        self._is_closing = False
+        self._pauses_s = pauses_s
+        self._going_back: list[int] = []
+        """Steps that the writer's thread has yet to go back to."""
+        self._told_step = 0
+        """The last one that the writer's thread was told of."""
+        self._opening = asyncio.Lock()
+        self._closing = threading.Event()
 
     # --- the run directory --------------------------------------------------------------
     async def open_at(self, step: int, damaged: list[Damage]) -> str:
-        """The run directory stands at `step`; it is created when the first worker is sound."""
-        run = asyncio.get_running_loop().run_in_executor
-        directory = self.directory
-        if directory is None:
-            directory = await run(self.writer.executor, self._open_directory)
-            self.directory = directory
-        if lost_steps := await run(self.writer.executor, directory.roll_back, step):
-            self._count_lost(lost_steps)
-        if missing := await run(self.writer.executor, directory.skip_to, step):
-            self.trouble.hear_missing(*missing)
-            self.note("not_on_record", dict(zip(("first", "last"), missing, strict=True)))
+        """The run directory stands at `step`; it is created when the first worker is sound.
+
+        A store that is away is waited for at the start and for damaged checkpoints, which must be
+        aside before others are written: StoreAway in the end. A run that goes back waits for none.
+        """
         for damage in damaged:
             self.trouble.hear_damaged(damage.step, damage.what)
-        if self.checkpoints is None:
-            self.checkpoints = self._make_checkpoints(directory)
-        await run(self.writer.executor, self.checkpoints.open, step, damaged)
-        return directory.place
+        async with self._opening:  # the next worker may be ready before it ends
+            if self.checkpoints is None:
+                return await self._open_first(step, damaged)
+        self.roll_back(step)
+        self.writer.write(self.checkpoints.stand_at, step)
+        if damaged:
+            await self._run(self.checkpoints.open, step, damaged, self._ask)
+        return self.place
+
+    async def _open_first(self, step: int, damaged: list[Damage]) -> str:
+        directory: RunDirectory | None = self.directory
+        if directory is None:
+            self.directory = directory = cast(RunDirectory, await self._run(self._open_directory))
+            self._told_step = directory.last_step
+            early_lines, self._early_lines = self._early_lines, []
+            for line in early_lines:
+                self._journal(line)
+        checkpoints = self._make_checkpoints(directory)
+        await self._run(self._go_back, step)
+        self._count_from(step)
+        await self._run(checkpoints.open, step, damaged, self._ask)
+        self.checkpoints = checkpoints
+        return self.place
+
+    async def _run(self, function: Any, *arguments: Any) -> Any:
+        """In the writer's thread, until it is done."""
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self.writer.executor, function, *arguments)
+
+    def _ask(self, read: Callable[[], T]) -> T:
+        """In the writer's thread: as patiently as the workers, until the run ends."""
+        try:
+            return patiently(read, self._rest, self._pauses_s)
+        except OSError as error:
+            raise StoreAway(
+                f"storage failed: {self.place} cannot be used now: {first_line(error)}; start the "
+                "same run again when it can"
+            ) from error
+
+    def _rest(self, pause_s: float) -> None:
+        if self._closing.wait(pause_s):
+            raise StoreAway("nobody waits for it any more")
 
     def _open_directory(self) -> RunDirectory:
+        """In the writer's thread."""
         probe = self.order["probe"]
-        if probe is not None and not sees_probe(probe):
+        if probe is not None and not self._ask(functools.partial(sees_probe, probe)):
             raise WrongInput(
                 f"storage {self.order['storage']!r} is not visible from the controller's node; "
                 "choose a folder that every node sees, or a URI"
             )
-        directory = RunDirectory(self.order["storage"], self.order["name"])
-        directory.begin(self.order["content"])
-        for line in self._early_lines:
-            directory.append_journal(line)
-        self._early_lines = []
+        where = self.order["storage"], self.order["name"]
+        launch = self.order["run_id"]
+        directory = self._ask(functools.partial(RunDirectory, *where, launch=launch))
+        self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory
 
     async def reopen(self) -> Past | None:
@@ -98,6 +140,7 @@ class Recorder:
         if opened is None:
             return None
         self.directory, past = opened
+        self._told_step = self.directory.last_step
         self.checkpoints = self._make_checkpoints(self.directory)
         await run(self.writer.executor, self.checkpoints.take_over)
         self.account, self.lost_steps = past.account, past.lost_steps
@@ -109,7 +152,7 @@ class Recorder:
         storage, name = self.order["storage"], self.order["name"]
         if read_json(open_folder(storage).at(name), "config.json") is None:
             return None
-        directory = RunDirectory(storage, name)
+        directory = RunDirectory(storage, name, launch=self.order["run_id"])
         past = read_past(directory.directory, self.order["run_id"], self.limits)
         if past is None:
             directory.close()
@@ -117,7 +160,7 @@ class Recorder:
         return directory, past
 
     def _storage_failed(self, cause: str) -> None:
-        if self._is_closing:
+        if self._closing.is_set():
             return
         self._journal({"at": self._now(), "storage": cause})
         if self.order["config"].on_storage_error == "fail":
@@ -125,7 +168,7 @@ class Recorder:
 
     async def close(self, status: Callable[[], dict[str, Any]], result: dict[str, Any]) -> None:
         """status: asked for once everything before is written."""
-        self._is_closing = True
+        self._closing.set()
         directory = self.directory
         if directory is None:
             return
@@ -177,28 +220,38 @@ class Recorder:
     def record_step(self, line: dict[str, Any]) -> None:
         assert self.directory is not None
         self.last_metrics = line["metrics"]
+        self._told_step = max(self._told_step, self.last_metrics["step"])
         self.writer.write(self.directory.record_step, line["metrics"], line["samples"])
         self.writer.write(self._draw, line["metrics"])
 
     @property
     def safe_step(self) -> int:
         """Steps whose record this process's death cannot take along."""
-        return self.directory.safe_step if self.directory else 0
+        return min((self.directory.safe_step, *self._going_back)) if self.directory else 0
 
     def roll_back(self, step: int) -> None:
-        """The members go on from an earlier step, in memory."""
-        directory, loop = self.directory, self.writer.loop
-        assert directory is not None
+        """The members go on from an earlier step."""
+        self._going_back.append(step)
+        going_back = self.writer.write(self._go_back, step)
+        going_back.add_done_callback(lambda _: self._going_back.remove(step))
+        self._count_from(step)
 
-        def roll_back() -> None:  # in the writer's thread
-            lost_steps = directory.roll_back(step)
-            loop.call_soon_threadsafe(self._count_lost, lost_steps)
+    def _go_back(self, step: int) -> None:
+        """In the writer's thread: the record stands at `step`."""
+        assert self.directory is not None
+        self.directory.roll_back(step)
+        self.directory.skip_to(step)
 
-        self.writer.write(roll_back)
-
-    def _count_lost(self, lost_steps: int) -> None:
-        self.lost_steps += lost_steps
-        self._journal({"at": self._now(), "rolled_back": lost_steps})
+    def _count_from(self, step: int) -> None:
+        """The next step that is recorded follows `step`. What that means for the steps that were is
+        known, and in the result, however long the writer's thread takes."""
+        last, self._told_step = self._told_step, step
+        if step < last:
+            self.lost_steps += last - step
+            self._journal({"at": self._now(), "rolled_back": last - step})
+        elif step > last:
+            self.trouble.hear_missing(last + 1, step)
+            self.note("not_on_record", {"first": last + 1, "last": step})
 
     def _draw(self, metrics: dict[str, Any]) -> None:
         """TensorBoard curves; the writer's thread opens them with the first step."""

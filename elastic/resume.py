@@ -3,15 +3,19 @@
 `compare` is pure; `read_past_run` reads the run directory; who is asked to go on is in run.py.
 """
 
+import hashlib
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
+from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
+from elastic.store.journal import read_backwards
 
 MAY_DIFFER = frozenset(
     [
@@ -27,9 +31,12 @@ MAY_DIFFER = frozenset(
         "snapshot_every",
     ]
 )
+DECIDES_BITS = frozenset(("cpus_per_worker",))
+"""May differ with reduction="fast" only: convolutions and matrix products add in another order with
+another number of threads."""
 LAST_PROCESSES_S = 3.0
 """How long a run that seems to be alive may take to end."""
-WHERE_IT_IS = frozenset(("storage", "name", "versions"))
+WHERE_IT_IS = frozenset(("storage", "name", "versions", "target_file", "target_sha256"))
 SILENT_AFTER_S = 10.0
 """A local status.json is written at least once a second."""
 REMOTE_SILENT_AFTER_S = 45.0
@@ -80,13 +87,21 @@ class AlreadyFinished:
 
 
 def config_json(
-    config: dict[str, Any], target: str, arguments: dict[str, Any], versions: dict[str, str]
+    config: dict[str, Any],
+    target: str,
+    arguments: dict[str, Any],
+    versions: dict[str, str],
+    source: Path | None = None,
 ) -> dict[str, Any]:
     """The content of config.json: the fields of RunConfig, and what was run with them.
 
-    Exactly what reading it back gives; an argument that JSON cannot hold is its type.
+    Exactly what reading it back gives; an argument that JSON cannot hold is its type. source: the
+    target's file, if there is one.
     """
     values = {**config, "target": target, "arguments": plain(arguments), "versions": versions}
+    if source is not None and source.is_file():
+        sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
+        values |= {"target_file": str(source), "target_sha256": sha256}
     return json.loads(encode(values))
 
 
@@ -109,11 +124,25 @@ def plain(value: object) -> object:
 def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Settings that may not change between two parts of one run, each with both values."""
     found: list[str] = []
-    for name in sorted(past.keys() & new.keys() - MAY_DIFFER - WHERE_IT_IS):
+    may_differ = MAY_DIFFER
+    if past.get("reduction") == "bitwise":
+        may_differ -= DECIDES_BITS
+    for name in sorted(past.keys() & new.keys() - may_differ - WHERE_IT_IS):
         is_extended = name == "steps" and new[name] > past[name]
         if past[name] != new[name] and not is_extended:
             found.append(f"{name} was {past[name]!r} and now is {new[name]!r}")
     return found
+
+
+def changed_code(past: dict[str, Any], new: dict[str, Any]) -> str:
+    """A line if the target's file is another than when the run was last started, else empty."""
+    before, now = past.get("target_sha256"), new.get("target_sha256")
+    if before is None or now is None or before == now:
+        return ""
+    return (
+        f"note: {new['target_file']} has changed since this run was last started; it goes on with "
+        "the new code"
+    )
 
 
 def compare(
@@ -156,9 +185,27 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
         status=status,
         result=read_json(folder, "result.json"),
         silent_s=float("inf") if written is None else (now or time.time()) - written,
-        is_controller_gone=is_gone(controller_of(status)),
+        is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
     )
+
+
+def newest_generation(folder: Folder, past: PastRun | None) -> int:
+    """The newest that the run directory knows of, 0 for none: no launch of the run repeats one.
+
+    past: the run in this folder.
+    """
+    if past is None:
+        return 0
+    lines = read_backwards(folder, "journal.jsonl")
+    decided = next((found for line in lines if (found := generation_of(line))), 0)
+    return max(generation_of(past.status), decided)
+
+
+def generation_of(content: dict[str, Any] | None) -> int:
+    """Of status.json or of a line in the journal; 0 where none stands."""
+    found = (content or {}).get("generation")
+    return found if isinstance(found, int) else 0
 
 
 def await_last_processes(folder: Folder) -> PastRun | None:
@@ -176,16 +223,12 @@ def controller_of(status: dict[str, Any] | None) -> dict[str, Any]:
     return (status or {}).get("controller") or {}
 
 
-def is_gone(controller: dict[str, Any]) -> bool:
+def is_controller_gone(controller: dict[str, Any]) -> bool:
     """The process ran on this machine and is no more; False where we cannot know."""
-    pid, node_ip = controller.get("pid"), controller.get("node_ip")
-    if not isinstance(pid, int) or node_ip not in own_addresses():
-        return False
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    pid, machine = controller.get("pid"), controller.get("machine")
+    if machine is not None or not isinstance(pid, int):
+        return is_gone(pid, machine)
+    return controller.get("node_ip") in own_addresses() and has_ended(pid)  # of version 0.1.0
 
 
 def own_addresses() -> frozenset[str]:

@@ -16,17 +16,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic import resume
 from elastic.config import RunConfig
+from elastic.display import Display
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import leave_probe, open_folder, place_of, remove_probe
+from elastic.store.files import (
+    first_line,
+    leave_probe,
+    open_folder,
+    place_of,
+    reach_folder,
+    remove_probe,
+)
+from elastic.store.remote import AWAY_PAUSES_S, patiently
 from elastic.target import target_of
 from elastic.workload import Workload
 
+T = TypeVar("T")
 Progress = Callable[[str], object]
 POLL_S = 0.2
 END_NOW_S = 10.0
@@ -79,7 +90,8 @@ def run(
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
     A run directory that holds a finished run of the same settings gives its result at once.
     Raises ValueError for wrong settings or a workload that cannot work, found before it trains;
-    RunFailed for failure; ControllerLost, a RuntimeError, if the run's controller died.
+    RunFailed for failure, also if storage stays away before it begins; ControllerLost, a
+    RuntimeError, if the run's controller died.
     """
     config = RunConfig(**settings)
     target = target_of(workload)
@@ -92,6 +104,7 @@ def run(
             arguments=arguments,
             folder=target.folder,
             module=target.module,
+            source=target.source,
             loop=loop,
         )
     except WrongInput as error:
@@ -106,6 +119,7 @@ def run_config(
     arguments: dict[str, Any],
     folder: Path | None,
     module: str | None = None,
+    source: Path | None = None,
     loop: Callable[[Any], None] | None = None,
     on_progress: Progress | None = None,
     detach: bool = False,
@@ -114,7 +128,8 @@ def run_config(
 
     target, arguments: how the workload was named and constructed, for config.json.
     folder: what every node needs on its path to import the workload by name.
-    on_progress: called often with the run directory while the run goes on.
+    source: the file of its class; that it has changed since the last start is told.
+    on_progress: called often with the run directory while the run goes on, in another thread.
     detach: return as soon as the run has started; it goes on without this process.
     """
     if sys.platform != "linux":
@@ -122,15 +137,18 @@ def run_config(
     storage = config.storage or tempfile.mkdtemp(prefix="elastic-runs-")
     name = config.name or f"{type(workload).__name__.lower()}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     named = {**config.to_json(), "storage": storage, "name": name}
-    content = resume.config_json(named, target, arguments, versions())
+    content = resume.config_json(named, target, arguments, versions(), source)
     place = place_of(storage, name)
-    past = resume.await_last_processes(open_folder(storage).at(name))
+    folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
+    past = asked(storage, partial(resume.await_last_processes, folder_of_run))
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
             return Result(**finished.result, run_directory=place)
         case _:
             pass
+    if past is not None and (note := resume.changed_code(past.config, content)):
+        print(note, file=sys.stderr)
     check_writable(storage)
     if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
         raise WrongInput(
@@ -142,7 +160,14 @@ def run_config(
     answer = run_on_ray(
         workload,
         config,
-        {"storage": storage, "name": name, "content": content},
+        {
+            "storage": storage,
+            "name": name,
+            "content": content,
+            "earlier_generations": asked(
+                storage, partial(resume.newest_generation, folder_of_run, past)
+            ),
+        },
         folder=folder,
         loop=loop,
         on_progress=on_progress,
@@ -153,6 +178,19 @@ def run_config(
     if answer["storage_warning"]:
         print(f"elastic: warning: {answer['storage_warning']}", file=sys.stderr)
     return conclude(answer, place)
+
+
+def asked(storage: str, read: Callable[[], T]) -> T:
+    """What storage says before the run begins; RunFailed if it is away for as long as workers wait
+    for it, too."""
+    try:
+        return patiently(read, pauses_s=AWAY_PAUSES_S)
+    except OSError as error:
+        raise RunFailed(
+            f"storage {storage!r} does not answer: {first_line(error)}; start the same run again "
+            "when it does",
+            Result(outcome="failed", badput={}, recoveries=[]),
+        ) from None
 
 
 def run_on_ray(
@@ -167,7 +205,8 @@ def run_on_ray(
 ) -> dict[str, Any] | None:
     """Find or start a cluster, submit the run and wait; the controller's answer as `wait` gives it.
 
-    record: the order's part for the run directory: storage, name, and content (its config.json).
+    record: the order's part for the run directory: storage, name, content (its config.json),
+    and the newest generation of its earlier launches.
     """
     from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
     from elastic.supervisor import supervise
@@ -231,6 +270,7 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     previous = {number: signal.signal(number, on_signal) for number in numbers}
     told, end_by = 0, math.inf
+    display = None if on_progress is None else Display(on_progress)
     try:
         while (answer := driver.poll(POLL_S)) is None:
             place = driver.place
@@ -243,12 +283,12 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
                 end_by = math.inf if told == 1 else time.monotonic() + END_NOW_S
             if time.monotonic() > end_by:
                 driver.abandon()
-            if on_progress is not None and place:
-                on_progress(place)
-        if on_progress is not None and driver.place:
-            on_progress(driver.place)
+            if display is not None and place:
+                display.begin(place)
         return answer
     finally:
+        if display is not None:
+            display.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -12,6 +12,7 @@ from elastic.control.accounting import Account
 from elastic.control.state import Active, Decision, Finished, Waiting
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
+from elastic.store.claim import this_machine
 
 
 def status_of(
@@ -41,7 +42,7 @@ def status_of(
         }
         for w, r in sorted(slots.items())
     ]
-    is_starting = isinstance(phase, Waiting) and ledger.generation == 0
+    is_starting = isinstance(phase, Waiting) and ledger.num_generations == 0
     return {
         "phase": "starting" if is_starting else type(phase).__name__.lower(),
         "generation": ledger.generation,
@@ -51,7 +52,7 @@ def status_of(
         "committed_checkpoint": committed_checkpoint,
         "workers": sorted((r for r in rows if r["rank"] is not None), key=lambda r: r["rank"]),
         "standby": [r for r in rows if r["rank"] is None],
-        "controller": {"pid": os.getpid(), "node_ip": node_ip},
+        "controller": {"pid": os.getpid(), "node_ip": node_ip, "machine": this_machine()},
         "reason": reason,
     }
 
@@ -65,7 +66,7 @@ def result_of(
         "steps": decision.ledger.step,
         "loss": loss,
         "weights_sha256": finished.weights_sha256,
-        "generations": decision.ledger.generation,
+        "generations": decision.ledger.num_generations,
         "lost_steps": lost_steps,
         "goodput": account.goodput,
         "badput": account.badput_s,

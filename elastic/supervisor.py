@@ -22,6 +22,7 @@ from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.feed import end_feed
+from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import worker_name
@@ -43,7 +44,9 @@ log = logging.getLogger(__name__)
 
 async def supervise(actor: "ControllerActor", order: dict[str, Any]) -> dict[str, Any]:
     """Run the order from start to end; the answer is the driver's (elastic/run.py `conclude`)."""
-    run = Supervisor(actor, order)
+    head = HeadCalls()
+    begin = functools.partial(actors.start_rendezvous, order["run_id"])
+    run = Supervisor(actor, order, head, await asyncio.wrap_future(head.start(begin)))
     try:
         return await run.run()
     finally:
@@ -59,7 +62,9 @@ def unix_clock() -> Callable[[], float]:
 class Supervisor:
     """Owns the run's cluster and its recorder."""
 
-    def __init__(self, actor: "ControllerActor", order: dict[str, Any]) -> None:
+    def __init__(
+        self, actor: "ControllerActor", order: dict[str, Any], head: HeadCalls, rendezvous: Any
+    ) -> None:
         self.actor, self.order = actor, order
         self.config: RunConfig = order["config"]
         self.limits = limits_of(self.config)
@@ -81,7 +86,8 @@ class Supervisor:
         self.cluster = RayCluster(
             token=order["token"],
             detect_s=self.config.detect_s,
-            rendezvous=actors.start_rendezvous(order["run_id"]),
+            rendezvous=rendezvous,
+            head=head,
             now=self._now,
             host=Host(
                 spawn=self._spawn,
@@ -97,6 +103,8 @@ class Supervisor:
                 on_stacks=recorder.keep_stacks,
                 on_evaluation=functools.partial(recorder.note, "evaluation"),
                 on_unprotected=self._on_unprotected,
+                costly=lambda: self.decision.ledger.costly if self.decision else (),
+                on_slow=functools.partial(recorder.note, "slow"),
             ),
         )
         factor = self.config.faults.replace_stragglers
@@ -122,7 +130,12 @@ class Supervisor:
         drains = self.cluster.in_background(watch_drains(self.cluster))
         try:
             finished = await controller.control(
-                self.cluster, self.limits, self._record, self._now(), taken_over
+                self.cluster,
+                self.limits,
+                self._record,
+                self._now(),
+                taken_over,
+                self.order["earlier_generations"],
             )
         except Exception as error:  # whatever it is, the run ends with a result
             log.exception("the controller failed")
@@ -153,7 +166,7 @@ class Supervisor:
             return await self._take_over()
         except Exception:
             log.exception("the run cannot be taken over now")
-            self.actor.start_anew()
+            await asyncio.get_running_loop().run_in_executor(None, self.actor.start_anew)
             raise
 
     async def _take_over(self) -> tuple[s.Ledger, s.Phase, e.Adopted]:
@@ -163,12 +176,12 @@ class Supervisor:
         found = await loop.run_in_executor(None, actors.find_workers, self.order["run_id"])
         past = await self.recorder.reopen()
         if past is None:  # it died before there was anything on record
-            decision = start(self.limits, self._now())
+            decision = start(self.limits, self._now(), self.order["earlier_generations"])
             self._record(None, decision)
         else:
             directory = self.recorder.directory
             assert directory is not None
-            self.cluster.take_over(directory.place, directory.last_step)
+            self.cluster.take_over(directory.place, directory.last_step, past.last_metrics)
             self.actor.place = directory.place
             self.cluster.evaluations.recorded = past.last_evaluation
             self.decision = decision = past.decision

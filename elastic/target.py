@@ -29,11 +29,13 @@ class Target:
 
     workload: Workload
     spelled: str
-    """How config.json names it: a file by its absolute path."""
+    """How config.json names it, module:Class: wherever its folder is, as under `ray job submit`."""
     folder: Path | None
     """What every node needs on its path; None where the class is installed, or goes by value."""
     module: str | None
     """Import name of the class's module; None: it goes by value (`__main__`, a notebook)."""
+    source: Path | None = None
+    """The file that the class is from, if it is from one."""
 
 
 def load_target(text: str, arguments: dict[str, Any], *, current: Path | None = None) -> Target:
@@ -49,9 +51,8 @@ def load_target(text: str, arguments: dict[str, Any], *, current: Path | None = 
         if not file.is_file():
             raise WrongInput(f"TARGET {text!r}: there is no file {file}")
         folder, name = import_place(file)
-        spelled = f"{file}:{class_name}"
     else:
-        file, folder, name, spelled = None, here, place, text
+        file, folder, name = None, here, place
     refuse_shadows(folder)
     put_first(folder)
     module = import_target(name, text, folder)
@@ -61,7 +62,8 @@ def load_target(text: str, arguments: dict[str, Any], *, current: Path | None = 
             f"({module.__file__ or 'built in'}); rename the file"
         )
     workload = construct(find_class(module, class_name, text), arguments, folder)
-    return Target(workload, spelled, folder_to_ship(module), name)
+    spelled = f"{name}:{class_name}"
+    return Target(workload, spelled, folder_to_ship(module), name, source_of(module))
 
 
 def target_of(workload: Workload) -> Target:
@@ -71,11 +73,11 @@ def target_of(workload: Workload) -> Target:
     module = sys.modules.get(workload_class.__module__)
     spelled = f"{workload_class.__module__}:{workload_class.__qualname__}"
     if module is None or not is_importable(module, workload_class):
-        return Target(workload, spelled, main_folder(), None)
+        return Target(workload, spelled, main_folder(), None, source_of(module))
     folder = folder_to_ship(module)
     if folder is not None:
         refuse_shadows(folder)
-    return Target(workload, spelled, folder, workload_class.__module__)
+    return Target(workload, spelled, folder, workload_class.__module__, source_of(module))
 
 
 def is_importable(module: ModuleType, workload_class: type[Workload]) -> bool:
@@ -216,6 +218,11 @@ def folder_to_ship(module: ModuleType) -> Path | None:
     is_installed = {"site-packages", "dist-packages"} & set(folder.parts)
     is_ours = module.__name__.split(".")[0] in OUR_PACKAGES
     return None if is_installed or is_ours else folder
+
+
+def source_of(module: ModuleType | None) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
 
 
 def main_folder() -> Path | None:

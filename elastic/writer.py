@@ -28,6 +28,7 @@ class Writer:
         self.loop: asyncio.AbstractEventLoop
         """The controller's, once it runs."""
         self.trouble = StorageTrouble()
+        self._is_taken_over = False
 
     def write(self, function: Any, *arguments: Any) -> "Future[Any]":
         """In the thread: a decision never waits for storage."""
@@ -53,6 +54,9 @@ class Writer:
         self._on_failed(cause)
 
     def hear_uploads(self, directory: RunDirectory) -> None:
+        if directory.taken_by and not self._is_taken_over:
+            self._is_taken_over = True
+            self._on_broken(f"{directory.place} was taken over by {directory.taken_by}")
         cause = directory.upload_error
         if self.trouble.hear_upload(cause) and cause:
             self._tell(cause)

@@ -17,6 +17,7 @@ from workers.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.randomness import seed_microbatch
 from workers.recompute import recompute
 from workers.replica import Replica
+from workers.strides import is_dense
 
 BUILD_STEP = -1
 """Stands for "before the first step" where randomness is seeded by step."""
@@ -46,6 +47,7 @@ class Settings(Protocol):
 def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replica:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
     model = build_model(workload, spec)
+    _check_strides(model)
     if hasattr(workload, "init_weights"):
         settle_small(model, device)
         if not is_sharded(spec.parallel):
@@ -70,8 +72,7 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")
-    seed_microbatch(spec.seed, BUILD_STEP, 1)
-    optimizer = _build_optimizer(workload, parameters, model)
+    optimizer = build_optimizer(workload, spec, parameters, model)
     scheduler = _build_scheduler(workload, optimizer)
     replica = Replica(
         model,
@@ -98,6 +99,28 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
             getattr(workload, "init_weights", None),
         )
     return replica
+
+
+def check_threads(spec: WorkerSpec, device: torch.device) -> None:
+    """After the workload's code: bits of the CPU's kernels follow the number of threads, which is
+    to be the recorded one on every node."""
+    found = torch.get_num_threads()
+    if spec.reduction == "bitwise" and device.type == "cpu" and found != spec.num_threads:
+        raise WrongInput(
+            f"the workload set {found} intra-op threads, but reduction='bitwise' computes with "
+            f"cpus_per_worker={spec.num_threads}: leave out torch.set_num_threads, or start the "
+            f"run with cpus_per_worker={found}"
+        )
+
+
+def _check_strides(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not is_dense(parameter):
+            raise WrongInput(
+                f"parameter {name!r} of shape {list(parameter.shape)} has strides "
+                f"{parameter.stride()}, so that elements share memory or lie apart; build it as "
+                "nn.Parameter(tensor.contiguous())"
+            )
 
 
 def _equip_blocks(model: nn.Module, spec: Settings, casting: Casting) -> None:
@@ -144,9 +167,10 @@ def _materialised(
     return model
 
 
-def _build_optimizer(
-    workload: Any, parameters: list[nn.Parameter], model: nn.Module
+def build_optimizer(
+    workload: Any, spec: Settings, parameters: list[nn.Parameter], model: nn.Module
 ) -> torch.optim.Optimizer:
+    seed_microbatch(spec.seed, BUILD_STEP, 1)
     takes_model = len(inspect.signature(workload.build_optimizer).parameters) >= 2
     arguments = (parameters, model) if takes_model else (parameters,)
     optimizer = workload.build_optimizer(*arguments)

@@ -14,6 +14,7 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from workers.health.vitals import Vitals
 from workers.link import ControllerLink
+from workers.out_of_memory import told_as_loss
 from workers.peer import Following
 from workers.replica import Replica, Update
 from workers.standing import Standing
@@ -66,9 +67,20 @@ class Copying:
 
     def apply_received(self) -> None:
         """Catch up with what has arrived; says so when that is everything for the first time."""
-        following, replica = self._following, self._replica
+        following = self._following
         if following is None:
             return
+        with told_as_loss("it copied the state"):
+            self._apply(following)
+            if following.shortage is not None:
+                raise following.shortage
+        if following.failure and self._vitals.phase == "lobby":
+            failure = following.failure
+            self.stop()
+            self._link.send("sync_failed", reason=failure)
+
+    def _apply(self, following: Following) -> None:
+        replica = self._replica
         while not following.received.empty():
             header, tensors = following.received.get()
             if header["type"] == "snapshot":
@@ -83,10 +95,6 @@ class Copying:
             if header["queued"] == 0 and not self._standing.is_following:
                 self._standing.is_following = True
                 self._link.send("synced", step=replica.step)
-        if following.failure and self._vitals.phase == "lobby":
-            failure = following.failure
-            self.stop()
-            self._link.send("sync_failed", reason=failure)
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state stands at `step`, or until is_over(). PeerLost if it never will."""

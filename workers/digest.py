@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +12,16 @@ from torch import Tensor, nn
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
-def weights_sha256(weights: nn.Module | Mapping[str, object]) -> str:
-    """SHA-256 over a full state dict: parameters and persistent buffers, tied ones per name."""
+def weights_sha256(
+    weights: nn.Module | Mapping[str, object], tell: Callable[[], None] = lambda: None
+) -> str:
+    """SHA-256 over a full state dict: parameters and persistent buffers, tied ones per name.
+
+    tell: called after each tensor.
+    """
     state = full_state(weights) if isinstance(weights, nn.Module) else weights
     tensors = {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
-    return hash_of((name, tensors[name]) for name in sorted(tensors))
+    return hash_of(((name, tensors[name]) for name in sorted(tensors)), tell)
 
 
 def file_sha256(path: str | Path) -> str:
@@ -50,12 +55,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, plain.reshape(-1).view(torch.uint8).numpy()))
 
 
-def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The hash of (name, tensor) pairs that come in order of their names."""
+def hash_of(tensors: Iterable[tuple[str, Tensor]], tell: Callable[[], None] = lambda: None) -> str:
+    """The hash of (name, tensor) pairs that come in order of their names.
+
+    tell: called after each tensor.
+    """
     digest = hashlib.sha256()
     for name, tensor in tensors:
         shape = ",".join(map(str, tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
         digest.update(tensor_bytes(tensor))
+        tell()
     return digest.hexdigest()

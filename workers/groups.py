@@ -9,6 +9,7 @@ reuses a buffer that an abandoned operation may still write.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 from torch.distributed.distributed_c10d import PrefixStore
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.seams import WorkerSpec
 
+REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
+"""NCCL's words for a call that no peer's death explains."""
 _left_behind: list["AnyGroup"] = []
 
 
@@ -78,13 +81,22 @@ class Pending:
                 # synchronisation, which is the vote's read-back.
                 group.check_nccl()
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
+            raise failure_of(error) from error
         if self._unpack is not None:
             self._unpack()
 
     @property
     def is_settled(self) -> bool:
         return self._work.is_completed()
+
+
+def failure_of(error: RuntimeError) -> PeerLost:
+    """What a backend raises while it waits is of the connections, whatever it says; except for an
+    error of this device, and for NCCL's that name a wrong call."""
+    text = str(error)
+    if isinstance(error, torch.AcceleratorError) or any(words in text for words in REFUSALS):
+        return CollectiveRefused(text)
+    return PeerLost(text)
 
 
 class Group:
@@ -102,7 +114,7 @@ class Group:
         """Told before a wait: which collective of the group, its name, its elements (0 where
         ranks may differ), and the name of the part whose it is."""
         self._num_launched = 0
-        self._pending: list[Pending] = []
+        self._pending: deque[Pending] = deque()
         self._parts: list[Group | Formation] = []
         self.form_part: FormPart | None = None
         """Forms another group over the same store; None: this group has no parts."""
@@ -189,8 +201,11 @@ class Group:
         try:
             work = launch()
         except RuntimeError as error:
-            raise PeerLost(str(error)) from error
-        self._pending = [p for p in self._pending if not p.is_settled]
+            if self.backend_name == "gloo":  # which connects and sends in threads of its own
+                raise CollectiveRefused(str(error)) from error
+            raise failure_of(error) from error
+        while self._pending and self._pending[0].is_settled:  # the oldest settle first, mostly
+            self._pending.popleft()
         self._num_launched += 1
         pending = Pending(self, work, unpack, (self._num_launched, *what))
         self._pending.append(pending)

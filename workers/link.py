@@ -38,12 +38,38 @@ URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
 Address = tuple[str, int]
 
 
+class Unknown(ConnectionError):
+    """A controller has said that it does not know this link. Nothing else says so: who refuses a
+    connection, or ends it without a word, may be a firewall, or a controller with a full house."""
+
+
+class Search:
+    """For the controller: one question at a time, in a thread of its own. An answer may take
+    minutes, and the same controller may be back soon."""
+
+    def __init__(self, find: Callable[[], Address | None]) -> None:
+        self._find = find
+        self._answers: queue.SimpleQueue[Address | None] = queue.SimpleQueue()
+        self._is_asking = False
+
+    def answer(self, patience_s: float) -> Address | None:
+        """None: there is no controller now. Raises queue.Empty if there is no answer yet."""
+        if not self._is_asking:
+            ask = threading.Thread(target=lambda: self._answers.put(self._find()), daemon=True)
+            ask.start()
+            self._is_asking = True
+        address = self._answers.get(timeout=patience_s)
+        self._is_asking = False
+        return address
+
+
 class ControllerLink:
     """One TCP connection at a time, read by a thread.
 
     After a cut TCP tries again later and later. So where a connection is unanswered for `silence_s`
     another thread dials the same controller again, and the link goes on over the second connection
     once the controller has answered there: with no frame lost or repeated, both ends count them.
+    A connection that ends, as all do that a firewall resets, is followed by another one likewise.
 
     `on_command` is called in that thread with each urgent command, at once; the main thread finds
     all commands in `commands`. Without a word from any controller for `lease_s`, or when it is
@@ -80,7 +106,7 @@ class ControllerLink:
         self._session, self._address = "", address
         self._num_heard, self._heard_at = 0, time.monotonic()
         self._seconds: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
-        """On which the controller will take this link up; None: nobody there knows it."""
+        """On which the controller will take this link up; None: there may be another controller."""
         self._is_leaving, self._left_at = False, 0.0
         """The reading thread is to leave its connection for one of them."""
         self._trying: socket.socket | None = None
@@ -91,7 +117,7 @@ class ControllerLink:
         try:
             self._connect(address)
         except OSError:
-            self._find_another()
+            self._reconnect()
         threading.Thread(target=self._read, name="link", daemon=True).start()
         threading.Thread(target=self._redial, name="link-dialler", daemon=True).start()
         threading.Thread(target=self._send_late, name="link-sender", daemon=True).start()
@@ -180,7 +206,7 @@ class ControllerLink:
             if not self._take_up(connection):
                 with self._lock:
                     self._connection, self._is_leaving = None, False
-                self._find_another()
+                self._reconnect()
 
     def _listen(self, connection: socket.socket) -> None:
         while True:
@@ -210,30 +236,36 @@ class ControllerLink:
     def _take_up(self, former: socket.socket | None) -> bool:
         """Go on over a second connection, if the first was left for one; if that breaks, too, over
         the next. None is closed before the controller has left it: it would take its end for ours.
-        False if nobody there knows us."""
+        False if there may be another controller."""
         left = [former] if former is not None else []
         while self._is_leaving and (second := self._next_second()) is not None:
-            try:
-                second.settimeout(self._lease_s)
-                wire.send(second, {"type": "resume", "num_heard": self._num_heard})
-                resumed, _ = wire.receive(second)
-            except OSError:
+            if not self._resumes_over(second, self._lease_s):
                 left.append(second)
                 continue
-            with self._lock:
-                if self._trying is not second:  # it has just been left
-                    left.append(second)
-                    continue
-                self._is_leaving, self._trying = False, None
-                self._heard_at = time.monotonic()
-                self._outbox.take_up(resumed["num_heard"])
-                self._go_on_over(second)
             for connection in left:
                 connection.close()
             return True
         for connection in left:
             connection.close()
         return False
+
+    def _resumes_over(self, second: socket.socket, patience_s: float) -> bool:
+        """False if it breaks, too, or has just been left."""
+        try:
+            second.settimeout(patience_s)
+            wire.send(second, {"type": "resume", "num_heard": self._num_heard})
+            resumed, _ = wire.receive(second)
+            second.settimeout(self._lease_s)
+        except OSError:
+            return False
+        with self._lock:
+            if self._trying is not second:
+                return False
+            self._is_leaving, self._trying = False, None
+            self._heard_at = time.monotonic()
+            self._outbox.take_up(resumed["num_heard"])
+            self._go_on_over(second)
+        return True
 
     def _next_second(self) -> socket.socket | None:
         try:
@@ -245,9 +277,10 @@ class ControllerLink:
         return second
 
     def _redial(self) -> None:
-        unanswered = Unanswered()
+        unanswered, search = Unanswered(), Search(self._find)
+        look_s = min(LOOK_S, self._silence_s / 4)
         while True:
-            time.sleep(min(LOOK_S, self._silence_s / 4))
+            time.sleep(look_s)
             connection, session, now = self._connection, self._session, time.monotonic()
             if connection is None and not self._is_leaving:
                 continue
@@ -258,11 +291,23 @@ class ControllerLink:
                 if silent_s <= self._silence_s:
                     continue
                 second = self._dialled(session)
+            except Unknown:
+                second = None  # so nobody is at the first one's end
             except (wire.ConnectionClosed, ConnectionRefusedError):
-                second = None  # nobody there knows us, so nobody is at the first one's end
+                if not self._has_successor(search, look_s):
+                    continue  # the first one's end may only be slow
+                second = None
             except OSError:
                 continue  # out of reach, slow, or just being replaced
             self._hand_over(connection, session, second)
+
+    def _has_successor(self, search: Search, patience_s: float) -> bool:
+        """Whether the controller is known to be somewhere else now."""
+        try:
+            address = search.answer(patience_s)
+        except queue.Empty:
+            return False
+        return address is not None and address != self._address
 
     def _hand_over(
         self,
@@ -284,27 +329,58 @@ class ControllerLink:
                 leaves.shutdown(socket.SHUT_RD)  # which tells the other end nothing
 
     def _dialled(self, session: str) -> socket.socket:
-        """A second connection to a controller that knows this link. Raises OSError."""
+        """A second connection to a controller that knows this link. Raises OSError, or Unknown."""
         second = socket.create_connection(self._address, timeout=DIAL_S)
         try:
             second.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             second.settimeout(self._silence_s)
             wire.send(second, self._hello(session, resumes=True))
-            if wire.receive(second)[0]["type"] == "leave":
+            answer = wire.receive(second)[0]["type"]
+            if answer == "leave":
                 self._leave("the controller has ended this worker")
+            if answer == "unknown":
+                raise Unknown
         except OSError:
             second.close()
             raise
         return second
 
-    def _find_another(self) -> None:
+    def _reconnect(self) -> None:
+        """To the same controller, unless it says that it does not know this link; or to its
+        successor."""
         why = "no controller within the lease"
-        end = threading.Timer(self._lease_s, self._leave, (why,))  # to ask may take minutes
+        end = threading.Timer(self._lease_s, self._leave, (why,))
         end.daemon = True
         end.start()
-        while (address := self._find()) is None or not self._reaches(address):
-            time.sleep(RETRY_S)
+        search, is_known = Search(self._find), self._session != ""
+        while True:
+            try:
+                if is_known and self._dials_again():
+                    break
+            except Unknown:
+                is_known = False
+            with suppress(queue.Empty):
+                address = search.answer(RETRY_S)
+                is_another = not is_known or address != self._address
+                if address is not None and is_another and self._reaches(address):
+                    break
+                time.sleep(RETRY_S)
         end.cancel()
+
+    def _dials_again(self) -> bool:
+        """Raises Unknown."""
+        try:
+            second = self._dialled(self._session)
+        except Unknown:
+            raise
+        except OSError:
+            return False  # refused or ended, which a firewall does as well, out of reach, or slow
+        with self._lock:
+            self._trying = second
+        is_taken_up = self._resumes_over(second, self._silence_s)
+        if not is_taken_up:
+            second.close()
+        return is_taken_up
 
     def _reaches(self, address: Address) -> bool:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
@@ -23,8 +23,9 @@ from workers.copying import Copying
 from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
 from workers.health.compilation import Compilation
-from workers.health.vitals import Vitals
+from workers.health.vitals import FORMING, Vitals
 from workers.link import ControllerLink
+from workers.out_of_memory import told_as_loss
 from workers.parallel.entering import enter_shard
 from workers.peer import Followers, PeerServer
 from workers.peer_memory.keeper import Keeper
@@ -72,6 +73,8 @@ class Member:
         self.should_pause = False
         """Agreed by vote: the next boundary is a pause."""
         self.is_evaluating = self.is_done = False
+        self._told_at = 0.0
+        """When it was last said that the hash of the final state gets further."""
         self.evaluated = Evaluated(link)
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
@@ -144,9 +147,12 @@ class Member:
             self._say_failed(error)
 
     def _say_failed(self, error: PeerLost) -> None:
-        message = str(error)[:500]
         self.link.send(
-            "collective_failed", generation=self.generation, rank=self.rank, message=message
+            "collective_failed",
+            generation=self.generation,
+            rank=self.rank,
+            message=str(error)[:500],
+            is_refused=isinstance(error, CollectiveRefused),
         )
 
     def wait_for_copies(self) -> None:
@@ -204,7 +210,7 @@ class Member:
         while True:
             self.vitals.enter("done" if self.is_done else "lobby")
             while not self._obey(*self._next_command()):
-                if self.vitals.phase == "form":  # in vain: it waits for nobody now
+                if self.vitals.phase in FORMING:  # in vain: it waits for nobody now
                     self.vitals.enter("lobby")
             if is_in_step or not self.should_pause or self.is_evaluating or self.is_done:
                 break
@@ -230,7 +236,8 @@ class Member:
         match header["type"]:
             case "load":
                 self._copying.stop()
-                damaged = self._on_load(header["place"], header["recorded_step"])
+                with told_as_loss("it loaded the state"):
+                    damaged = self._on_load(header["place"], header["recorded_step"])
                 if self.replica.sharded is None:
                     self.records.go_back(self.replica.step)
                     self.records.repeat(self, header["recorded_step"])
@@ -284,15 +291,26 @@ class Member:
             self.records.repeat(self, header["recorded_step"])
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
-        self.saver.save_now(self.replica, self)
-        try:
+        self._told_at = time.monotonic()
+        try:  # the hash first: it is a collective, and the ranks' saves may take different times
             sha256 = self._on_finish(self, header["log_folder"])
+            self.saver.save_now(self.replica, self, self._say_still_saving)
         except PeerLost as error:  # of a sharded state nobody can say the hash now
             self.collective_failed(error)
             return
         finally:
             self.vitals.enter("lobby")
         self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
+
+    def say_still_hashing(self) -> None:
+        """Called after each tensor, and said now and then."""
+        now = time.monotonic()
+        if now - self._told_at > self.spec.lease_s:
+            self._told_at = now
+            self._say_still_saving()
+
+    def _say_still_saving(self) -> None:
+        self.link.send("still_saving", generation=self.generation, rank=self.rank)
 
     # --- forming ---------------------------------------------------------------------------
     def _form(self, header: dict[str, Any], payload: bytes) -> bool:
@@ -323,7 +341,9 @@ class Member:
         if not self._join_group():
             return False
         began = time.monotonic()
-        if not enter_shard(self, header):
+        with told_as_loss("it got its part of the state"):
+            has_entered = enter_shard(self, header)
+        if not has_entered:
             return False
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
@@ -381,6 +401,7 @@ class Member:
             self._copying.start(header["address"], self.wake)
         else:  # its rows come when the generation forms
             self.replica.sharded.forget()
+            self.records.forget()
             self.standing.is_following = self.standing.has_state = True
             self.link.send("synced", step=self.replica.step)
 

@@ -11,15 +11,25 @@ import torch
 from workers.loss import check_weight
 from workers.vote import MicrobatchRecord
 
+Logged = dict[str, float | torch.Tensor]
+
+
+def kept(value: float | torch.Tensor) -> float | torch.Tensor:
+    """A value to be logged, as it is now. A tensor stays on its device, because to read it before
+    the step's end would wait for the device. Raises what float() raises."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().clone()
+    return float(value)
+
 
 class Microbatches:
-    """In id order; losses stay on their device until `records`."""
+    """In id order; losses and logged values stay on their device until `records`."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
         self._weights: list[torch.Tensor | None] = []
         self._rows: list[np.ndarray] = []
-        self._logged: list[dict[str, float]] = []
+        self._logged: list[Logged] = []
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -29,14 +39,14 @@ class Microbatches:
         loss: torch.Tensor,
         weight: torch.Tensor | None,
         rows: np.ndarray,
-        logged: dict[str, float],
+        logged: Logged,
     ) -> None:
         self._losses.append(loss.detach())
         self._weights.append(weight)
         self._rows.append(rows)
         self._logged.append(logged)
 
-    def log_late(self, values: dict[str, float]) -> None:
+    def log_late(self, values: Logged) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
         if self._logged:  # else this rank stands by
             self._logged[-1] = {**self._logged[-1], **values}
@@ -44,14 +54,16 @@ class Microbatches:
     def records(
         self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]]
     ) -> list[MicrobatchRecord]:
-        """Losses come to the host here, once per step. hashes: of the integer buffers, by id.
-        WrongInput for a weight that is no count."""
+        """Losses and logged values come to the host here, once per step. hashes: of the integer
+        buffers, by id. WrongInput for a weight that is no count."""
         if not self._losses:
             return []
         losses = torch.stack([loss.double() for loss in self._losses]).tolist()
         columns = zip(ids, losses, self._weights, self._rows, hashes, self._logged, strict=True)
         return [
-            MicrobatchRecord(i, loss, weight_of(i, w), rows, hashed, logged)
+            MicrobatchRecord(
+                i, loss, weight_of(i, w), rows, hashed, {n: float(v) for n, v in logged.items()}
+            )
             for i, loss, w, rows, hashed, logged in columns
         ]
 

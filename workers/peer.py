@@ -6,6 +6,7 @@ a step behind, at a cost per step that does not depend on the size of the optimi
 nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.py).
 """
 
+import logging
 import queue
 import socket
 import threading
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 
 from elastic.protocol import wire
+from workers.admission import Admission
 from workers.checkpoint.snapshot import HostMemory, Snapshot
+from workers.out_of_memory import says_no_memory
 
+log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
 """A follower that lags by more than this is dropped; it may follow again from a new snapshot."""
@@ -107,8 +111,14 @@ class Follower:
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self.close()
         elif not self.is_lost:
+            try:
+                copies = {n: self._memory.take(n, t.dtype, t.shape) for n, t in tensors.items()}
+            except (MemoryError, RuntimeError) as error:
+                if not says_no_memory(error):
+                    raise
+                self.close()
+                return
             self._queued_bytes += sum(t.nbytes for t in tensors.values())
-            copies = {n: self._memory.take(n, t.dtype, t.shape) for n, t in tensors.items()}
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor.detach())
             self._queue.put((header, copies))
@@ -130,7 +140,8 @@ class Follower:
                 send_update(self._connection, header, tensors)
                 self._queued_bytes -= sum(t.nbytes for t in tensors.values())
                 self._memory.give(tensors)
-        except OSError:
+        except (OSError, MemoryError, RuntimeError) as error:  # it may follow another one
+            log.warning('newcomer=%d is fed no more reason="%s"', self.worker, error)
             self.is_lost = True
         if self._snapshot is not None:
             self._snapshot.drop()
@@ -147,25 +158,19 @@ class PeerServer:
         self._listener = socket.create_server((host, 0))
         self._listener.settimeout(None)  # a user's module may have set another default
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._token, self._wake = token, wake
+        self._wake = wake
         self._arrived: queue.SimpleQueue[Follower] = queue.SimpleQueue()
-        threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
+        admission = Admission(self._listener, token, self._take)
+        threading.Thread(target=admission.run, name="peer-server", daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            try:
-                connection.settimeout(10)
-                hello, _ = wire.receive(connection)
-                if hello.get("token") != self._token:
-                    raise ConnectionError("wrong token")
-                connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                watch_host(connection, self._detect_s, is_sender=True)
-                self._arrived.put(Follower(connection, int(hello["worker"])))
-                self._wake()
-            except (OSError, ValueError, KeyError):
-                connection.close()
+    def _take(self, connection: socket.socket, hello: wire.Header) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch_host(connection, self._detect_s, is_sender=True)
+            self._arrived.put(Follower(connection, int(hello["worker"])))
+            self._wake()
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
 
     def arrived(self) -> list[Follower]:
         """Newcomers since the last call."""
@@ -219,6 +224,8 @@ class Following:
         """Where updates that were applied may be given back."""
         self.failure = ""
         """Why nothing more will come; empty while it may."""
+        self.shortage: Exception | None = None
+        """There is no memory for what came."""
         self._wake = wake
         self._connection = socket.create_connection(address, timeout=timeout_s)
         self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
@@ -233,9 +240,15 @@ class Following:
                 self.arrived.set()
                 self._wake()
         except (OSError, ValueError) as error:
-            self.failure = f"the source closed the connection: {error}"
-            self.arrived.set()
-            self._wake()
+            self._end(f"the source closed the connection: {error}")
+        except (MemoryError, RuntimeError) as error:
+            self.shortage = error
+            self._end(f"what came cannot be kept: {error}")
+
+    def _end(self, why: str) -> None:
+        self.failure = why
+        self.arrived.set()
+        self._wake()
 
     def close(self) -> None:
         """Stop following; what was received stays."""

@@ -82,8 +82,16 @@ class Records:
         """What the source of a copied state knows."""
         self._unrecorded += frame["steps"]
         self._drop_recorded()
-        layout, content = frame["vote"]
-        self.last_vote = None if layout is None else (layout, base64.b64decode(content))
+        self.last_vote = vote_in(frame)
+
+    def learn(self, frame: dict[str, Any]) -> None:
+        """What the lowest rank knows: a newcomer may be the last one who can report those steps.
+        Of a step that both know, its line counts: the state is the one that it could report."""
+        known = {step_of(r): r for r in (*self._unrecorded, *frame["steps"])}
+        self._unrecorded = deque(known[step] for step in sorted(known))
+        self._drop_recorded()
+        if self.last_vote is None:
+            self.last_vote = vote_in(frame)
 
     def tell(self, by: Standing) -> None:
         """The lowest rank says what was committed last, as a member that has joined; all that it
@@ -133,6 +141,11 @@ class Records:
             steps=steps,
             vote=layout,
         )
+
+
+def vote_in(frame: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:
+    layout, content = frame["vote"]
+    return None if layout is None else (layout, base64.b64decode(content))
 
 
 def step_of(record: dict[str, Any]) -> int:

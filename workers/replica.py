@@ -14,9 +14,10 @@ from workers import state
 from workers.buffers import TrackedBuffers
 from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.parallel.row_step import on_rows
-from workers.parallel.shards import local
+from workers.parallel.shards import is_shard, local
 from workers.precision import Casting, LossScale
 from workers.reduction.norm import clip_coefficient, global_norm
+from workers.strides import laid_out
 
 if TYPE_CHECKING:
     from workers.parallel.sharded import Sharded
@@ -172,6 +173,8 @@ class Replica:
             if is_used:
                 assert gradient is not None
                 local(gradient).div_(divisor)
+                if not is_shard(gradient):  # a follower receives it row by row
+                    gradient = laid_out(gradient, parameter.stride())
                 parameter.grad = gradient
         if self.clip_norm is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]

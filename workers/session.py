@@ -23,7 +23,7 @@ from workers.data.supply import AnyLoader
 from workers.health.nonfinite import Inspection
 from workers.loss import check_loss
 from workers.member import Member
-from workers.microbatches import Microbatches
+from workers.microbatches import Logged, Microbatches, kept
 from workers.parallel.strategy import new_reducer
 from workers.randomness import seed_microbatch
 from workers.reduction.reducers import Reduced, Reducer
@@ -38,7 +38,7 @@ class Session:
         self._reducer: Reducer | None = None
         self._reducer_of = (0, ())  # generation, tracked buffers
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
-        self._logged: dict[str, float] = {}
+        self._logged: Logged = {}
         self._open: Step | None = None
         names = {id(p): n for n, p in member.replica.model.named_parameters()}
         self._parameters = {names[id(p)]: p for p in member.replica.parameters}
@@ -129,8 +129,7 @@ class Session:
         values: numbers, or tensors of one element; others raise what float() raises.
         """
         for name, value in values.items():
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-            self._logged[name] = number
+            self._logged[name] = kept(value)
 
     def save(self, *, pin: bool = False) -> Saving:
         """Save a checkpoint of this step in the background. Every rank must call it, after the

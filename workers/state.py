@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput
 from workers.digest import plain_name
-from workers.parallel.shards import local
+from workers.parallel.shards import is_shard, local
+from workers.strides import is_dense, laid_out, plain_strides
 
 Json = Any
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -76,6 +77,11 @@ def trained_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     tensors = {f"model/{name}": t.detach() for name, t in model.named_parameters()}
     _captured_optimizer(_names(model), optimizer, tensors)
     return tensors
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """WrongInput if it keeps what `capture` refuses."""
+    _captured_optimizer(_names(model), optimizer, {})
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -148,7 +154,7 @@ def _captured_optimizer(
     shared: dict[str, Json] = {}
     for key, value in cast(dict[object, object], optimizer.state).items():
         if isinstance(key, Tensor):
-            state[names[key]] = encode(value, f"optimizer/{names[key]}", tensors)
+            state[names[key]] = encode(value, f"optimizer/{names[key]}", tensors, key)
         elif isinstance(key, str):
             shared[key] = encode(value, f"optimizer//{key}", tensors)
         else:
@@ -172,13 +178,22 @@ def _restore_optimizer(
     parameters = {name: p for p, name in names.items()}
     for name, value in header["state"].items():
         p = parameters[name]
-        optimizer.state[p] = decode(value, tensors, p.device, is_owned=is_owned)
+        optimizer.state[p] = decode(value, tensors, p, is_owned=is_owned)
     for key, value in header["shared"].items():
         cast(dict[Any, Any], optimizer.state)[key] = decode(value, tensors)
 
 
-def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """JSON for `value`; its tensors are put into `tensors` under names that begin with path."""
+def encode(
+    value: object, path: str, tensors: dict[str, Tensor], parameter: Tensor | None = None
+) -> Json:
+    """JSON for `value`; its tensors are put into `tensors` under names that begin with path.
+
+    parameter: whose state it is. Strides are told where `decode` would not give them by itself.
+    """
+
+    def encoded(item: object, place: str) -> Json:
+        return encode(item, f"{path}/{place}", tensors, parameter)
+
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -188,22 +203,17 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, Tensor):
         assert path not in tensors, path
         tensors[path] = value.detach()
-        return {"tensor": path, "device": value.device.type}
+        return {"tensor": path, "device": value.device.type, **_own_strides(value, parameter)}
     if isinstance(value, np.generic):
         return {"numpy": value.dtype.str, "value": encode(value.item(), path, tensors)}
     if kind is list:
-        return [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(cast(list[Any], value))]
+        return [encoded(v, str(i)) for i, v in enumerate(cast(list[Any], value))]
     if kind in _SEQUENCES:
         items = list(cast(tuple[Any, ...], value))
-        return {_SEQUENCES[kind]: encode(items, path, tensors)}
+        return {_SEQUENCES[kind]: encode(items, path, tensors, parameter)}
     if kind in _MAPPINGS:
         pairs = cast(dict[Any, Any], value).items()
-        return {
-            _MAPPINGS[kind]: [
-                [encode(k, f"{path}/keys", tensors), encode(v, f"{path}/{k}", tensors)]
-                for k, v in pairs
-            ]
-        }
+        return {_MAPPINGS[kind]: [[encoded(k, "keys"), encoded(v, f"{k}")] for k, v in pairs]}
     raise WrongInput(
         f"state at {path!r} is a {kind.__module__}.{kind.__qualname__}, which cannot be carried "
         "to another process; keep numbers, strings, lists, dicts and tensors there"
@@ -213,17 +223,18 @@ def encode(value: object, path: str, tensors: dict[str, Tensor]) -> Json:
 def decode(
     value: Json,
     tensors: Mapping[str, Tensor],
-    device: torch.device | None = None,
+    parameter: Tensor | None = None,
     *,
     is_owned: bool = False,
 ) -> Any:
-    """What `encode` was given, its tensors on `device` unless they were on the CPU.
+    """What `encode` was given, its tensors on the parameter's device unless they were on the CPU.
 
-    They are copies, unless the caller owns `tensors` and gives them away.
+    They are copies, unless the caller owns `tensors` and gives them away. What has the parameter's
+    shape gets its strides, which need not be those of the process that encoded it.
     """
 
     def decoded(item: Json) -> Any:
-        return decode(item, tensors, device, is_owned=is_owned)
+        return decode(item, tensors, parameter, is_owned=is_owned)
 
     if isinstance(value, list):
         return [decoded(v) for v in cast(list[Json], value)]
@@ -233,8 +244,13 @@ def decode(
     if tag == "float":
         return float(content)
     if tag == "tensor":
-        target = torch.device("cpu") if rest[0][1] == "cpu" or device is None else device
-        return tensors[content].to(target, copy=not is_owned)
+        about = dict(rest)
+        host = torch.device("cpu")
+        target = host if parameter is None or about["device"] == "cpu" else parameter.device
+        tensor = tensors[content].to(target, copy=not is_owned)
+        if is_shard(tensor) or not isinstance(tensor, Tensor):  # or it is still in its file
+            return tensor
+        return laid_out(tensor, about.get("strides") or _usual_strides(tensor, parameter))
     if tag == "numpy":
         return np.dtype(content).type(decoded(rest[0][1]))
     if tag in _SEQUENCE_OF:
@@ -242,6 +258,18 @@ def decode(
         return make(decoded(content))
     pairs = [(decoded(k), decoded(v)) for k, v in content]
     return cast(Callable[[Any], Any], _MAPPING_OF[tag])(dict(pairs))
+
+
+def _own_strides(tensor: Tensor, parameter: Tensor | None) -> dict[str, list[int]]:
+    is_usual = is_shard(tensor) or tensor.stride() == _usual_strides(tensor, parameter)
+    return {} if is_usual or not is_dense(tensor) else {"strides": list(tensor.stride())}
+
+
+def _usual_strides(tensor: Tensor, parameter: Tensor | None) -> tuple[int, ...]:
+    """Of a tensor of a state: its parameter's, if it is as large, else row by row."""
+    if parameter is not None and tensor.shape == parameter.shape and not is_shard(parameter):
+        return parameter.stride()
+    return plain_strides(tensor.shape)
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,9 +24,10 @@ from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongIn
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
-from elastic.store.files import open_folder
-from workers.build import build_replica
-from workers.checkpoint.load import load_newest, patiently
+from elastic.store.files import reach_folder
+from elastic.store.remote import patiently
+from workers.build import build_replica, check_threads
+from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
@@ -40,12 +42,15 @@ from workers.loop import fit
 from workers.loss import check_loss
 from workers.member import Member, RolledBack, RunEnded
 from workers.microbatches import weight_of
+from workers.out_of_memory import OutOfMemory
 from workers.peer import PeerServer
 from workers.randomness import seed_microbatch
 from workers.session import Session
+from workers.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
 EXIT_WITHOUT_LOADER = 72
+EXIT_WITHOUT_MEMORY = 73
 
 
 class Worker:
@@ -69,6 +74,8 @@ class Worker:
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
+        self._returned_at = spec.steps
+        """Committed steps when the user's loop has returned last; before that the run's."""
 
     def run(self) -> None:
         """Until the controller ends the process. Raises what the user's code raises."""
@@ -109,9 +116,11 @@ class Worker:
                 self._fail(error)
             self._link.send("wrong_input", message=str(error), is_unfit=is_unfit)
             raise
-        except LoaderLost as error:  # as if it were this process: the run goes on without it
+        except (LoaderLost, OutOfMemory) as error:  # the run goes on without this process
             self._link.send("last_words", why=str(error))
-            leave(EXIT_WITHOUT_LOADER, str(error), self._keep_log)
+            is_memory = isinstance(error, OutOfMemory)
+            status = EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER
+            leave(status, str(error), self._keep_log)
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
@@ -182,6 +191,7 @@ class Worker:
             make_deterministic(spec)
         self._device = device
         self._replica = build_replica(workload, spec, device)
+        check_threads(spec, device)
         self._peers = peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
         self._saver = Saver(self._link, spec)
         self._member = member = Member(
@@ -203,18 +213,17 @@ class Worker:
 
     def _loop(self, session: Session, loop: Callable[[Session], None]) -> None:
         """The user's loop, again after a roll back; then "done" until the run ends."""
-        member, spec = self._member, self._spec
+        member = self._member
         assert member is not None
-        returned_at = spec.steps
         while True:  # a loss may ask for one more generation, in which there is nothing to do,
-            if self._replica.step < returned_at:  # or, after a roll back, steps to be done again
+            if self._replica.step < self._returned_at:  # or, after a roll back, steps to do again
                 member.is_done = False
                 self._vitals.enter("user")
                 try:
                     loop(session)
                 except RolledBack:
                     continue
-                member.is_done, returned_at = True, self._replica.step
+                member.is_done, self._returned_at = True, self._replica.step
                 if not member.has_joined:
                     raise RuntimeError(
                         "the training loop returned without a step; loop over next_step()"
@@ -239,20 +248,30 @@ class Worker:
         storage stays away.
         """
         self._is_warm = True
-        catalogue = Catalogue(open_folder(place).at("checkpoints"))
+        folder = patiently(partial(reach_folder, place))
+        catalogue = Catalogue(folder.at("checkpoints"))
         newest = max([recorded_step, *patiently(catalogue.steps)])
         with self._vitals.aside("user"):
-            self._try_microbatch(newest)
+            if not self._has_begun:
+                check_kept(self._replica)
+            self._try_microbatch(newest, with_optimizer=True)
         assert self._member is not None
         known_step = self._member.records.known_from(recorded_step)
         if self._replica.step > known_step and self._replica.sharded is None:
             fresh = build_replica(self._workload, self._spec, self._device).snapshot()
             self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
+        begin_piece = partial(self._vitals.enter, "restore")
+
+        def rest(pause_s: float) -> None:
+            begin_piece()  # whoever tries again is alive
+            time.sleep(pause_s)
+
         if self._replica.sharded is not None:
             load = self._replica.sharded.load
-            return patiently(partial(load, catalogue, recorded_step))
+            return patiently(partial(load, catalogue, recorded_step, begin_piece), rest)
         try:
-            return patiently(partial(load_newest, catalogue, self._replica))
+            read = partial(load_newest, catalogue, self._replica, begin_piece)
+            return patiently(read, rest)
         except ValueError as error:  # the files are good, but of another model
             raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
 
@@ -267,9 +286,9 @@ class Worker:
             ):  # the first worker's own try has the say, or the first step
                 self._try_microbatch(self._link.recorded_step)
 
-    def _try_microbatch(self, step: int) -> None:
+    def _try_microbatch(self, step: int, *, with_optimizer: bool = False) -> None:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
-        feed has its data at hand); nothing of it stays."""
+        feed has its data at hand), and a step of an unknown optimizer; nothing of it stays."""
         replica = self._replica
         if replica.sharded is not None and not replica.sharded.is_whole:
             return
@@ -282,6 +301,8 @@ class Worker:
                 total, weight = check_loss(self._workload.loss(replica.model, batch))
                 weight_of(0, weight)
                 total.backward()
+            if with_optimizer:
+                try_optimizer(self._workload, self._spec, replica)
         except WrongInput:
             raise
         except Exception:
@@ -297,7 +318,7 @@ class Worker:
     def _log_to(self, place: str) -> None:
         self._place = place
         self._saver.open(place)
-        folder = open_folder(place).local
+        folder = patiently(partial(reach_folder, place)).local
         if folder is not None and not (folder / "config.json").exists():
             raise UnfitNode(
                 f"run directory {place} is not visible from node {self._spec.host}; choose a "
@@ -311,20 +332,20 @@ class Worker:
         """Bring what a loader printed to the log, and the log to remote storage."""
         self._log.collect()
         if self._place is not None and self._log.path is not None:
-            folder = open_folder(self._place)
-            if folder.local is None:
-                try:
+            try:
+                folder = reach_folder(self._place)
+                if folder.local is None:
                     folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
-                except OSError as error:  # the run does not end with it
-                    print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
+            except OSError as error:  # the run does not end with it
+                print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
 
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
         if member.replica.sharded is not None:
             with member.vitals.gathering():
-                return member.replica.sharded.weights_sha256()
-        return weights_sha256(member.replica.model)
+                return member.replica.sharded.weights_sha256(member.say_still_hashing)
+        return weights_sha256(member.replica.model, member.say_still_hashing)
 
     def _rest(self) -> None:
         """Wait to be ended: the controller tells the link to leave, which ends the process.

@@ -122,7 +122,8 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
     if line.spans and head.at > line.ended:
         line.spans.append(Span(line.ended, head.at, DOWN, ()))
         end_all(line, line.spans[-1].began)
-    decision, so_far = start(head.limits, head.at), open_account(head.at)
+    decision = start(head.limits, head.at, head.earlier_generations)
+    so_far = open_account(head.at)
     losses: list[WorkerLost] = []
     for entry in entries:
         before, known = decision, so_far

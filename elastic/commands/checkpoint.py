@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from elastic.commands.progress import text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST, Manifest
 from elastic.store.catalogue import ASIDE, PINNED, Catalogue
@@ -54,7 +55,7 @@ def ls(run_dir: RunDir) -> int:
         try:
             m = catalogue.manifest(step)
         except DamagedCheckpoint as error:
-            table.add_row(str(step), *["-"] * 6, f"DAMAGED: {error.what}")
+            table.add_row(str(step), *["-"] * 6, f"DAMAGED: {text_of(error.what)}")
             continue
         saved = datetime.fromtimestamp(catalogue.of_step(step).modified(MANIFEST) or 0)
         counts = (decimal(m.size_bytes), str(len(m.files)), str(len(m.tensors)), str(m.generation))
@@ -75,7 +76,7 @@ def show(run_dir: RunDir, step: Step = None) -> int:
     table = Table("tensor", "dtype", "shape", "chunks")
     for tensor in manifest.tensors:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(tensor.name, tensor.dtype, shape, str(len(tensor.chunks)))
+        table.add_row(text_of(tensor.name), text_of(tensor.dtype), shape, str(len(tensor.chunks)))
     Console().print(table)
     print(f"step {manifest.step}, {decimal(manifest.size_bytes)} in {len(manifest.files)} files")
     return 0

@@ -21,6 +21,7 @@ from elastic.commands.checkpoint import (
     progress_bar,
     read_manifest,
 )
+from elastic.commands.progress import printable, text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.store.files import encode
 
@@ -70,17 +71,17 @@ def diff(
 def print_difference(found: "Difference", places: list[str]) -> None:
     for place, names in zip(places, (found.only_here, found.only_there), strict=True):
         for name in names:
-            print(f"only in {place}: {name}")
+            print(f"only in {place}: {printable(name)}")
     for kind in found.kinds:
         print(f"{kind.name}: {kind.here} here, {kind.there} there")
     if found.unequal:
         table = Table("tensor", "elements that differ", "of", "largest difference")
         for tensor in found.unequal:
             counts = (str(tensor.num_different), str(tensor.num_elements))
-            table.add_row(tensor.name, *counts, f"{tensor.max_abs:.3g}")
+            table.add_row(text_of(tensor.name), *counts, f"{tensor.max_abs:.3g}")
         Console().print(table)
     for part in found.others:
-        print(f"differs apart from tensors: {part}")
+        print(f"differs apart from tensors: {printable(part)}")
     print(f"{len(found.unequal)} tensors differ, {found.num_equal} are equal bit for bit")
 
 

@@ -3,7 +3,7 @@
 Reading happens in this process; no Ray.
 """
 
-import os
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from elastic.store.journal import read_lines
 
 if TYPE_CHECKING:
     from elastic.data.record import FeedRecord
+    from elastic.workload import Workload
 
 app = typer.Typer(no_args_is_help=True, help="Show a data set's plan; check what a run used.")
 MAX_SHOWN = 10
@@ -82,6 +83,7 @@ def check(
     """
     from elastic.data.checking import Repeated
     from elastic.data.checking import check as compare
+    from elastic.target import load_target
 
     folder = open_folder(run_dir)
     config = read_json(folder, "config.json")
@@ -91,9 +93,12 @@ def check(
     lines = read_lines(folder, "samples.jsonl")
     if not lines:
         raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
-    stream, size = stream_of(config, run_dir)
+    place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
+    target = load_target(target_text(config), config["arguments"])
     try:
-        found = compare(lines, stream, config["global_batch"])
+        with contextlib.chdir(target.folder or Path.cwd()):  # as in a worker
+            stream, size = stream_of(target.workload, config["seed"], place)
+            found = compare(lines, stream, config["global_batch"])
     except Repeated as error:
         print(f"NOT exactly once: {error}")
         return 1
@@ -125,31 +130,35 @@ def left_out_words(record: "FeedRecord") -> str:
     return f" without {' and '.join(parts)} that could not be read" if parts else ""
 
 
-def stream_of(config: dict[str, Any], run_dir: str) -> tuple[Iterator[tuple[int, Any]], str]:
+def target_text(config: dict[str, Any]) -> str:
+    """TARGET as it can be imported from any folder, if its file is still where it was."""
+    file = config.get("target_file")
+    if file is None or not Path(file).is_file():
+        return config["target"]
+    return f"{file}:{config['target'].rpartition(':')[2]}"
+
+
+def stream_of(
+    workload: "Workload", seed: int, run_dir: str
+) -> tuple[Iterator[tuple[int, Any]], str]:
     """The stream that the run's dataset() and seed give, and the size of an epoch in words."""
     from elastic.data import ParquetSource
     from elastic.data.checking import planned_stream
     from elastic.data.footers import make_plan
     from elastic.data.record import open_record
-    from elastic.target import load_target
     from workers.randomness import seed_dataset
 
-    target = load_target(config["target"], config["arguments"])
-    if target.folder is not None:
-        os.chdir(target.folder)  # as in a worker
-    seed_dataset(config["seed"])
-    dataset = target.workload.dataset()
+    seed_dataset(seed)
+    dataset = workload.dataset()
     if isinstance(dataset, ParquetSource):
-        made = make_plan(dataset, config["seed"])
-        place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
-        record = open_record(made, place)
+        record = open_record(make_plan(dataset, seed), run_dir)
         return planned_stream(record), left_out_words(record)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WrongInput(
             f"dataset() returns a {type(dataset).__name__}, whose order is not planned: only "
             "elastic.data.parquet(...) and map-style datasets can be checked"
         )
-    return map_style(len(dataset), config["seed"]), f" of {len(dataset):,} rows"
+    return map_style(len(dataset), seed), f" of {len(dataset):,} rows"
 
 
 def map_style(num_rows: int, seed: int) -> Iterator[tuple[int, Any]]:

@@ -1,9 +1,11 @@
 """What a person sees of a run that goes on: read from its run directory, shown as it changes.
 
 `elastic run` and `elastic watch` call `Progress` again and again; it decides
-when there is something to show.
+when there is something to show. A look reads what is new and no history: a run may have a million
+steps.
 """
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -11,17 +13,21 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.store.files import Folder, open_folder, read_json
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, first_line, open_folder, read_json
 from elastic.store.journal import LineTail
 
 LOOK_EVERY_S = 0.25
 LOOK_REMOTE_EVERY_S = 5.0
 LINE_EVERY_S = 2.0
 NUM_DECISIONS = 4
+LAST_BYTES = {"journal.jsonl": 1 << 20, "metrics.jsonl": 1 << 16}
+"""So much of a file's end does the first look read: enough for the last decisions and steps."""
 
 
 @dataclass(frozen=True)
@@ -48,45 +54,74 @@ class Progress:
         self._tails: dict[str, LineTail] = {}
         self._metrics: dict[str, Any] = {}
         self._shown: View | None = None
+        self._unshown: list[str] = []
         self._decisions: deque[str] = deque(maxlen=NUM_DECISIONS)
         self._looked_at = self._line_at = -LINE_EVERY_S
         self._line_step: int = 0
+        self._trouble = ""
+        """Why the last look failed; empty after one that did not."""
+        self._showing = threading.Lock()
+        self._is_closed = False
 
     def __call__(self, run_directory: str) -> View | None:
-        """Look at the run directory, if it is time, and show what is new. Cheap to call often."""
+        """Look at the run directory, if it is time, and show what is new. Cheap to call often; a
+        look that fails is one line, and the next one may succeed."""
         now = time.monotonic()
-        if self._folder is None:
-            self._folder = open_folder(run_directory)
-        every_s = LOOK_EVERY_S if self._folder.local else LOOK_REMOTE_EVERY_S
-        if now - self._looked_at >= every_s:
+        try:
+            if self._folder is None:
+                self._folder = open_folder(run_directory)
+            every_s = LOOK_EVERY_S if self._folder.local else LOOK_REMOTE_EVERY_S
+            if now - self._looked_at < every_s:
+                return self._shown
             self._looked_at = now
-            self._show(self._folder, now)
+            status = self._read(self._folder)
+        except (OSError, WrongInput) as error:
+            self.tell_trouble(error)
+            return self._shown
+        self._trouble = ""
+        with self._showing:
+            if not self._is_closed:
+                self._show(status, now)
         return self._shown
 
+    def tell_trouble(self, error: OSError | WrongInput) -> None:
+        """One line for whatever is new."""
+        trouble = first_line(error)
+        with self._showing:
+            if trouble != self._trouble and not self._is_closed:
+                self._print(f"the run cannot be looked at now: {trouble}")
+        self._trouble = trouble
+
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        elif self._shown is not None:
-            self._print_step(self._shown, time.monotonic())
+        with self._showing:
+            self._is_closed = True
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            elif self._shown is not None:
+                self._print_step(self._shown, time.monotonic())
 
     def _print_step(self, view: View, now: float) -> None:
         if view.step != self._line_step:
             self._line_at, self._line_step = now, view.step
             self._print(step_line(view))
 
-    def _show(self, folder: Folder, now: float) -> None:
-        decisions = [
+    def _read(self, folder: Folder) -> dict[str, Any] | None:
+        """What is new; gives status.json."""
+        self._unshown += [
             decision_line(line)
             for line in self._new(folder, "journal.jsonl")
             if is_told(line) and line.get("at", self._since) >= self._since
         ]
+        self._metrics = (self._new(folder, "metrics.jsonl") or [self._metrics])[-1]
+        return read_json(folder, "status.json")
+
+    def _show(self, status: dict[str, Any] | None, now: float) -> None:
+        decisions, self._unshown = self._unshown, []
         self._decisions.extend(decisions)
         if not self._console.is_terminal:
             for line in decisions:
                 self._print(line)
-        self._metrics = (self._new(folder, "metrics.jsonl") or [self._metrics])[-1]
-        status = read_json(folder, "status.json")
         if status is None:
             return
         self._shown = View(status, self._metrics)
@@ -97,7 +132,7 @@ class Progress:
 
     def _new(self, folder: Folder, name: str) -> list[dict[str, Any]]:
         if name not in self._tails:
-            self._tails[name] = LineTail(folder, name)
+            self._tails[name] = LineTail(folder, name, last_bytes=LAST_BYTES[name])
         return self._tails[name].poll()
 
     def _print(self, line: str) -> None:
@@ -124,7 +159,7 @@ def decision_line(line: dict[str, Any]) -> str:
     ]
     return (
         f"generation={line['generation']} step={line['step']} {''.join(sizes)}"
-        f'phase={line["phase"]} reason="{line["entry"]["reason"]}"'
+        f'phase={line["phase"]} reason="{printable(line["entry"]["reason"])}"'
     )
 
 
@@ -169,7 +204,12 @@ def name_of(worker: object) -> str:
 
 
 def text_of(value: object) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """What others have written does not drive the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def drawing(view: View, decisions: tuple[str, ...]) -> Group:

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic.commands.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import read_past_run
 from elastic.store.files import Folder, open_folder, read_json
-from elastic.store.journal import read_lines
-
-LOOK_EVERY_S = 0.25
+from elastic.store.journal import read_backwards
 
 
 def stop(
@@ -50,19 +49,21 @@ def stop(
 
 def run_id_of(folder: Folder, run_dir: str) -> str:
     """Of its newest start. WrongInput if it has not begun."""
-    run_ids = [line["run"] for line in read_lines(folder, "journal.jsonl") if "run" in line]
-    if not run_ids:
+    lines = read_backwards(folder, "journal.jsonl")
+    run_id = next((line["run"] for line in lines if "run" in line), None)
+    if run_id is None:
         raise WrongInput(f"{run_dir}: the run has only begun; try again in a moment")
-    return str(run_ids[-1])
+    return str(run_id)
 
 
 def await_result(folder: Folder, run_dir: str) -> dict[str, Any]:
     """Ctrl-C ends only the waiting. ControllerLost if the run went silent."""
+    every_s = LOOK_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
     while (result := read_json(folder, "result.json")) is None:
         past = read_past_run(folder)
         if past is not None and past.status is not None and not past.is_alive:
             raise ControllerLost(
                 f"{run_dir}: no word of its controller for {past.silent_s:.0f} s; it may be gone"
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(every_s)
     return result

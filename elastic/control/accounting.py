@@ -16,7 +16,7 @@ from typing import Literal
 
 from elastic.control.events import Adopted, Committed, Event, Joined, Loaded, Tick, WorkerLost
 from elastic.control.lobby import is_member
-from elastic.control.recovery import answered
+from elastic.control.recovery import given_up
 from elastic.control.state import (
     Active,
     Decision,
@@ -113,7 +113,8 @@ def account(
         return so_far
     now = max(event.at, so_far.since)
     entry = hear_loss(so_far, event, phase, now)
-    if isinstance(event, Loaded) and isinstance(phase, Waiting) and not generation:
+    is_first = generation == decision.ledger.earlier_generations
+    if isinstance(event, Loaded) and isinstance(phase, Waiting) and is_first:
         entry = replace(entry, first_step=event.step, step=event.step)
     if decision.ledger.step < entry.step:
         entry = roll_back(entry, decision.ledger.step)
@@ -135,7 +136,7 @@ def spend(entry: Account, bucket: Bucket, seconds: float) -> Account:
 
 def losses_in(event: Event, phase: Phase) -> tuple[WorkerLost, ...]:
     """The losses that an event tells of, some in no words: members whom a new controller does not
-    find, and those who have not answered in time that their generation is given up."""
+    find, and those who did not join it, nor answer in time that it is given up."""
     match event, phase:
         case WorkerLost(), _:
             return (event,)
@@ -143,9 +144,7 @@ def losses_in(event: Event, phase: Phase) -> tuple[WorkerLost, ...]:
             found = {s.worker for s in standings}
             gone, cause = (w for w in phase.membership.workers if w not in found), "process_died"
         case Tick(at=at), Suspending(deadline=deadline) if deadline and at >= deadline:
-            ranks, workers = answered(phase), phase.membership.workers
-            gone = (w for rank, w in enumerate(workers) if rank not in ranks)
-            cause = "join_timeout" if phase.was_forming else "hung"
+            gone, cause = given_up(phase), "join_timeout"
         case _:
             return ()
     return tuple(WorkerLost(w, cause, at, at) for w in gone if is_member(phase, w))

@@ -17,6 +17,7 @@ from elastic.control.saving import drop_save
 from elastic.control.standing import Standing
 from elastic.control.state import (
     NOBODY,
+    Active,
     Decision,
     Ending,
     Finished,
@@ -30,6 +31,12 @@ from elastic.control.state import (
 )
 from elastic.protocol.membership import Membership, NumberSet
 
+IT_ENDED = "it ended"
+"""Why a run was to stop whose journal does not say it."""
+UNHEARD = 1
+"""Generations that may have been called without a trace: the journal's tail and all who were told
+are lost. Their numbers are not given again: parts and copies may bear them."""
+
 
 def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decision:
     """Go on from where the workers stand. `ledger` and `phase` are the journal's."""
@@ -38,21 +45,23 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         everybody = NumberSet.of(s.worker for s in standings)
         ledger = replace(with_lobby(ledger, ()), ready=everybody)
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
-    holding = with_state(standings)
+    holding, failures = with_state(standings), failures_of(ledger, phase, standings)
     ledger = with_lobby(ledger, standings)
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
-        ledger = replace(ledger, step=max(s.step for s in holding))
+        ledger = replace(ledger, step=proven_step(holding, limits))
     found = f"a new controller: {len(standings)} workers found"
+    beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):
-        return end_again(ledger, phase, holding, event.at, limits)
+        if limits.is_sharded:
+            return recall_ended(beyond, phase, holding, found, limits)
+        return end_again(beyond, phase, holding, event.at, limits)
     membership = at_work(holding)
     if membership is not None and membership.generation >= ledger.generation:
         running = Running(membership)
         older = NumberSet.of(s.worker for s in holding) - NumberSet.of(membership.workers)
         ledger = replace(
             ledger,
-            generation=membership.generation,
             ready=ledger.ready | older,
             outdated=older,
             save=Save(),  # every rank says again what it has saved
@@ -60,15 +69,19 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         reason = f"{found}, generation {membership.generation} is at work"
         return explain(reason, with_staff(Decision(ledger, running), event.at, limits))
     if holding:
-        return recall(ledger, holding, found, event.at, limits)
-    ledger, dropped = drop_save(ledger)
+        return recall(beyond, holding, found)
+    stillborn = ledger.stillborn if isinstance(phase, Waiting) else 0
+    ledger, dropped = drop_save(replace(beyond, failures=failures, stillborn=stillborn))
     why = f"{found}, none holds the state of step {ledger.step}"
     decision = with_staff(Decision(ledger, Waiting(why)), event.at, limits)
     return explain(why, decision)._replace(commands=(*dropped, *decision.commands))
 
 
 def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
-    """The ledger with those who hold no state of their own; whoever was on its way is given up."""
+    """The ledger with those who hold no state of their own; whoever was on its way is given up.
+
+    Its generation is the highest that anybody was told of: the next one is above all of them.
+    """
 
     def who(kind: str) -> NumberSet:
         return NumberSet.of(s.worker for s in standings if s.kind == kind)
@@ -76,6 +89,7 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
     newest = max((s.worker for s in standings), default=-1)
     return replace(
         ledger,
+        generation=max([ledger.generation, *(s.generation for s in standings)]),
         next_worker=max(ledger.next_worker, newest + 1),
         failures=0,
         spawned=who("starting"),
@@ -91,6 +105,14 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
     )
 
 
+def failures_of(ledger: Ledger, phase: Phase, standings: tuple[Standing, ...]) -> int:
+    """Whether nobody holds the state because of losses, for which the budget of falls is: 1, since
+    what took the controller along may have been one loss for all."""
+    members = phase.membership.workers if isinstance(phase, Active) else ()
+    missing = (NumberSet.of(members) | ledger.holders) - NumberSet.of(s.worker for s in standings)
+    return int(ledger.failures > 0 or bool(missing - ledger.leaving))
+
+
 def at_work(holding: tuple[Standing, ...]) -> Membership | None:
     """The newest generation that any of them is a member of, if it is whole and working."""
     newest = max((s.generation for s in holding), default=0)
@@ -102,6 +124,19 @@ def at_work(holding: tuple[Standing, ...]) -> Membership | None:
     if ranks != [(first.generation, first.world_size, rank) for rank in range(first.world_size)]:
         return None
     return Membership(first.generation, tuple(s.worker for s in by_rank))
+
+
+def proven_step(holding: tuple[Standing, ...], limits: Limits) -> int:
+    """The committed step that the ledger may name before anybody has brought a vote.
+
+    A standing brings none. If some members are one step behind others, their step is named: those
+    ahead prove theirs with the vote of their Suspended or Committed, or the step is done again.
+    A sharded state never rolls forward: there the newest step counts.
+    """
+    newest = max(s.step for s in holding)
+    if limits.is_sharded:
+        return newest
+    return min(s.step for s in holding if s.step >= newest - 1)
 
 
 def with_state(standings: Iterable[Standing]) -> tuple[Standing, ...]:
@@ -128,33 +163,44 @@ def have_all(
     return limits.has_copies and max(len(missing), newest.world_size - num_members) <= 1
 
 
-def recall(
-    ledger: Ledger, holding: tuple[Standing, ...], found: str, at: float, limits: Limits
-) -> Decision:
+def recall(ledger: Ledger, holding: tuple[Standing, ...], found: str) -> Decision:
     """As if a generation of all of them had failed to form."""
-    generation = 1 + max(ledger.generation, *(s.generation for s in holding))
     workers = tuple(s.worker for s in sorted(holding, key=lambda s: (-s.generation, s.rank)))
-    membership = Membership(generation, workers)
-    ledger, dropped = drop_save(replace(ledger, generation=generation))
+    membership = Membership(ledger.generation + 1, workers)
+    ledger, dropped = drop_save(replace(ledger, generation=membership.generation))
     suspending = Suspending(membership, NOBODY, None, was_forming=True)
     reason = f"{found}, {names(workers)} are called together"
     return Decision(ledger, suspending, (*dropped, Recall(membership)), reason)
 
 
+def recall_ended(
+    ledger: Ledger, phase: Phase, holding: tuple[Standing, ...], found: str, limits: Limits
+) -> Decision:
+    """Each of those who were to write the final state has rows of its place in a mesh that is no
+    more: a generation of those who live puts the rows together, then all end again."""
+    has_returned = isinstance(phase, Ending) and phase.outcome == "succeeded"
+    if ledger.step < limits.steps and not has_returned:
+        ledger = replace(ledger, stop=ledger.stop or IT_ENDED)
+    return recall(ledger, holding, found)
+
+
 def end_again(
     ledger: Ledger, phase: Phase, holding: tuple[Standing, ...], at: float, limits: Limits
 ) -> Decision:
-    """Whoever ended holds the final state; the others may hold it as well or are left alone."""
+    """Whoever ended holds the final state, whole; the others may hold it as well or are left
+    alone."""
     step = max(s.step for s in holding)
     last = tuple(s for s in holding if s.step == step)
     workers = tuple(s.worker for s in sorted(last, key=lambda s: (-s.generation, s.rank)))
-    generation = 1 + max(ledger.generation, *(s.generation for s in holding))
-    membership = Membership(generation, workers)
-    outcome, why = "succeeded" if step >= limits.steps else "stopped", ledger.stop or "it ended"
+    membership = Membership(ledger.generation + 1, workers)
+    outcome, why = "succeeded" if step >= limits.steps else "stopped", ledger.stop or IT_ENDED
     if isinstance(phase, Ending):
         outcome, why = phase.outcome, phase.reason
     others = NumberSet.of(s.worker for s in holding if s.step != step)
-    ledger, dropped = drop_save(replace(ledger, generation=generation, ready=ledger.ready | others))
+    ledger = replace(
+        ledger, generation=membership.generation, step=step, ready=ledger.ready | others
+    )
+    ledger, dropped = drop_save(ledger)
     ending = Ending(membership, outcome, why, at + limits.end_timeout_s)
     reason = f"a new controller: {names(workers)} write the final state of step {step}"
     return Decision(ledger, ending, (*dropped, Finish(membership, outcome)), reason)

@@ -51,6 +51,8 @@ def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
 
 
 def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> Decision:
+    if not ledger.holders and ledger.stop:  # asked for before this controller took over
+        return finish(ledger, phase, "stopped", ledger.stop)
     if not ledger.holders:
         return load(ledger, phase)
     num_holders = len(ledger.holders - ledger.leaving)
@@ -80,7 +82,7 @@ def load(ledger: Ledger, phase: Waiting) -> Decision:
     (worker,) = first(candidates - ledger.leaving or candidates, 1)
     ledger = move(ledger, worker)
     ledger = replace(ledger, loading=ledger.loading.add(worker))
-    why = f"nobody alive holds step {ledger.step}" if ledger.generation else "the run starts"
+    why = f"nobody alive holds step {ledger.step}" if ledger.num_generations else "the run starts"
     return Decision(ledger, phase, (Load(worker),), f"{why}: {worker_name(worker)} loads the state")
 
 
@@ -96,9 +98,10 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
         reason = f"pause to let {names(arrived)} in"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     is_enough = num_staying >= max(1, limits.min_workers)
-    can_save = at < ledger.gone_at and loses_state(ledger, membership.workers, limits)
-    can_leave = is_enough or can_save
-    if leavers and at >= ledger.leave_at and can_leave:
+    can_leave = is_enough or (
+        loses_state(ledger, membership.workers, limits) and has_time(ledger, leavers, at)
+    )
+    if can_leave and is_due(ledger, leavers, at):
         reason = f"pause to let {names(leavers)} leave"
         return Decision(ledger, Pausing(membership), (Pause(membership),), reason)
     return sync(ledger, phase, membership.workers, num_staying, at, limits)
@@ -107,6 +110,19 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
 def leavers_of(ledger: Ledger, members: tuple[int, ...]) -> tuple[int, ...]:
     """Those under a drain notice."""
     return tuple(w for w in members if w in ledger.leaving) if ledger.leaving else ()
+
+
+def is_due(ledger: Ledger, leavers: tuple[int, ...], at: float) -> bool:
+    """Whether one of them is no longer kept until its replacement is ready."""
+    those = NumberSet.of(leavers)
+    return any(n.leave_at <= at for n in ledger.notices if n.worker in those)
+
+
+def has_time(ledger: Ledger, leavers: tuple[int, ...], at: float) -> bool:
+    """Whether one of them is still to be there for a while. Who has outlived its deadline may be
+    gone at any moment: nothing waits for it, and it does not hurry the others."""
+    those = NumberSet.of(leavers)
+    return any(n.gone_at > at for n in ledger.notices if n.worker in those)
 
 
 def sync(
@@ -154,6 +170,7 @@ def regroup(
 
     is_planned: all members have paused and said all that they had to say.
     """
+    ledger, survivors = without_surplus(ledger, survivors, limits)
     # newcomers never take part in what follows a step that they have not made, like an evaluation
     is_closed = is_between_steps or bool(rollers and arrivals(ledger))
     if survivors and (ledger.stop or is_closed or ledger.step >= limits.steps):
@@ -164,7 +181,8 @@ def regroup(
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
-    ledger = replace(ledger, holders=NumberSet.of(survivors), behind=rollers)
+    holders = NumberSet.of(survivors)
+    ledger = replace(ledger, holders=holders, behind=rollers, stillborn=0)
     if survivors and ledger.kept_step == ledger.step:
         why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
         why += " is saved"
@@ -173,6 +191,19 @@ def regroup(
     else:
         why = f"nobody is left who holds step {ledger.step}"
     return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
+
+
+def without_surplus(
+    ledger: Ledger, survivors: tuple[int, ...], limits: Limits
+) -> tuple[Ledger, tuple[int, ...]]:
+    """At most as many as may be members: a new controller also finds those who followed one that
+    is lost, or have just left, and hold the state as well."""
+    if len(survivors) <= limits.max_workers:
+        return ledger, survivors
+    staying_first = sorted(survivors, key=lambda w: w in ledger.leaving)
+    surplus = NumberSet.of(staying_first[limits.max_workers :])
+    ledger = replace(ledger, ready=ledger.ready | surplus, outdated=ledger.outdated | surplus)
+    return ledger, tuple(w for w in survivors if w not in surplus)
 
 
 def num_usable(ledger: Ledger, survivors: tuple[int, ...]) -> int:
@@ -193,9 +224,10 @@ def loses_state(ledger: Ledger, members: tuple[int, ...], limits: Limits) -> boo
 
 def must_keep(ledger: Ledger, members: tuple[int, ...], at: float, limits: Limits) -> bool:
     """Whether the state of this boundary must be saved before anybody leaves."""
-    num_staying = len(members) - len(leavers_of(ledger, members))
-    is_leaving = at >= ledger.leave_at or num_staying + len(arrivals(ledger)) >= limits.min_workers
-    if at >= ledger.gone_at or ledger.kept_step == ledger.step:
+    leavers = leavers_of(ledger, members)
+    num_staying = len(members) - len(leavers) + len(arrivals(ledger))
+    is_leaving = is_due(ledger, leavers, at) or num_staying >= limits.min_workers
+    if not has_time(ledger, leavers, at) or ledger.kept_step == ledger.step:
         return False
     return is_leaving and loses_state(ledger, members, limits)
 
@@ -249,13 +281,15 @@ def form(
     if rollers:
         reason += f", {names(rollers)} roll forward"
     command = Form(membership, ledger.step, roll_forward, vote_of, then_pause)
-    forming = Forming(membership, at + limits.join_timeout_s, then_pause)
+    deadline, new = at + limits.join_timeout_s, NumberSet.of(newcomers)
+    forming = Forming(membership, deadline, then_pause, newcomers=new)
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)
 
 
 def formed(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
     """Everybody has joined."""
-    ledger = replace(ledger, stillborn=0)
+    if phase.newcomers:
+        ledger = replace(ledger, stillborn=0)
     membership = phase.membership
     reason = f"generation {membership.generation} has formed"
     if phase.then_pause:

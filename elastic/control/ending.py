@@ -49,7 +49,7 @@ def lose_at_end(ledger: Ledger, phase: Ending, worker: int, at: float, limits: L
     """The others hold the same state and write all of it, as another generation."""
     ledger = replace(ledger, leaving=ledger.leaving.remove(worker))
     survivors = tuple(w for w in phase.membership.workers if w != worker)
-    membership = Membership(phase.membership.generation + 1, survivors)
+    membership = Membership(ledger.generation + 1, survivors)
     ending = replace(phase, membership=membership, deadline=at + limits.end_timeout_s, ended=NOBODY)
     if not survivors:
         reason = f"no member lived to say the hash of the final weights of step {ledger.step}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from elastic.control.patience import Place
 from elastic.control.standing import Standing
 
 
@@ -20,6 +21,8 @@ class WorkerLost:
     at: float
     why: str = ""
     """What was seen, in words, where the cause alone does not tell."""
+    slow_in: Place | None = None
+    """It was only taken for hung because of its time there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,16 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Connected:
+    """The rank's groups have formed, and so have all others of its generation. Until it has joined
+    it gets its part of a sharded state, which takes as long as the state is large."""
+
+    generation: int
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     generation: int
     rank: int
@@ -118,6 +131,8 @@ class CollectiveFailed:
     message: str
     at: float
     is_stall: bool = False  # the controller's word: all wait, and no loss will explain it
+    is_refused: bool = False
+    """The backend refused the call itself, which no connection explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +190,15 @@ class PartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StillSaving:
+    """The rank writes the final state, and has come further with it since it last said so."""
+
+    generation: int
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class UserFailed:
     """The user's code raised in a worker, member or not: the run ends."""
 
@@ -198,7 +222,8 @@ class Tick:
 
 
 Report = (
-    Joined
+    Connected
+    | Joined
     | Committed
     | Paused
     | Kept
@@ -208,6 +233,7 @@ Report = (
     | Ended
     | PartSaved
     | PartFailed
+    | StillSaving
 )
 Event = (
     WorkerReady

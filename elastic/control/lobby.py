@@ -9,6 +9,7 @@ from functools import reduce
 from itertools import islice
 
 from elastic.control.commands import Command, Retire, Spawn
+from elastic.control.patience import forget
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -63,7 +64,8 @@ def lobby(ledger: Ledger) -> NumberSet:
 
 def commit(ledger: Ledger, step: int) -> Ledger:
     falls = ledger.falls if step <= ledger.fallen_from else 0
-    return replace(ledger, step=step, failures=0, in_vain=0, falls=falls)
+    costly = forget(ledger.costly, step)
+    return replace(ledger, step=step, failures=0, in_vain=0, falls=falls, costly=costly)
 
 
 def is_in_lobby(ledger: Ledger, worker: int) -> bool:

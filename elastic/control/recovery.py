@@ -11,6 +11,7 @@ from elastic.control.commands import Abort, Retire
 from elastic.control.ending import finish
 from elastic.control.events import CollectiveFailed, Suspended, WorkerLost
 from elastic.control.lobby import explain, leave, names, num_members, top_up
+from elastic.control.patience import lost_at, remember
 from elastic.control.state import (
     NOBODY,
     Decision,
@@ -27,17 +28,6 @@ from elastic.control.state import (
 from elastic.protocol.membership import NumberSet, worker_name
 
 MAX_BACKOFF_S = 60
-OF_THE_NETWORK = (
-    "Connection reset",
-    "Connection closed",
-    "Connection refused",
-    "Broken pipe",
-    "timed out",
-    "No route to host",
-    "Network is unreachable",
-    "ncclRemoteError",
-)
-"""Words of errors that say nothing about who asked for the collective."""
 STANDBYS_S = 0.2
 """How long survivors that have all answered wait for a standby's copy of the state."""
 MAX_IN_VAIN = 8
@@ -63,10 +53,15 @@ def lose_member(
     if event.cause == "unreachable":
         barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
         ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
+    if event.slow_in is not None:
+        costly = remember(ledger.costly, event.slow_in, event.worker)
+        ledger = replace(ledger, costly=costly)
+    if isinstance(phase, Forming) and event.worker in phase.newcomers:  # its state may be too large
+        ledger = back_off(ledger, event.at)
     lost = NumberSet.of((event.worker,))
     if isinstance(phase, Suspending):
         phase = without_answer(phase, phase.membership.rank_of(event.worker))
-        suspending = replace(phase, lost=phase.lost | lost, deadline=None)
+        suspending = replace(phase, lost=phase.lost | lost, deadline=None, is_overdue=False)
         commands = ()
     else:
         suspending = Suspending(
@@ -74,12 +69,14 @@ def lose_member(
         )
         commands = (Abort(phase.membership),)
     if ledger.failures > limits.max_failures:
-        return spend_budget(ledger, suspending, told(event), limits)
+        return spend_budget(ledger, suspending, told(event) + toll(ledger, event), limits)
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}), {num_members(suspending)} of "
         f"{phase.membership.world_size} left, min {limits.min_workers}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )
+    if event.slow_in is not None:
+        reason += f"{toll(ledger, event)}: the next one there has {limits.cold_patience_s:g} s"
     called = call_standbys(ledger, suspending, event.at, limits)
     called = called._replace(commands=(*commands, *called.commands))
     return settle(explain(reason, called), event.at, limits)
@@ -102,6 +99,13 @@ def told(event: WorkerLost) -> str:
     return f"{event.cause}: {event.why}" if event.why else event.cause
 
 
+def toll(ledger: Ledger, event: WorkerLost) -> str:
+    """Whom the place has cost where the worker was lost; empty if that is not why."""
+    if event.slow_in is None:
+        return ""
+    return f"; {event.slow_in} took the life of {names(lost_at(ledger.costly, event.slow_in))}"
+
+
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A worker of the lobby is gone."""
     was_holder, had_notice = event.worker in ledger.holders, event.worker in ledger.leaving
@@ -112,12 +116,10 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
     if had_notice:
         reason = f"{worker_name(event.worker)} is gone ({event.cause}), as it had said"
         return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
-    stillborn = ledger.stillborn + 1
-    back_off_s = min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
-    ledger = replace(ledger, stillborn=stillborn, respawn_at=event.at + back_off_s)
+    ledger, stillborn = back_off(ledger, event.at), ledger.stillborn + 1
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}) before it took part, "
-        f"number {stillborn} in a row, next spawn in {back_off_s:g} s"
+        f"number {stillborn} in a row, next spawn in {back_off_s(stillborn):g} s"
     )
     if isinstance(phase, Waiting) and stillborn > limits.max_failures:
         reason = (
@@ -126,6 +128,16 @@ def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limit
         )
         return finish(ledger, phase, "failed", reason)
     return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
+
+
+def back_off(ledger: Ledger, at: float) -> Ledger:
+    """A worker has failed before it took part, and so may the next one."""
+    stillborn = ledger.stillborn + 1
+    return replace(ledger, stillborn=stillborn, respawn_at=at + back_off_s(stillborn))
+
+
+def back_off_s(stillborn: int) -> float:
+    return min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
 
 
 def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
@@ -157,10 +169,11 @@ def budget_reason(ledger: Ledger, lost: NumberSet, cause: str, limits: Limits) -
 # --- a generation that failed without a known loss --------------------------------
 def suspect_loss(
     ledger: Ledger,
-    phase: Forming | Running | Pausing,
+    phase: Forming | Running | Pausing | Ending,
     event: CollectiveFailed,
     limits: Limits,
 ) -> Decision:
+    """At the end of the run only where the state is sharded: its hash takes a collective."""
     if event.is_stall:
         return give_up_stalled(ledger, phase, event.message, limits)
     who = worker_name(phase.membership.workers[event.rank])
@@ -169,14 +182,23 @@ def suspect_loss(
         NOBODY,
         event.at + limits.confirm_timeout_s,
         event.message,
+        event.is_refused,
         was_forming=isinstance(phase, Forming),
+        apart=apart(phase) if isinstance(phase, Forming) else NOBODY,
     )
     reason = f"a collective of {who} failed: {event.message}"
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 
+def hear_complaint(phase: Suspending, event: CollectiveFailed) -> Suspending:
+    """The first one is told; or the one that was refused, of which the others are consequences."""
+    if event.is_refused and not phase.is_refused:
+        return replace(phase, complaint=event.message, is_refused=True)
+    return replace(phase, complaint=phase.complaint or event.message)
+
+
 def give_up_stalled(
-    ledger: Ledger, phase: Forming | Running | Pausing, why: str, limits: Limits
+    ledger: Ledger, phase: Forming | Running | Pausing | Ending, why: str, limits: Limits
 ) -> Decision:
     """The same members try again, as often as workers may be lost without a committed step."""
     ledger = replace(ledger, failures=ledger.failures + 1)
@@ -187,16 +209,21 @@ def give_up_stalled(
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 
+def apart(phase: Forming) -> NumberSet:
+    """Ranks that are still to meet the others."""
+    return NumberSet.of(range(phase.membership.world_size)) - phase.joined - phase.connected
+
+
 def abort_late(ledger: Ledger, phase: Forming, at: float, limits: Limits) -> Decision:
     """The rendezvous is a barrier, so who is missing cannot be told from who has not joined."""
-    membership = phase.membership
-    missing = membership.world_size - len(phase.joined)
+    membership, missing = phase.membership, apart(phase)
     complaint = (
-        f"generation {membership.generation}: {missing} of {membership.world_size} workers had "
-        f"not joined after {limits.join_timeout_s:g} s"
+        f"generation {membership.generation}: {len(missing)} of {membership.world_size} "
+        f"workers had not joined after {limits.join_timeout_s:g} s"
     )
+    deadline = at + limits.confirm_timeout_s
     suspending = Suspending(
-        membership, NOBODY, at + limits.confirm_timeout_s, complaint, was_forming=True
+        membership, NOBODY, deadline, complaint, was_forming=True, apart=missing
     )
     return Decision(ledger, suspending, (Abort(membership),), complaint)
 
@@ -219,18 +246,17 @@ def abort_arrival(
 
 
 def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
-    """No loss was reported in time: whoever did not answer is given up. If all did, a connection
-    that broke between the living is made again; any other error surfaces."""
+    """No loss was reported in time. Whoever had not met the others is given up; who else has not
+    answered may be inside a long micro-batch or a piece of its state. There is no second deadline:
+    suspicion watches whoever was asked, and tells a hang from what usually takes so long there."""
     silent = NumberSet.of(range(phase.membership.world_size)) - answered(phase)
-    if not silent and any(words in phase.complaint for words in OF_THE_NETWORK):
-        ledger = replace(ledger, failures=ledger.failures + 1)
-        if ledger.failures > limits.max_failures:
-            return spend_budget(ledger, phase, phase.complaint, limits)
-        reason = f"no worker is lost, the same ones try again after: {phase.complaint}"
-        return settle(Decision(ledger, replace(phase, deadline=None), (), reason), at, limits)
     if not silent:
-        return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
-    workers = NumberSet.of(phase.membership.workers[rank] for rank in silent)
+        return try_again(ledger, phase, at, limits)
+    workers = given_up(phase)
+    if not workers:
+        waiting = names(phase.membership.workers[rank] for rank in silent)
+        reason = f"no worker is lost after: {phase.complaint}; {waiting} did not answer yet"
+        return Decision(ledger, replace(phase, deadline=None, is_overdue=True), (), reason)
     ledger = count_losses(ledger, workers)
     suspending = replace(phase, lost=phase.lost | workers, deadline=None)
     retire = (Retire(tuple(workers)),)
@@ -239,6 +265,25 @@ def expire(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Deci
         return decision._replace(commands=(*retire, *decision.commands))
     reason = f"{phase.complaint}; {names(workers)} did not answer and are given up"
     return settle(Decision(ledger, suspending, retire, reason), at, limits)
+
+
+def given_up(phase: Suspending) -> NumberSet:
+    """Workers that are lost at the deadline."""
+    ranks = phase.apart - answered(phase)
+    return NumberSet.of(phase.membership.workers[rank] for rank in ranks)
+
+
+def try_again(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
+    """All have answered: connections that broke between the living are made again, what the backend
+    has refused surfaces."""
+    if phase.is_refused:
+        return finish(ledger, phase, "failed", f"no worker is lost, but {phase.complaint}")
+    ledger = replace(ledger, failures=ledger.failures + 1)
+    if ledger.failures > limits.max_failures:
+        return spend_budget(ledger, phase, phase.complaint, limits)
+    reason = f"no worker is lost, the same ones try again after: {phase.complaint}"
+    explained = replace(phase, deadline=None, is_overdue=False)
+    return settle(Decision(ledger, explained, (), reason), at, limits)
 
 
 # --- answers ------------------------------------------------------------------
@@ -320,9 +365,11 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
         if at < phase.standbys_by:
             return decision
         ledger = replace(ledger, is_copy_slow=True)
-    if phase.deadline is not None:
+    if phase.deadline is not None or phase.is_overdue:
         if not phase.was_forming:
-            return decision  # the loss may still be reported
+            if not phase.is_overdue:
+                return decision  # the loss may still be reported
+            return explain(decision.reason, try_again(ledger, phase, at, limits))
         if not phase.stale and not phase.behind:  # no newcomer without state explains it either
             ledger = replace(ledger, failures=ledger.failures + 1)
             if ledger.failures > limits.max_failures:

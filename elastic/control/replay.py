@@ -10,6 +10,7 @@ from typing import get_args
 from elastic.control import commands, events, state
 from elastic.control.commands import Command
 from elastic.control.events import Event, Tick
+from elastic.control.patience import Costly, Place
 from elastic.control.standing import Standing
 from elastic.control.state import Decision, Ledger, Limits, Phase
 from elastic.control.transition import start, transition
@@ -25,6 +26,7 @@ class Started:
     at: float
     commands: tuple[Command, ...]
     reason: str
+    earlier_generations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,10 @@ JOURNAL_TYPES: Registry = registry(
     Limits,
     Ledger,
     state.Save,
+    state.Notice,
     Standing,
+    Place,
+    Costly,
     Started,
     Entry,
     *(c for union in (state.Phase, events.Event, commands.Command) for c in get_args(union)),
@@ -79,7 +84,7 @@ def replay(journal: Iterable[Started | Entry]) -> Iterator[Mismatch]:
     head = next(entries, None)
     if not isinstance(head, Started):
         raise ValueError(f"the journal does not begin with its limits, but with {head!r}")
-    decision = start(head.limits, head.at)
+    decision = start(head.limits, head.at, head.earlier_generations)
     recorded = (head.commands, head.reason)
     if recorded != (decision.commands, decision.reason):
         yield Mismatch(0, None, recorded, (decision.commands, decision.reason))

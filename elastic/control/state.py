@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.control.commands import Command
+from elastic.control.patience import Costly
 from elastic.protocol.membership import Membership, NumberSet
 
 NOBODY = NumberSet()
@@ -22,12 +23,15 @@ class Limits:
     steps: int
     max_failures: int
     join_timeout_s: float
+    """For the members of a generation to meet, whatever their state takes."""
     end_timeout_s: float
-    """How long members may take to write the final state."""
+    """How long members that write the final state may get no further with it."""
     can_save: bool = False
     """There are checkpoints."""
     confirm_timeout_s: float
     """How long a failed collective waits for the loss that explains it."""
+    cold_patience_s: float = 300.0
+    """How long a phase without a usual time may take."""
     must_save: bool = False
     """A checkpoint that cannot be written ends the run."""
     is_sharded: bool = False
@@ -49,6 +53,17 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """What a drain notice says of one worker."""
+
+    worker: int
+    leave_at: float
+    """From when on it is not kept until its replacement is ready."""
+    gone_at: float
+    """When it is gone: what is not saved for it by then never will be."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """What outlives a generation. Every live worker is a member or in exactly one of these sets."""
 
@@ -62,7 +77,9 @@ class Ledger:
     fallen_from: int = -1
     in_vain: int = 0
     """Generations since the last committed step whose members could not get its state."""
-    stillborn: int = 0  # workers in a row that died before they joined a generation
+    stillborn: int = 0
+    """Workers in a row that died before they joined a generation; whom a run lost before it began
+    to wait did not keep it from going on, and counts no more."""
     respawn_at: float = 0.0
     """No spawn before this time (back-off after stillborn workers)."""
     barred: int = 0
@@ -89,14 +106,21 @@ class Ledger:
     save: Save = Save()
     leaving: NumberSet = NOBODY
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
-    leave_at: float = 0.0
-    """From when on they are not kept until their replacements are ready."""
-    gone_at: float = 0.0
-    """When the first of them is gone: what is not saved for them by then never will be."""
+    notices: tuple[Notice, ...] = ()
+    """One of each that is leaving; that of a worker which has left is dropped with the next."""
     kept_step: int = -1
     """Saved for those who leave with a state that nobody else holds: they go no further."""
     is_copy_slow: bool = False
     """A regroup has waited for standbys in vain: none does so again."""
+    earlier_generations: int = 0
+    """The newest generation of the run's earlier launches: those of this one come after it."""
+    costly: tuple[Costly, ...] = ()
+    """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
+
+    @property
+    def num_generations(self) -> int:
+        """Of this launch."""
+        return self.generation - self.earlier_generations
 
 
 # --- phases: what dies with a generation ----------------------------------------
@@ -111,8 +135,12 @@ class Waiting:
 class Forming:
     membership: Membership
     deadline: float
+    """For all to be connected. Who gets its state after that is watched by its heartbeats: each of
+    its pieces is a sign of life."""
     then_pause: bool = False
     joined: NumberSet = NOBODY  # ranks
+    connected: NumberSet = NOBODY  # ranks whose groups have formed; those that joined are not here
+    newcomers: NumberSet = NOBODY  # workers that have not taken part yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +169,21 @@ class Suspending:
     membership: Membership
     lost: NumberSet  # workers
     deadline: float | None
-    """Set while nothing explains why the generation failed; whoever is silent by then is lost."""
+    """Set while the loss that explains why the generation failed may still be reported; whoever is
+    `apart` and silent by then is lost."""
     complaint: str = ""
     """What the first failed collective said."""
+    is_refused: bool = False
+    """It was refused: the same members would meet it again."""
+    is_overdue: bool = False
+    """No loss was reported in time, and not all have answered: who computes, or gets its state,
+    cannot answer before its micro-batch or piece ends, and suspicion tells whether it hangs. There
+    is no deadline then, and nothing explains the failure if all answer."""
     was_forming: bool = False
     """The generation had not formed: if everybody answers, it is tried again."""
+    apart: NumberSet = NOBODY
+    """Ranks that had not met the others by then. Forming obeys an abort at once; who had met them
+    may be inside a piece of its state, or the user's code, and answers later."""
     level: NumberSet = NOBODY  # ranks that committed `Ledger.step`
     behind: NumberSet = NOBODY  # ranks that committed one step less
     stale: NumberSet = NOBODY  # ranks further behind, or without state

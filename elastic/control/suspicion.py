@@ -6,6 +6,11 @@ Pure functions of values; hearing heartbeats and killing suspects happens in ela
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
+
+from elastic.control.patience import Costly, Place, lost_at
+
+Key = TypeVar("Key")
 
 PATIENCE = 5
 """A phase may take so many times its own 95th percentile."""
@@ -21,6 +26,13 @@ PATIENCE_WITH_ALL = 10
 on: so many times `detect_s`, as long as they wait for us (their lease)."""
 STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a moment
 DEAD = ("Z", "X")
+RESTORING = "restore"
+"""The phase that a worker enters again with each piece of its state."""
+RESTING = ("lobby", "done")
+"""Where a member is between generations, at a pause, and behind the end of its loop. All of its
+generation get there together, so that whoever is on its way yet is waited for..."""
+UNHURRIED = (*RESTING, RESTORING, "save", "starting")
+"""...but for those who rest as well, and for those whose work has a limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +106,12 @@ def last_move(watched: Watch) -> float:
     return watched.stopped_since if watched.moved_at is None else max(watched.moved_at, entered_at)
 
 
-def is_awaited(worker: Heartbeat, peer: Heartbeat) -> bool:
-    """Whether `peer` cannot go on without `worker`: it waits, and the worker is not there yet."""
-    if worker.worker == peer.worker or worker.generation != peer.generation:
-        return False
-    if not peer.waits_for_peers:
-        return False
-    return not worker.waits_for_peers or worker.step < peer.step
+def where(heartbeat: Heartbeat) -> Place:
+    return Place(heartbeat.step, heartbeat.phase)
 
 
-def suspicion(
-    watched: Watch, awaited_s: float | None, now: float, detect_s: float | None
-) -> str | None:
-    """Why the worker must be taken for hung, or None.
-
-    `awaited_s`: how long a peer has waited for it; None: nobody does. `detect_s` None: off.
-    """
-    if detect_s is None:
-        return None
+def absence(watched: Watch, now: float, detect_s: float) -> str | None:
+    """Why the worker is gone, however long its phase may take; or None."""
     heartbeat, silent_s = watched.heartbeat, now - watched.heard_at
     if heartbeat.process_state in DEAD:
         return f"its process is dead (state {heartbeat.process_state})"
@@ -120,10 +120,39 @@ def suspicion(
         return f"its process has been stopped for {stopped_s:.1f} s, {place_of(heartbeat)}"
     if silent_s > LONG_SILENCE * detect_s:
         return f"no heartbeat for {silent_s:.1f} s"  # the pulse beats whatever its worker does
+    return None
+
+
+def slow_in(watched: Watch, now: float, detect_s: float) -> Place | None:
+    """Where a suspect may be slow and no more; None if it is gone, stopped or silent."""
+    if watched.stopped_since is not None or now - watched.heard_at > detect_s:
+        return None
+    return where(watched.heartbeat) if absence(watched, now, detect_s) is None else None
+
+
+def suspicion(
+    watched: Watch,
+    awaited_s: float | None,
+    now: float,
+    detect_s: float | None,
+    costly: tuple[Costly, ...] = (),
+) -> str | None:
+    """Why the worker must be taken for hung, or None.
+
+    `awaited_s`: how long a peer has waited for it; None: nobody does. `detect_s` None: off.
+    costly: there its usual time says nothing.
+    """
+    if detect_s is None:
+        return None
+    heartbeat, silent_s = watched.heartbeat, now - watched.heard_at
+    if gone := absence(watched, now, detect_s):
+        return gone
     if silent_s > detect_s:
         why = f"no heartbeat for {silent_s:.1f} s"
     elif awaited_s is not None and awaited_s > detect_s:
         why = f"others have waited for it for {awaited_s:.1f} s"
+    elif heartbeat.phase == RESTORING:
+        why = "it does not get on with its state"  # nobody waits where all read from one storage
     elif heartbeat.generation == 0 and heartbeat.phase != "lobby":
         why = "it is not ready to join"  # it occupies a place, and nobody else would ever notice
     else:
@@ -132,6 +161,8 @@ def suspicion(
     usual = heartbeat.p95_s
     patience_s = PATIENCE_UNKNOWN * detect_s if usual is None else PATIENCE * usual
     least = PATIENCE_WHEN_NEW if heartbeat.is_new_there else 1
+    if lost_at(costly, where(heartbeat)):
+        least = PATIENCE_UNKNOWN
     patience_s = max(patience_s, least * detect_s)  # it went on since: slow in all, but it moves
     if phase_s <= patience_s:
         return None
@@ -141,7 +172,7 @@ def suspicion(
 
 def place_of(heartbeat: Heartbeat) -> str:
     """Phase and step, for a person, who counts steps from 1."""
-    return f"in {heartbeat.phase} of step {heartbeat.step + 1}"
+    return f"in {where(heartbeat)}"
 
 
 def suspects(
@@ -150,36 +181,87 @@ def suspects(
     detect_s: float | None,
     asked: Mapping[int, float] = MappingProxyType({}),
     cut: "Cut | None" = None,
+    costly: tuple[Costly, ...] = (),
 ) -> Iterator[tuple[int, str]]:
-    """Every worker that must be taken for hung, and why. Linear but for sorting by step.
+    """Every worker that must be taken for hung, and why; but of those who may be slow in the same
+    place only one, and the others find it costly.
 
     asked: since when workers have been asked to give their generation up, without an answer.
-    cut: the last one that `hear_cut` found.
+    cut: the last one that `hear_cut` found. costly: see `suspicion`.
     """
     watches = tuple(watches)
+    if detect_s is None:
+        return
+    by_worker = {w.heartbeat.worker: w for w in watches}
+    named: set[Place] = set()
+    for worker, why in all_suspects(watches, now, detect_s, asked, cut, costly):
+        place = slow_in(by_worker[worker], now, detect_s)
+        if place is None or place not in named:
+            yield worker, why
+        if place is not None:
+            named.add(place)
+
+
+def all_suspects(
+    watches: tuple[Watch, ...],
+    now: float,
+    detect_s: float,
+    asked: Mapping[int, float],
+    cut: "Cut | None",
+    costly: tuple[Costly, ...],
+) -> Iterator[tuple[int, str]]:
+    """See `suspects`. Linear but for sorting by step.
+
+    Those of a generation who wait in a later step wait for a worker, and unless it waits itself, so
+    do those in its own step, and those at rest who are as far. Who has done a step is not what
+    others wait for in it: those wait for a third one, in a vote that some passed.
+    """
     cut = hear_cut(cut, watches, now, detect_s)
+    rests = resting(watches)
     everyone = sorted(watches, key=lambda w: w.heartbeat.step, reverse=True)
-    waits: dict[int, float] = {}  # generation -> longest wait of any member
-    waits_ahead: dict[int, float] = {}  # ... of those at a higher step than the one looked at
+    waits_in: dict[tuple[int, int], float] = {}  # generation, step -> longest wait of any member
+    waits_ahead: dict[int, float] = {}  # generation -> ... at a higher step than the one looked at
     for w in everyone:
         if w.heartbeat.waits_for_peers:
-            lengthen(waits, w, now)
+            lengthen(waits_in, (w.heartbeat.generation, w.heartbeat.step), w)
     pending: list[Watch] = []
     for w in everyone:
         if pending and pending[0].heartbeat.step > w.heartbeat.step:
             for ahead in pending:
-                lengthen(waits_ahead, ahead, now)
+                lengthen(waits_ahead, ahead.heartbeat.generation, ahead)
             pending = []
         heartbeat = w.heartbeat
-        table = waits_ahead if heartbeat.waits_for_peers else waits
-        awaited_s = table.get(heartbeat.generation)
-        if heartbeat.worker in asked:
-            awaited_s = max(awaited_s or 0.0, now - asked[heartbeat.worker])
-        why = suspicion(w, awaited_s, now, detect_s)
+        here_s = waits_in.get((heartbeat.generation, heartbeat.step))
+        waits = (
+            waits_ahead.get(heartbeat.generation),
+            None if heartbeat.waits_for_peers else here_s,
+            rested(rests, heartbeat),
+            now - asked[heartbeat.worker] if heartbeat.worker in asked else None,
+        )
+        awaited_s = max((wait for wait in waits if wait is not None), default=None)
+        why = suspicion(w, awaited_s, now, detect_s, costly)
         if why is not None and not (cut and cut.spares(w, now)):
             yield heartbeat.worker, why
         if heartbeat.waits_for_peers:
             pending.append(w)
+
+
+def resting(watches: Iterable[Watch]) -> dict[int, tuple[int, float]]:
+    """Per generation, the step at which members rest, and the longest rest there."""
+    found: dict[int, tuple[int, float]] = {}
+    for w in watches:
+        heartbeat = w.heartbeat
+        if heartbeat.generation and heartbeat.phase in RESTING:
+            here = heartbeat.step, heartbeat.phase_s
+            found[heartbeat.generation] = max(found.get(heartbeat.generation, here), here)
+    return found
+
+
+def rested(rests: Mapping[int, tuple[int, float]], heartbeat: Heartbeat) -> float | None:
+    """How long those at rest have waited for it; None: it is not on its way to them."""
+    step, rest_s = rests.get(heartbeat.generation, (-1, 0.0))
+    is_on_its_way = not heartbeat.waits_for_peers and heartbeat.phase not in UNHURRIED
+    return rest_s if is_on_its_way and heartbeat.step <= step else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +298,6 @@ def hear_cut(
     return Cut(last + detect_s / 2, now, silent_s) if is_bearable else None
 
 
-def lengthen(waits: dict[int, float], peer: Watch, now: float) -> None:
+def lengthen(waits: dict[Key, float], key: Key, peer: Watch) -> None:
     """A silent peer's wait is not counted on: it may have ended."""
-    generation = peer.heartbeat.generation
-    waits[generation] = max(waits.get(generation, 0.0), peer.heartbeat.phase_s)
+    waits[key] = max(waits.get(key, 0.0), peer.heartbeat.phase_s)

@@ -7,7 +7,15 @@ capacity.py, recovery.py and ending.py.
 from dataclasses import replace
 
 from elastic.control.adoption import adopt
-from elastic.control.capacity import formed, must_keep, regroup, staff, stop_running
+from elastic.control.capacity import (
+    formed,
+    has_time,
+    leavers_of,
+    must_keep,
+    regroup,
+    staff,
+    stop_running,
+)
 from elastic.control.commands import Keep, Retire, Spawn
 from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.events import (
@@ -15,6 +23,7 @@ from elastic.control.events import (
     Cancelled,
     CollectiveFailed,
     Committed,
+    Connected,
     Done,
     DrainNotice,
     Ended,
@@ -26,6 +35,7 @@ from elastic.control.events import (
     PartSaved,
     Paused,
     Report,
+    StillSaving,
     StopRequested,
     Suspended,
     Synced,
@@ -47,8 +57,10 @@ from elastic.control.lobby import (
 from elastic.control.recovery import (
     abort_arrival,
     abort_late,
+    apart,
     expire,
     hear_answer,
+    hear_complaint,
     learn_step,
     lose_member,
     lose_outsider,
@@ -65,6 +77,7 @@ from elastic.control.state import (
     Forming,
     Ledger,
     Limits,
+    Notice,
     Pausing,
     Phase,
     Running,
@@ -79,11 +92,12 @@ OVER = "the run is over"
 IGNORED: dict[tuple[type, type], str] = {
     (Running, Joined): FORMED,
     (Pausing, Joined): FORMED,
-    (Suspending, Joined): LATE,
+    (Running, Connected): FORMED,
+    (Pausing, Connected): FORMED,
     (Suspending, Paused): LATE,
     (Suspending, Done): LATE,
     (Suspending, Kept): LATE,
-    (Ending, CollectiveFailed): "every member has left its last step",
+    (Suspending, StillSaving): LATE,
     (Ending, StopRequested): "it is ending",
     (Finished, StopRequested): OVER,
     (Finished, Cancelled): OVER,
@@ -96,10 +110,16 @@ class UnexpectedEvent(Exception):
     """A (phase, event) pair nobody thought of: a bug in this module or in a worker."""
 
 
-def start(limits: Limits, at: float) -> Decision:
+def start(limits: Limits, at: float, earlier_generations: int = 0) -> Decision:
+    """earlier_generations: the newest one of the run directory, 0 if it has none."""
     num_workers = limits.max_workers + limits.standby
     workers = tuple(range(num_workers))
-    ledger = Ledger(next_worker=num_workers, spawned=NumberSet.of(workers))
+    ledger = Ledger(
+        generation=earlier_generations,
+        earlier_generations=earlier_generations,
+        next_worker=num_workers,
+        spawned=NumberSet.of(workers),
+    )
     reason = f"the run starts: {limits.min_workers} to {limits.max_workers} workers"
     return top_up(Decision(ledger, Waiting("starting"), (Spawn(workers),), reason), at, limits)
 
@@ -151,10 +171,16 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return lose_at_end(ledger, phase, w, at, limits)
         case ((Forming() | Running() | Pausing()), CollectiveFailed()):
             return suspect_loss(ledger, phase, event, limits)
-        case Suspending(), CollectiveFailed(message=message):
-            return Decision(ledger, replace(phase, complaint=phase.complaint or message))
+        case Ending(), CollectiveFailed() if limits.is_sharded:
+            return suspect_loss(ledger, phase, event, limits)
+        case Ending(), CollectiveFailed():
+            return Decision(ledger, phase)  # every member has left its last step
+        case Suspending(), CollectiveFailed():
+            return Decision(ledger, hear_complaint(phase, event))
         case Suspending(), Ended() if limits.is_sharded:
             return Decision(ledger, phase)  # said before another was lost: all will say it again
+        case Suspending(), (Connected(rank=rank) | Joined(rank=rank)):  # before it saw the Abort
+            return Decision(ledger, replace(phase, apart=phase.apart.remove(rank)))
         case Suspending(), Suspended():
             return hear_answer(ledger, phase, event, limits)
         case Suspending(), Committed(step=step) if limits.is_sharded:
@@ -162,12 +188,14 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Suspending(), Committed(step=step):
             return Decision(*learn_step(ledger, phase, step))
         # --- a generation at work
+        case Forming(), Connected(rank=rank):
+            return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
         case Forming(), Joined(rank=rank, step=step, at=at):
-            joined = phase.joined.add(rank)
+            joined, connected = phase.joined.add(rank), phase.connected.remove(rank)
             if limits.is_sharded:
                 ledger = replace(ledger, step=step)  # all find the same
             if len(joined) < phase.membership.world_size:
-                return Decision(ledger, replace(phase, joined=joined))
+                return Decision(ledger, replace(phase, joined=joined, connected=connected))
             return formed(ledger, phase, at, limits)
         case Forming(), (Committed() | Paused() | Done()):  # one is through, all are
             before = formed(ledger, phase, event.at, limits)
@@ -196,18 +224,21 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case ((Running() | Pausing()), Done(rank=rank, step=step, at=at)):
             done = replace(phase, done=phase.done.add(rank))
             return left_step(ledger, done, step, at, limits)
-        case Ending(), Ended():
-            return hear_end(ledger, phase, event)
-        case _, PartSaved() if isinstance(phase, Active):
-            return hear_part(ledger, phase, event, limits)
-        case _, PartFailed(step=step, message=message) if isinstance(phase, Active):
+        case Ending(), StillSaving(at=at):
+            deadline = max(phase.deadline, at + limits.end_timeout_s)
+            return Decision(ledger, replace(phase, deadline=deadline))
+        case Ending() as ending, Ended() as ended:
+            return hear_end(ledger, ending, ended)
+        case _, PartSaved() as part if isinstance(phase, Active):
+            return hear_part(ledger, phase, part, limits)
+        case _, PartFailed(step=step, message=message) as part if isinstance(phase, Active):
             if limits.must_save:
                 why = f"the checkpoint of step {step} failed: {message}"
                 return finish(ledger, phase, "failed", why)
-            return hear_failed_part(ledger, phase, event)
+            return hear_failed_part(ledger, phase, part)
         # --- from outside
-        case _, Adopted():
-            return adopt(ledger, phase, event, limits)
+        case _, Adopted() as adopted:
+            return adopt(ledger, phase, adopted, limits)
         case Waiting(), StopRequested(reason=reason, at=at):
             survivors, rollers = tuple(ledger.holders), ledger.behind
             ledger = replace(ledger, stop=reason, holders=NOBODY, behind=NOBODY)
@@ -221,13 +252,13 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return finish(ledger, phase, "failed", f"{worker_name(w)}: {message}")
         case _, Cancelled(outcome=outcome, reason=reason):
             return finish(ledger, phase, outcome, reason)
-        case Forming(deadline=deadline) as late, Tick(at=at) if at >= deadline:
+        case Forming(deadline=deadline) as late, Tick(at=at) if at >= deadline and apart(late):
             return abort_late(ledger, late, at, limits)
         case Suspending(deadline=deadline) as failed, Tick(at=at) if deadline and at >= deadline:
             return expire(ledger, failed, at, limits)
         case Suspending(standbys_by=by), Tick(at=at) if by:
             return settle(Decision(ledger, phase), at, limits)
-        case Pausing() as late, Tick(at=at) if at >= ledger.gone_at and is_keeping(late):
+        case Pausing() as late, Tick(at=at) if is_keeping(late) and is_too_late(ledger, late, at):
             why = f"the state of step {ledger.step} was not saved before its holders are gone"
             return explain(why, leave_boundary(ledger, late, at, limits))
         case Ending(deadline=deadline) as ending, Tick(at=at) if at >= deadline:
@@ -250,7 +281,7 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
         return phase.membership.workers[event.rank] in lost_members(phase)
     match event:
         case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
-            return deadline >= ledger.gone_at  # a shorter one counts
+            return any(n.worker == w and n.gone_at <= deadline for n in ledger.notices)
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
             return not is_in_lobby(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):
@@ -298,11 +329,10 @@ def hear_notice(ledger: Ledger, phase: Phase, event: DrainNotice, limits: Limits
     Half of the notice is for its replacement to come, the other half for long steps.
     """
     notice_s = max(0.0, event.deadline - event.at)
-    leave_at, gone_at = event.at + notice_s / 2, event.deadline
-    if ledger.leaving:
-        leave_at, gone_at = min(leave_at, ledger.leave_at), min(gone_at, ledger.gone_at)
+    notice = Notice(event.worker, event.at + notice_s / 2, event.deadline)
+    others = (n for n in ledger.notices if n.worker in ledger.leaving and n.worker != event.worker)
     leaving = ledger.leaving.add(event.worker)
-    ledger = replace(ledger, leaving=leaving, leave_at=leave_at, gone_at=gone_at)
+    ledger = replace(ledger, leaving=leaving, notices=(*others, notice))
     reason = f"{worker_name(event.worker)} will leave within {notice_s:.0f} s ({event.cause})"
     if isinstance(phase, Ending):
         return Decision(ledger, phase, (), reason)
@@ -340,6 +370,11 @@ def left_step(
 def is_keeping(phase: Pausing) -> bool:
     """All have paused, and are still there: they save the state for those who leave."""
     return len(phase.paused) == phase.membership.world_size
+
+
+def is_too_late(ledger: Ledger, phase: Pausing, at: float) -> bool:
+    """Whoever the state is saved for should be gone."""
+    return not has_time(ledger, leavers_of(ledger, phase.membership.workers), at)
 
 
 def leave_boundary(ledger: Ledger, phase: Running | Pausing, at: float, limits: Limits) -> Decision:

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.data.plan import Plan, PlannedFile, differences, told
 from elastic.data.stream import WindowKey
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, open_folder, read_json, write_json
+from elastic.store.files import Folder, reach_folder, read_json, write_json
 
 NAME = "data.json"
 
@@ -86,9 +86,9 @@ class FeedRecord:
 def open_record(plan: Plan, place: str) -> FeedRecord:
     """The record in the run directory `place`, new if there is none.
 
-    WrongInput if the run began with another plan: says what changed.
+    WrongInput if the run began with another plan: says what changed. OSError if the store is away.
     """
-    folder = open_folder(place)
+    folder = reach_folder(place)
     found = read_json(folder, NAME)
     if found is None:
         return FeedRecord(plan, folder)

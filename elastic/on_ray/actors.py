@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
 from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.waits import waits_of
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
+STOP_ALONE_S = waits_of(None).lease_s
+"""How long a run that finds no hangs may take to stop once its driver is gone."""
 EXIT_TO_START_ANEW = 1
 """Any status but 0, by which an actor ends for good."""
 NICENESS = 10
@@ -60,7 +63,7 @@ class ControllerActor:
         self._early: list[tuple[str, Any]] = []
         """What was wished before anybody listened."""
         self._heard = time.monotonic()
-        self._is_abandoned = False
+        self._is_abandoned = self._is_stopping = False
         self.place = ""
         """The run directory as a person would name it, once it exists."""
         self.link_address: tuple[str, int] | None = None
@@ -124,8 +127,8 @@ class ControllerActor:
         return self.link_address
 
     async def stop(self, reason: str) -> None:
-        """Finish the step, then end the run as stopped."""
-        self._heard = time.monotonic()
+        """Finish the step, then end the run as stopped; the driver need not live to see it."""
+        self._is_stopping = True
         self._wish("stop", reason)
 
     async def end_now(self, reason: str) -> None:
@@ -143,7 +146,13 @@ class ControllerActor:
             frozen_s = max(0.0, now - begun - 2 * DRIVER_WATCH_S)
             self._heard = min(now, self._heard + frozen_s)  # its words wait to be read
         self._is_abandoned = True
-        await self.end_now("the driver is gone")
+        why = "the driver is gone"
+        if self._is_stopping:  # `ray job stop` kills it after 3 s, which no long step waits for
+            if self._order["config"].detect_s is not None:  # what hangs is found
+                return
+            await asyncio.sleep(STOP_ALONE_S)
+            why += f", and the run has not stopped for {STOP_ALONE_S:g} s; detect_s is None"
+        await self.end_now(why)
 
 
 def import_patiently(*modules: str) -> None:
@@ -227,6 +236,7 @@ def spawn_worker(
     """A pending actor: it runs as soon as Ray has a slot for it, and is demand until then."""
     options: dict[str, Any] = {
         "name": f"{run_id}-{name}",
+        "get_if_exists": True,  # it may be asked for again
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "num_cpus": cpus,

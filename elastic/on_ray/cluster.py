@@ -11,18 +11,22 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import events as e
+from elastic.control.patience import Place
 from elastic.control.suspicion import STOPPED, watch
 from elastic.on_ray.background import Background
+from elastic.on_ray.broken_links import wait_for_return
 from elastic.on_ray.commits import Commits
 from elastic.on_ray.evaluations import Evaluations
+from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.holders import Holders
 from elastic.on_ray.host import Host
 from elastic.on_ray.inquiry import Inquiry
@@ -30,14 +34,15 @@ from elastic.on_ray.links import LinkServer
 from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.saves import Saves
-from elastic.on_ray.slots import Slot, end_process, hear_last_words, is_running, see_off
+from elastic.on_ray.slots import Slot, end_process, hear_last_words, see_off
 from elastic.on_ray.stores import Stores
-from elastic.on_ray.takeover import Takeover
+from elastic.on_ray.takeover import Takeover, has_returned
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.waits import waits_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
+from elastic.store.remote import StoreAway
 
 log = logging.getLogger(__name__)
 FROM_PULSE = ("heartbeat", "stacks", "reached")
@@ -52,6 +57,7 @@ class RayCluster:
     token: str
     detect_s: float | None
     rendezvous: ActorHandle[Any]
+    head: HeadCalls
     host: Host
     now: Callable[[], float]
     """Unix time that never jumps."""
@@ -63,26 +69,32 @@ class RayCluster:
     log_folder: str | None = None
 
     def __post_init__(self) -> None:
-        self.links = LinkServer(self.token, self._on_frame, self._on_link_closed)
+        self.links = LinkServer(self.token, self._on_frame, self._on_link_ended)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
-        self.stores = Stores(self.rendezvous)
         self._waits = waits_of(self.detect_s)
+        self.stores = Stores(self.rendezvous, self._waits.start_s)
         self._tick_at = time.monotonic() + self._waits.tick_s
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
+        self._recorded_generation: int | None = None
+        """Of the last line on record, once that is known."""
         self._loading: int | None = None
+        self._untold: c.Form | None = None
+        """What its members are still to be told."""
+        self._falling = asyncio.Lock()
         self.takeover: Takeover | None = None
         self._saves = Saves(self.host)
         self._inquiry = Inquiry(self)
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(self.host.on_evaluation)
         self.protection = Protection(self.host.on_unprotected, self.now)
-        seams = self.in_background, self.workers, self.links, self.protection.hear_lost
+        seams = self.in_background, self.head, self.workers, self.links, self.protection.hear_lost
         self.holders = Holders(self.token, self.detect_s, *seams, self.now)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "reached": self._inquiry.hear,
             "stacks": self._inquiry.hear,
+            "standing": self._on_standing,
             "ready": self._on_ready,
             "loaded": self._on_loaded,
             "wrong_input": self._on_wrong_input,
@@ -137,6 +149,8 @@ class RayCluster:
     def _interrupt(self, command: c.Pause | c.Keep | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
         kind = type(command).__name__.lower()
+        if self._untold is not None and isinstance(command, c.Abort | c.Recall):
+            self._untold, kind = None, "recall"  # an Abort means nothing to who heard of no Form
         self._tell_ranks(command.membership, {"type": kind})
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
@@ -150,14 +164,21 @@ class RayCluster:
 
     def _spawn(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
-            record = Slot(self.host.spawn(worker), last_seen=self.now())
+            actor = self.head.start(partial(self.host.spawn, worker))
+            record = Slot(actor, last_seen=self.now())
             self.workers[worker] = record
             record.task = self.in_background(self._watch(worker, record))
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
         try:
-            await cast(Any, record.actor).run.remote(self.host.spec_of(worker))
+            actor = await asyncio.wrap_future(record.actor)
+            try:
+                await cast(Any, actor).run.remote(self.host.spec_of(worker))
+            except ActorUnavailableError:  # Ray's connections break, too, and nobody is dead of it
+                await has_returned(actor)
+                self.user_failed(worker, "failed: see its log")
+                return
         except RayTaskError as error:
             failed = error.cause if isinstance(error.cause, WorkerFailed) else None
             if failed is not None and not self._is_node_s_fault(record):
@@ -187,14 +208,46 @@ class RayCluster:
         return self.has_formed and (record.is_unfit or record.state in ("pending", "standby"))
 
     async def _form(self, form: c.Form) -> None:
+        """Whatever keeps the Form is waited for beside the loop, which must hear of losses."""
         membership, self.has_formed = form.membership, True
+        self._untold = form
         self.evaluations.go_back(form.step)
-        if form.step < self.recorded_step:  # its last holder is lost
-            await self.host.on_loaded(form.step, [])
-            self.recorded_step = form.step
         is_alone = membership.world_size == 1
-        store = None if is_alone else await self.stores.address(membership.generation)
+        if not is_alone:
+            self.stores.open(membership.generation)
+        store = self.stores.opened(membership.generation)
+        has_fallen = form.step < self.recorded_step  # its last holder is lost
+        if not has_fallen and (is_alone or store is not None):
+            await self._tell_form(form, store)
+        else:
+            self.in_background(self._form_later(form))
+
+    async def _form_later(self, form: c.Form) -> None:
+        """Nothing is said any more of a generation that was given up meanwhile."""
+        generation = form.membership.generation
+        async with self._falling:  # one at a time, each to its end
+            if form.step < self.recorded_step:
+                await self.host.on_loaded(form.step, [])
+                self.recorded_step = form.step
+        if self._untold is not form:
+            return
+        store = None
+        patience_s = self._waits.join_s - self._waits.confirm_s  # else it is late, which says less
+        try:
+            if form.membership.world_size > 1:
+                store = await self.stores.address(generation, patience_s)
+        except (TimeoutError, RayError) as error:
+            if self._untold is form:
+                why = f"generation {generation}: {first_line(error)}"
+                self.say(e.CollectiveFailed(generation, 0, why, self.now(), is_stall=True))
+            return
+        await self._tell_form(form, store)
+
+    async def _tell_form(self, form: c.Form, store: list[Any] | None) -> None:
         await self.holders.known()
+        if self._untold is not form:
+            return
+        membership, self._untold = form.membership, None
         self.protection.form(membership.workers, form.step)
         common = {
             "type": "form",
@@ -213,9 +266,10 @@ class RayCluster:
             own = {"rank": rank, "vote": vote, "holders": self.holders.for_worker(worker)}
             self.links.send(worker, {**common, **own}, payload)
 
-    def take_over(self, place: str, recorded_step: int) -> None:
+    def take_over(self, place: str, recorded_step: int, last_metrics: dict[str, Any]) -> None:
         """The run is on record, by a controller before this one."""
         self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, True
+        self._recorded_generation = last_metrics.get("generation")
 
     def tell_of_save(self, step: int, is_published: bool) -> None:
         for worker in tuple(self.workers):
@@ -230,13 +284,13 @@ class RayCluster:
         self.links.drop(worker)
         if record.task is not None:
             record.task.cancel()
-        ray.kill(record.actor, no_restart=True)
+        record.end()
 
     def _fence(self, record: Slot) -> None:
         """A worker that counts as lost never speaks again, even if it is only frozen."""
-        if record.pid and record.node_id == ray.get_runtime_context().get_node_id():
+        if self.is_here(record):
             end_process(record.pid)
-        ray.kill(record.actor, no_restart=True)
+        record.end()
 
     # --- events -------------------------------------------------------------------
     async def next_event(self) -> e.Event:
@@ -261,7 +315,14 @@ class RayCluster:
     def cancel(self, outcome: str, reason: str) -> None:
         self.say(e.Cancelled(outcome, reason, self.now()))
 
-    def lost(self, worker: int, cause: str, why: str = "", last_seen: float | None = None) -> None:
+    def lost(
+        self,
+        worker: int,
+        cause: str,
+        why: str = "",
+        last_seen: float | None = None,
+        slow_in: Place | None = None,
+    ) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -269,15 +330,16 @@ class RayCluster:
         self._fence(record)
         last_seen = last_seen or max(record.last_seen, 0.0)
         why = why or record.why_gone(worker_name(worker), self.log_folder)
-        self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why))
+        self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why, slow_in))
 
-    def _on_link_closed(self, worker: int) -> None:
+    def is_here(self, record: Slot) -> bool:
+        """Whether its process is on this node."""
+        return bool(record.pid) and record.node_id == ray.get_runtime_context().get_node_id()
+
+    def _on_link_ended(self, worker: int, was_reset: bool) -> None:
         record = self.workers.get(worker)
-        if record is None:
-            return
-        is_here = record.node_id == ray.get_runtime_context().get_node_id()
-        is_gone = is_here and not is_running(record.pid)
-        self.lost(worker, "process_died" if is_gone else "connection_lost")
+        if record is not None:
+            self.in_background(wait_for_return(self, worker, record, was_reset=was_reset))
 
     def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
         record = self.workers.get(worker)
@@ -302,6 +364,9 @@ class RayCluster:
         recorded_step = min(self.recorded_step, self.host.recorded_step())
         word = {"recorded_step": recorded_step, "formed": self.commits.formed}
         self.links.send(worker, {"type": "word", **word})
+
+    def _on_standing(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
+        """No news of one that is ours: its first connection was reset before we heard it."""
 
     def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         record.locate(header)
@@ -332,6 +397,9 @@ class RayCluster:
         if isinstance(error, WrongInput):
             self.wrong_input = str(error)
             self.cancel("failed", str(error))
+        elif isinstance(error, StoreAway):
+            log.error('reason="%s"', error)
+            self.cancel("failed", str(error))
         else:
             log.error("controller error", exc_info=error)
             self.cancel("failed", f"internal error: {error!r}")
@@ -353,8 +421,11 @@ class RayCluster:
     def _record_step(self, generation: int, line: dict[str, Any]) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
         step, step_s = line["metrics"]["step"], line["metrics"]["step_s"]
+        done_by, last = line["metrics"]["generation"], self._recorded_generation
+        if step <= self.recorded_step and last is not None and done_by > last:
+            self._roll_back(step - 1)  # so has a controller that died before storage heard of it
         if step == self.recorded_step + 1:
-            self.recorded_step = step
+            self.recorded_step, self._recorded_generation = step, done_by
             self.host.on_step(line)
             self.say(e.Committed(generation, step, step_s, self.now()))
         elif step > self.recorded_step:
@@ -363,10 +434,13 @@ class RayCluster:
     def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         is_first = self.commits.hear_joined(header["generation"])
         if is_first and header["step"] < self.recorded_step:  # later ones were lost with holders
-            self.evaluations.go_back(header["step"])
-            self.recorded_step = header["step"]
-            self.host.on_rolled_back(header["step"])
+            self._roll_back(header["step"])
         self._on_report(worker, record, header, payload)
+
+    def _roll_back(self, step: int) -> None:
+        self.evaluations.go_back(step)
+        self.recorded_step = step
+        self.host.on_rolled_back(step)
 
     def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
         self.commits.keep_vote(header["step"], header["vote"], payload)
@@ -384,9 +458,11 @@ class RayCluster:
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""
+        self._untold = None
         slots = tuple(self.workers.values())
         for worker in tuple(self.workers):
             self.retire(worker)
         self.links.close()
         self.holders.close()
-        await see_off(slots)
+        self.head.close()
+        await asyncio.gather(see_off(slots), self.head.rest())

@@ -23,7 +23,8 @@ from elastic.data.footers import columns_text
 from elastic.data.patience import WAIT_S
 from elastic.on_ray.feed import FeedOrder, Served, end_when_alone, note, see_folder
 from elastic.protocol.errors import BadData, WrongInput
-from elastic.store.files import open_folder
+from elastic.store.files import open_folder, reach_folder
+from elastic.store.remote import patiently
 
 KEPT_BEHIND = 2
 """Windows that are kept although they are committed: for a newcomer that tries a batch of them."""
@@ -123,10 +124,14 @@ class DatasetFeedActor:
         schema = dataset.schema()
         columns = {n: str(t) for n, t in zip(schema.names, schema.types, strict=True)}
         self._facts = DatasetFacts(self._num_rows, columns_text(columns))
-        self._is_recorded = compare_facts(open_folder(self._order.place), self._facts)
+        self._is_recorded = patiently(self._has_record)
         if not self._is_recorded:
             note(self._order.run_id, {"ray_dataset": COST})
         self._dataset = dataset
+
+    def _has_record(self) -> bool:
+        assert self._facts is not None
+        return compare_facts(reach_folder(self._order.place), self._facts)
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._end, self._held = epoch, epoch * self._num_rows, []

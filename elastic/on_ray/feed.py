@@ -31,6 +31,7 @@ from elastic.data.source import ParquetSource
 from elastic.data.stream import WindowKey
 from elastic.on_ray.actors import NAMESPACE, end
 from elastic.protocol.errors import BadData
+from elastic.store.remote import patiently
 
 ALONE_CHECK_S = 5.0
 LAST_WRITE_S = 5.0
@@ -109,7 +110,8 @@ class FeedActor:
         source = within_stores(cloudpickle.loads(order.source), self._note)
         loop = asyncio.get_running_loop()
         made = await loop.run_in_executor(None, make_plan, source, order.seed)
-        record = await loop.run_in_executor(None, open_record, made, order.place)
+        opening = functools.partial(open_record, made, order.place)
+        record = await loop.run_in_executor(None, patiently, opening)
         plan = record.plan
         self._plan = ray.put(cloudpickle.dumps(plan))
         options: dict[str, Any] = {

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -19,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic.on_ray.actors import NAMESPACE, end, this_host
+from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer, receive
 from elastic.on_ray.slots import Slot, end_process
 from elastic.protocol import wire
@@ -77,6 +79,7 @@ class Holders:
         token: str,
         detect_s: float | None,
         in_background: Background,
+        head: HeadCalls,
         slots: Mapping[int, Slot],
         links: LinkServer,
         on_lost: Callable[[str, str], None],
@@ -86,7 +89,8 @@ class Holders:
         the clock of the slots' heartbeats."""
         self._token, self._run_id = token, ""
         self._detect_s, self._waits = detect_s, waits_of(detect_s)
-        self._in_background, self._slots, self._links = in_background, slots, links
+        self._in_background, self._head = in_background, head
+        self._slots, self._links = slots, links
         self._on_lost, self._now = on_lost, now
         self._started: dict[str, Started] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -167,7 +171,7 @@ class Holders:
     async def _attend(self, node: str) -> None:
         """Have a holder there until it is lost. Raises what tells so."""
         actor: Any
-        actor, start_s = self._start(node)
+        actor, start_s = await asyncio.wrap_future(self._head.start(partial(self._start, node)))
         self._started[node] = Started(actor)
         host, port, pid = await asyncio.wait_for(actor.place.remote(), start_s)
         self._started[node] = Started(actor, pid)
@@ -184,6 +188,9 @@ class Holders:
                     former = writer
                     reader, writer = await self._look_again(node, (host, port), silence)
                     former.close()
+                except (EOFError, ConnectionError) as end:
+                    writer.close()
+                    reader, writer = await self._dial_again((host, port), end)
         finally:
             writer.close()
 
@@ -207,6 +214,24 @@ class Holders:
         except TimeoutError:
             raise silence from None
         return reader, writer
+
+    async def _dial_again(self, address: tuple[str, int], end: Exception) -> Connection:
+        """The connection has ended, which `end` tells. Who closed it, and is not there for another
+        one, has gone; a reset, and a refusal after it, may be a firewall's."""
+        left_s = self._waits.silence_s
+        while True:
+            begun = time.monotonic()
+            try:
+                return await dial(address, self._token)
+            except ConnectionRefusedError:
+                if isinstance(end, EOFError) or left_s <= 0:
+                    raise end from None
+            except OSError:
+                if left_s <= 0:
+                    raise end from None
+            await asyncio.sleep(self._waits.tick_s)
+            awake_s = CONNECT_S + self._waits.tick_s + self._waits.late_s
+            left_s -= min(awake_s, time.monotonic() - begun)  # the rest of it we were frozen
 
     def _is_heard(self, node: str) -> bool:
         watches = (slot.watch for slot in self._slots.values() if slot.node_id == node)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from elastic.control.patience import Costly
 from elastic.store.catalogue import Damage
 
 
@@ -41,3 +42,7 @@ class Host:
     on_evaluation: Callable[[dict[str, Any]], None]
     on_unprotected: Callable[[dict[str, Any]], None]
     """Peer memory does not have the newest rows of all members, or has them again."""
+    costly: Callable[[], tuple[Costly, ...]]
+    """Where usual times say nothing now, by the ledger."""
+    on_slow: Callable[[dict[str, Any]], None]
+    """A worker is slow in such a place."""

@@ -6,15 +6,29 @@ The rule of suspicion is elastic/control/suspicion.py's, what a loss means is el
 import asyncio
 import ipaddress
 import json
+import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic.control.events import CollectiveFailed
 from elastic.control.parting import disputed, parted
+from elastic.control.patience import Costly, Place, forget, lost_at, remember
 from elastic.control.straying import stalled, strays
-from elastic.control.suspicion import Cut, Watch, hear_cut, last_move, place_of, suspects
+from elastic.control.suspicion import (
+    Cut,
+    Watch,
+    all_suspects,
+    hear_cut,
+    last_move,
+    place_of,
+    slow_in,
+    suspects,
+    where,
+)
+from elastic.on_ray.broken_links import is_refused
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.waits import waits_of
 
@@ -22,12 +36,22 @@ if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
     from elastic.on_ray.slots import Slot
 
+log = logging.getLogger(__name__)
 UNEXPLAINED = 3
 """A failure without a loss after this part of `detect_s` may be a cut path's."""
 MANY = 64
 """Hosts that all members dial at once, at most."""
 FRESH = 4
 """Whose pulse was heard within so many limits of this inquiry is waited for."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """Who must go."""
+
+    cause: str
+    why: str
+    slow_in: Place | None = None
 
 
 class Inquiry:
@@ -50,6 +74,10 @@ class Inquiry:
         """Of the answers that are waited for."""
         self._awaited: set[int] = set()
         self._found: dict[int, str] = {}
+        self._ended: tuple[Costly, ...] = ()
+        """Who may be slow and was ended: the ledger learns of it later than the next look."""
+        self._told: set[tuple[int, Place]] = set()
+        """Of whose slowness in a costly place it was told."""
         self._has_all = asyncio.Event()
 
     def look(self) -> None:
@@ -80,14 +108,34 @@ class Inquiry:
                 of_it = {n: w for n, w in watches.items() if w.heartbeat.generation == generation}
                 cluster.in_background(self._conclude_stall(generation, why, of_it))
 
-    def _late(
-        self, watches: dict[int, Watch], now: float, detect_s: float
-    ) -> dict[int, tuple[str, str]]:
-        """Who must go: cause, and why."""
-        found = {w: ("hung", why) for w, why in strays(watches.values(), detect_s)}
-        for w, why in suspects(watches.values(), now, detect_s, self._asked, self._cut):
-            found[w] = ("heartbeat_silent" if "no heartbeat" in why else "hung"), why
+    def _late(self, watches: dict[int, Watch], now: float, detect_s: float) -> dict[int, "Suspect"]:
+        """Who must go."""
+        found = {w: Suspect("hung", why) for w, why in strays(watches.values(), detect_s)}
+        newest = max((w.heartbeat.step for w in watches.values()), default=0)
+        self._ended = forget(self._ended, newest - 1)
+        costly = (*self._cluster.host.costly(), *self._ended)
+        seen = self._asked, self._cut
+        for w, why in suspects(watches.values(), now, detect_s, *seen, costly):
+            cause = "heartbeat_silent" if "no heartbeat" in why else "hung"
+            found[w] = Suspect(cause, why, slow_in(watches[w], now, detect_s))
+        if costly:
+            for w, why in all_suspects(tuple(watches.values()), now, detect_s, *seen, ()):
+                self._tell_of_patience(watches[w], why, costly)
         return found
+
+    def _tell_of_patience(self, watched: Watch, why: str, costly: tuple[Costly, ...]) -> None:
+        """Once, of a worker that would be suspect elsewhere."""
+        worker, place = watched.heartbeat.worker, where(watched.heartbeat)
+        lost = [worker_name(w) for w in lost_at(costly, place)]
+        if not lost or (worker, place) in self._told:
+            return
+        self._told.add((worker, place))
+        patience_s = waits_of(self._cluster.detect_s).cold_s
+        slow = f"{place} took the life of {' '.join(lost)}, {worker_name(worker)} has "
+        slow += f"{patience_s:g} s: {why}"
+        log.warning('step=%d slow="%s"', place.step, slow)
+        said = {"worker": worker_name(worker), "lost": lost, "patience_s": patience_s}
+        self._cluster.host.on_slow({"step": place.step, "phase": place.phase, **said, "why": why})
 
     def _dial_silent(self, watches: dict[int, Watch], now: float, detect_s: float) -> None:
         """While others are heard. Who died during a cut of our own link is spared as if it were cut
@@ -102,16 +150,10 @@ class Inquiry:
                     self._cluster.in_background(self._dial(worker, address))
 
     async def _dial(self, worker: int, address: tuple[str, int]) -> None:
-        """A process that lives listens, whatever it does."""
         try:
-            limit_s = waits_of(self._cluster.detect_s).inquiry_s
-            _, writer = await asyncio.wait_for(asyncio.open_connection(*address), limit_s)
-            writer.close()
-        except ConnectionRefusedError:
-            why = "its pulse is silent, and nobody listens at its address"
-            self._cluster.lost(worker, "process_died", why)
-        except OSError:
-            pass  # it cannot be reached
+            if await is_refused(address, waits_of(self._cluster.detect_s).inquiry_s):
+                why = "its pulse is silent, and nobody listens at its address"
+                self._cluster.lost(worker, "process_died", why)
         finally:
             self._dialled.discard(worker)
 
@@ -161,17 +203,20 @@ class Inquiry:
             self._cluster.lost(worker, "diverged", header["message"])
 
     async def _conclude(
-        self, late: dict[int, tuple[str, str]], members: dict[int, Watch], limit_s: float
+        self, late: dict[int, "Suspect"], members: dict[int, Watch], limit_s: float
     ) -> None:
         """The suspects are lost, once it is on record where everybody stood."""
-        said = "; ".join(f"suspect {worker_name(w)}: {why}" for w, (_, why) in late.items())
+        said = "; ".join(f"suspect {worker_name(w)}: {s.why}" for w, s in late.items())
         is_saved = await self._save(said, members, limit_s)
-        for worker, (cause, why) in late.items():
+        for worker, suspect in late.items():
             watched = members[worker]
-            is_silent = cause == "heartbeat_silent"
+            is_silent = suspect.cause == "heartbeat_silent"
             last_seen = watched.heard_at if is_silent else last_move(watched)
             place = place_of_stacks(watched.heartbeat.generation) if is_saved else ""
-            self._cluster.lost(worker, cause, why + place, last_seen)
+            if suspect.slow_in is not None:
+                self._ended = remember(self._ended, suspect.slow_in, worker)
+            why = suspect.why + place
+            self._cluster.lost(worker, suspect.cause, why, last_seen, suspect.slow_in)
 
     async def _conclude_dispute(self, members: dict[int, Watch], ends: set[str]) -> None:
         """Everybody dials the hosts at the ends; who is cut off is lost."""
@@ -187,7 +232,8 @@ class Inquiry:
         heard = {hosts[w] for w in unreached}  # else it is silent for us, too
         hosts = {w: host for w, host in hosts.items() if host in heard}
         newcomers = {w for w in members if not members[w].heartbeat.own_steps}
-        gone = {w: ("unreachable", why) for w, why in parted(hosts, unreached, newcomers)}
+        cut_off = parted(hosts, unreached, newcomers)
+        gone = {w: Suspect("unreachable", why) for w, why in cut_off}
         if self._is_under_way:
             return
         if gone:

@@ -21,13 +21,14 @@ STATES = {
 
 
 REPORTS: dict[str, tuple[Callable[..., e.Event], tuple[str, ...]]] = {
+    "connected": (e.Connected, ()),
     "paused": (e.Paused, ("step",)),
     "kept": (e.Kept, ()),
-    "collective_failed": (e.CollectiveFailed, ("message",)),
     "suspended": (e.Suspended, ("step", "is_prepared", "is_between_steps")),
     "done": (e.Done, ("step",)),
     "ended": (e.Ended, ("weights_sha256",)),
     "part_saved": (e.PartSaved, ("step",)),
+    "still_saving": (e.StillSaving, ()),
     "part_failed": (e.PartFailed, ("step", "message")),
 }
 """The event, and its fields between generation, rank and time."""
@@ -45,6 +46,10 @@ def event_of(worker: int, header: dict[str, Any], at: float) -> e.Event:
         case "joined":
             generation, rank = header["generation"], header["rank"]
             return e.Joined(generation, rank, header["state_s"], at, header["step"])
+        case "collective_failed":
+            generation, rank, message = header["generation"], header["rank"], header["message"]
+            is_refused = header["is_refused"]
+            return e.CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
         case kind:
             event, fields = REPORTS[kind]
             said = (header[field] for field in fields)

@@ -1,3 +1,5 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false
 """A slot: what the controller's process knows of one worker's actor and process.
 
 What it is told to do is elastic/on_ray/cluster.py's; the decisions' view is the ledger.
@@ -8,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,8 @@ SHORT = 0.1
 class Slot:
     """What the controller's process knows of one worker; the ledger knows the rest."""
 
-    actor: ActorHandle[Any]
+    actor: "Future[ActorHandle[Any]]"
+    """Made by Ray's head, which may be away for a while."""
     task: "asyncio.Task[None] | None" = None
     node_id: str = ""
     node_ip: str = ""
@@ -48,6 +52,11 @@ class Slot:
     has_failed: bool = False
     last_words: str = ""
     """Why it ends itself, as it says before it does."""
+
+    def end(self) -> None:
+        """Its process, whatever state that is in; if it is only being made, once it is."""
+        if not self.actor.cancel():
+            self.actor.add_done_callback(end_made)
 
     def locate(self, header: dict[str, Any]) -> None:
         """Where its process is, as it says itself."""
@@ -81,6 +90,11 @@ class Slot:
         """`state` as status.json says it."""
         is_evaluating = self.watch is not None and self.watch.heartbeat.phase == "evaluate"
         return "evaluating" if is_evaluating and self.state == "training" else self.state
+
+
+def end_made(actor: "Future[ActorHandle[Any]]") -> None:
+    if not actor.cancelled() and actor.exception() is None:
+        ray.kill(actor.result(), no_restart=True)
 
 
 def hear_last_words(_worker: int, slot: Slot, header: Any, _payload: bytes) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -17,8 +18,6 @@ from ray.exceptions import RayError
 
 from elastic.on_ray.slots import end_process
 
-START_S = 60.0
-"""How long the rendezvous may take to open a store; it starts with the run."""
 PING_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -27,21 +26,36 @@ log = logging.getLogger(__name__)
 class Stores:
     """At most one is open or being opened."""
 
-    def __init__(self, rendezvous: ActorHandle[Any]) -> None:
-        self._rendezvous = rendezvous
-        self._opening: dict[int, Any] = {}
+    def __init__(self, rendezvous: ActorHandle[Any], start_s: float) -> None:
+        """start_s: how long it may take to open a store; it starts with the run."""
+        self._rendezvous, self._start_s = rendezvous, start_s
+        self._opening: dict[int, asyncio.Future[list[Any]]] = {}
 
     def open(self, generation: int) -> None:
         if generation not in self._opening:
-            self._opening = {generation: self._rendezvous.open.remote(generation)}
+            opening = asyncio.ensure_future(taken(self._rendezvous.open.remote(generation)))
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._opening = {generation: opening}
 
-    async def address(self, generation: int) -> list[Any]:
-        """Host and port. TimeoutError if the rendezvous does not answer."""
+    def opened(self, generation: int) -> list[Any] | None:
+        """Host and port, if they are known already."""
+        opening = self._opening.get(generation)
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception():
+            return None
+        return opening.result()
+
+    async def address(self, generation: int, patience_s: float | None = None) -> list[Any]:
+        """Host and port. Raises TimeoutError if the rendezvous does not answer for `patience_s`
+        (None: as long as it may take to start), RayError if it cannot."""
         self.open(generation)
+        patience_s = self._start_s if patience_s is None else patience_s
         try:
-            return list(await asyncio.wait_for(self._opening[generation], START_S))
+            return await asyncio.wait_for(asyncio.shield(self._opening[generation]), patience_s)
         except TimeoutError:
-            raise TimeoutError(f"the rendezvous opened no store within {START_S:g} s") from None
+            why = f"the rendezvous opened no store within {patience_s:g} s; its node may be out "
+            raise TimeoutError(
+                f"{why}of CPU or memory, a larger detect_s gives it longer"
+            ) from None
 
     async def watch(self, silent_s: float, patience_s: float) -> None:
         """Kill the rendezvous when it has not answered for `silent_s`; until its first answer it
@@ -51,7 +65,7 @@ class Stores:
             begun = time.monotonic()
             try:
                 pong = self._rendezvous.ping.remote(os.getpid(), patience_s)
-                pid = await asyncio.wait_for(pong, silent_s if pid else START_S)
+                pid = await asyncio.wait_for(pong, silent_s if pid else self._start_s)
             except TimeoutError:
                 was_frozen_itself = time.monotonic() - begun > silent_s + PING_S
                 if pid and not was_frozen_itself:
@@ -63,3 +77,7 @@ class Stores:
                 self._opening.clear()  # what it had opened is gone with it
                 pid = 0
             await asyncio.sleep(PING_S)
+
+
+async def taken(answer: Awaitable[tuple[str, int]]) -> list[Any]:
+    return list(await answer)

@@ -6,20 +6,16 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import RayError, RayTaskError
 
 from elastic.on_ray import actors
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -27,6 +23,7 @@ from elastic.protocol.errors import ControllerLost, WrongInput
 MAX_FOLDER_BYTES = 100 * 2**20
 REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
+RENEW_EVERY_S = 0.2
 KEEP_ALIVE_S = 2.0
 """How long the driver waits for a word of a controller that may be busy."""
 SILENT_S = 15.0
@@ -49,6 +46,25 @@ class ClusterRequest:
     detach: bool
 
 
+class Lease:
+    """Says again and again that the driver lives, in a thread that waits for nothing else: neither
+    storage nor a terminal may end a run."""
+
+    def __init__(self, renew: Callable[[], None]) -> None:
+        self._renew = renew
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(RENEW_EVERY_S):
+            self._renew()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(2 * KEEP_ALIVE_S)
+
+
 class RayDriver:
     """This process's connection to Ray, for one run."""
 
@@ -64,6 +80,7 @@ class RayDriver:
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
+        self._lease: Lease | None = None
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
         self.place = ""
         """The run directory, once it exists."""
@@ -153,10 +170,11 @@ class RayDriver:
         self._run_id = order["run_id"]
         self._controller = actors.start_controller(self._run_id, supervise, order)
         self._run = self._controller.run.remote()
+        self._lease = Lease(self._keep_alive)
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
-        """Tell the controller that the driver lives; its answer once the run has ended."""
-        self._keep_alive()
+        """The controller's answer once the run has ended."""
+        self._tell_silence()
         done, _ = ray.wait([self._run], timeout=timeout_s)
         if not done:
             return None
@@ -172,22 +190,25 @@ class RayDriver:
             ) from error
 
     def _keep_alive(self) -> None:
+        """In the lease's thread."""
         try:
             self.place = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
-        except (GetTimeoutError, ActorUnavailableError):
-            silent_s = time.monotonic() - self._heard_at
-            if silent_s > SILENT_S and not self._is_silent:
-                self._is_silent = True
-                print(
-                    f"the run's controller has been silent for {silent_s:.0f} s: perhaps its "
-                    "process is stopped, or its node is cut off; two interrupts end the run, and "
-                    "the same command resumes it",
-                    file=sys.stderr,
-                )
-            return
-        except RayActorError:
-            return  # the end of run() tells
-        self._heard_at, self._is_silent = time.monotonic(), False
+        except RayError:
+            return  # it is busy, frozen or dead: the end of run() tells of that
+        self._heard_at = time.monotonic()
+
+    def _tell_silence(self) -> None:
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s <= SILENT_S:
+            self._is_silent = False
+        elif not self._is_silent:
+            self._is_silent = True
+            print(
+                f"the run's controller has been silent for {silent_s:.0f} s: perhaps its "
+                "process is stopped, or its node is cut off; two interrupts end the run, and "
+                "the same command resumes it",
+                file=sys.stderr,
+            )
 
     def stop(self, reason: str) -> None:
         self._controller.stop.remote(reason)
@@ -211,6 +232,8 @@ class RayDriver:
 
     def close(self) -> None:
         """Leave Ray. The controller of a detached run stays; it ends itself after the run."""
+        if self._lease is not None:
+            self._lease.end()
         if self._controller is not None and not self._request.detach:
             ray.kill(self._controller, no_restart=True)
         if not self._was_connected:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from ray.actor import ActorHandle
@@ -15,6 +16,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from elastic.control.adoption import at_work, have_all, with_state
 from elastic.control.events import Adopted
+from elastic.control.patience import Costly
 from elastic.control.standing import Standing
 from elastic.control.state import Active, Ledger, Limits, Phase
 from elastic.control.suspicion import Heartbeat, Watch, suspects, watch
@@ -51,6 +53,7 @@ class Takeover:
         self._standings: dict[int, Standing] = {}
         self._watches: dict[int, Watch] = {}
         """Of whom the pulse only is heard."""
+        self._costly: tuple[Costly, ...] = ()
         self._audible_since: float | None = None
         """From when on the pulses of all can have reached us."""
         self._has_news = asyncio.Event()
@@ -61,7 +64,9 @@ class Takeover:
         if actor is None:
             return False
         kind: str = header["kind"]
-        slot = Slot(actor, last_seen=self._cluster.now(), state=SHOWN.get(kind, kind))
+        made: Future[ActorHandle[Any]] = Future()
+        made.set_result(actor)
+        slot = Slot(made, last_seen=self._cluster.now(), state=SHOWN.get(kind, kind))
         standing = Standing(worker, kind)
         if kind != "starting":
             slot.locate(header)
@@ -78,7 +83,7 @@ class Takeover:
             self._cluster.in_background(self._listen_at(tuple(header["controller_before"])))
         self._cluster.workers[worker] = slot
         self._cluster.holders.on_node(slot.node_id)
-        slot.task = self._cluster.in_background(self._watch(worker, slot))
+        slot.task = self._cluster.in_background(self._watch(worker, actor))
         self._standings[worker] = standing
         self._has_news.set()
         return True
@@ -94,13 +99,13 @@ class Takeover:
         if await self._cluster.links.open_also(address) and self._audible_since is None:
             self._audible_since = self._cluster.now()
 
-    async def _watch(self, worker: int, slot: Slot) -> None:
+    async def _watch(self, worker: int, actor: ActorHandle[Any]) -> None:
         """Its `run` was called by the controller that died; Ray tells us how it ends all the same.
 
         What it raised, if it did, its own report tells.
         """
         try:
-            await has_returned(slot.actor)
+            await has_returned(actor)
             self._cluster.user_failed(worker, "failed: see its log")
         except RayError:
             self._cluster.lost(worker, "process_died")
@@ -114,6 +119,7 @@ class Takeover:
         """
         detect_s, began = self._cluster.detect_s, time.monotonic()
         step = max(ledger.step, self._cluster.recorded_step)
+        self._costly = ledger.costly
         holders = phase.membership.workers if isinstance(phase, Active) else tuple(ledger.holders)
         watching = [asyncio.ensure_future(self._drop_dead(w)) for w in self._candidates]
         while self._candidates:
@@ -159,7 +165,8 @@ class Takeover:
         if detect_s is None:
             return
         watches = {w: slot.watch for w, slot in self._cluster.workers.items() if slot.watch}
-        for worker, why in suspects({**self._watches, **watches}.values(), now, detect_s):
+        everyone = {**self._watches, **watches}.values()
+        for worker, why in suspects(everyone, now, detect_s, costly=self._costly):
             if worker in missed:
                 yield worker, why
         patience_s = detect_s + waits_of(detect_s).heartbeat_s

@@ -51,6 +51,10 @@ class PeerLost(RuntimeError):
     """A collective of ours failed or was given up; the controller decides whether it is a loss."""
 
 
+class CollectiveRefused(PeerLost):
+    """The backend refused what was asked of it: the same members would meet it again."""
+
+
 class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not what was written."""
 

@@ -115,9 +115,11 @@ def decode(content: bytes, place: str) -> Manifest:
 def check_chunks(manifest: Manifest) -> None:
     """ValueError unless the chunks cover the tensors and lie in plainly named files of it."""
     sizes = {file.name: file.size_bytes for file in manifest.files}
-    for name in sizes:
-        if "/" in name or name in ("", ".", ".."):
-            raise ValueError(f"{name!r} is no file of this folder")
+    for file in manifest.files:
+        if "/" in file.name or "\0" in file.name or file.name in ("", ".", ".."):
+            raise ValueError(f"{file.name!r} is no file of this folder")
+        if len(file.blocks) != -(-file.size_bytes // BLOCK_BYTES):
+            raise ValueError(f"{file.name!r} has {len(file.blocks)} checksums of its blocks")
     for tensor in manifest.tensors:
         for chunk in tensor.chunks:
             if not 0 <= chunk.offset <= sizes[chunk.file]:
@@ -166,10 +168,13 @@ def check_cover(tensor: StoredTensor) -> None:
     covered = sum(math.prod(c.shape) for c in tensor.chunks)
     if covered != math.prod(tensor.shape) or not tensor.chunks:
         raise ValueError(f"{tensor.name!r}: {covered} of {math.prod(tensor.shape)} elements saved")
-    by_start = sorted(tensor.chunks, key=lambda c: c.start)
+    dims = range(len(tensor.shape))
+    swept = max(dims, key=lambda d: len({c.start[d] for c in tensor.chunks}), default=0)
+    by_start = sorted(tensor.chunks, key=lambda c: c.start[swept : swept + 1])
     for i, one in enumerate(by_start):
-        for other in by_start[i + 1 :]:
-            if one.shape and other.start[0] >= one.start[0] + one.shape[0]:
+        for j in range(i + 1, len(by_start)):
+            other = by_start[j]
+            if one.shape and other.start[swept] >= one.start[swept] + one.shape[swept]:
                 break  # sorted: nobody further on touches this one
             if overlap(one.start, one.shape, other.start, other.shape) is not None:
                 raise ValueError(f"{tensor.name!r} is saved twice: {one} and {other}")

@@ -2,7 +2,7 @@
 
 CAUSES = (
     "process_died",  # Ray or the kernel says that the process is gone
-    "connection_lost",  # its link closed and it cannot be asked
+    "connection_lost",  # its connection ended, and it did not come back
     "heartbeat_silent",  # nothing heard for longer than detect_s
     "hung",  # a peer waits for it, and it has been in its phase far longer than usual
     "unreachable",  # its host and a peer's cannot reach each other, and the controller both

@@ -53,6 +53,8 @@ class WorkerSpec:
     operation_timeout_s: float
     """The backend's own limit per collective: a last resort only."""
     lease_s: float
+    stall_s: float = 150.0
+    """Without a byte written for so long a save has failed."""
     is_spare: bool = False
     """Started while others train, in a run with standbys: it may start slowly and leave the cores
     to them."""

@@ -24,18 +24,24 @@ class Waits:
     confirm_s: float
     """How long a failed collective waits for the loss that explains it: until a hang would have
     been seen, and explained."""
+    cold_s: float
+    """For a phase that has no usual time, or cost somebody else his life."""
     join_s: float
     """For a generation to form."""
     silence_s: float
     """Without an answer for so long the controller is dialled again, over a second connection."""
     lease_s: float
     """Without a word from any controller a worker ends itself."""
+    start_s: float
+    """For a process that serves the run to start, on a machine that is busy."""
     rendezvous_s: float
     """A rendezvous that does not answer for this long is started anew..."""
     controller_s: float
     """...and a controller that is silent for this long, before the workers' lease runs out."""
+    stall_s: float
+    """Without a byte written for so long a save has failed: the storage hangs."""
     end_s: float
-    """For the final state to be written."""
+    """For the final state to get further."""
     operation_s: float
     """The backend's own limit per collective: a last resort only."""
 
@@ -58,11 +64,14 @@ def waits_of(detect_s: float | None) -> Waits:
             late_s=0.5,
             inquiry_s=0.5,
             confirm_s=30.0,
+            cold_s=UNLIMITED_S,
             join_s=600.0,
             silence_s=10.0,
             lease_s=600.0,
+            start_s=UNLIMITED_S,
             rendezvous_s=UNLIMITED_S,
             controller_s=UNLIMITED_S,
+            stall_s=UNLIMITED_S,
             end_s=UNLIMITED_S,
             operation_s=UNLIMITED_S,
         )
@@ -79,11 +88,14 @@ def waits_of(detect_s: float | None) -> Waits:
         late_s=min(0.5, detect_s / 6),
         inquiry_s=inquiry_s,
         confirm_s=detect_s + heartbeat_s + tick_s + inquiry_s,
+        cold_s=100 * detect_s,
         join_s=10 * detect_s,
         silence_s=detect_s,
         lease_s=10 * detect_s,
+        start_s=100 * detect_s,
         rendezvous_s=2 * detect_s,
         controller_s=5 * detect_s,
+        stall_s=50 * detect_s,
         end_s=100 * detect_s,
         operation_s=100 * detect_s,
     )

@@ -10,12 +10,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
-from elastic.store.checkpoint_reading import PartReader, raise_unless_damage
+from elastic.store.checkpoint_reading import PartReader, raise_unless_missing
 from elastic.store.files import Folder, first_line, sync_directory
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Catalogue:
         try:
             content = folder.read(MANIFEST)
         except OSError as error:
-            raise_unless_damage(folder, error)
+            raise_unless_missing(error)
             raise DamagedCheckpoint(place, f"cannot be read: {error}") from error
         manifest = decode(content, place)
         if manifest.step != step:
@@ -119,13 +119,19 @@ class Catalogue:
         about: Mapping[str, Any],
     ) -> Manifest:
         """The checkpoint exists once this returns. ValueError if the parts do not make a whole,
-        OSError if it cannot be written."""
+        OSError if it cannot be written.
+
+        A sound one of the same step stays as it is, but is pinned if `about` says so.
+        """
         files, tensors = merge(parts)
         folder = self.of_step(step)
         there = folder.sizes()
         missing = [file.name for file in files if there.get(file.name) != file.size_bytes]
         if missing:
             raise OSError(f"{folder}/{missing[0]} is not there as it was written")
+        earlier = self._sound_manifest(step, there)
+        if earlier is not None and earlier.files != files:
+            return self._keep(earlier, generation, about)
         manifest = Manifest(step, generation, files, tensors, state, dict(about))
         folder.write(MANIFEST, manifest.encode())
         if self.folder.local is not None:
@@ -135,6 +141,16 @@ class Catalogue:
             self.sweep(before=step)
         except OSError as error:  # they do no harm, and go with the checkpoint
             log.warning('checkpoint=%d torn files stay reason="%s"', step, first_line(error))
+        return manifest
+
+    def _keep(self, manifest: Manifest, generation: int, about: Mapping[str, Any]) -> Manifest:
+        """`manifest` stands; the files of the later save of its step go."""
+        folder = self.of_step(manifest.step)
+        if about.get(PINNED) and not manifest.about.get(PINNED):
+            manifest = replace(manifest, about={**manifest.about, PINNED: True})
+            folder.write(MANIFEST, manifest.encode())
+        log.info("checkpoint=%d reason=%s", manifest.step, '"it exists and is not written again"')
+        self._remove_torn(manifest.step, generation, {file.name for file in manifest.files})
         return manifest
 
     def discard(self, step: int, generation: int) -> None:
@@ -152,12 +168,27 @@ class Catalogue:
             folder.delete_all()
 
     def set_aside(self, step: int) -> str:
-        """Keep a damaged checkpoint under another name; gives that name."""
-        taken = set(self.folder.folders())
-        names = (f"{folder_name(step)}{ASIDE}{n or ''}" for n in range(len(taken) + 1))
+        """Keep a damaged checkpoint under another name; gives that name. Done again it ends what an
+        outage has broken off."""
+        there, is_local = set(self.folder.folders()), self.folder.local is not None
+        names = [f"{folder_name(step)}{ASIDE}{n or ''}" for n in range(len(there) + 1)]
+        taken = [n for n in names if n in there and (is_local or self._has_manifest(n))]
+        if taken and self._is_copied(folder_name(step), taken[-1]):
+            self.of_step(step).delete(MANIFEST)
+            self.of_step(step).delete_all()
+            return taken[-1]
         name = next(n for n in names if n not in taken)
         self.folder.move_folder(folder_name(step), name, last=MANIFEST)
         return name
+
+    def _has_manifest(self, name: str) -> bool:
+        return self.folder.at(name).exists(MANIFEST)
+
+    def _is_copied(self, name: str, aside: str) -> bool:
+        """The manifest is the last file to arrive there, and the first to go here."""
+        if not self._has_manifest(name):
+            return True
+        return self.folder.at(name).read(MANIFEST) == self.folder.at(aside).read(MANIFEST)
 
     def sweep(self, before: int | None = None) -> list[str]:
         """Remove folders without a manifest: saves that a crash left. When nobody writes to them,
@@ -178,7 +209,8 @@ class Catalogue:
 
         The newest two good ones always stay. Gives the deleted steps.
         """
-        good = [step for step in self.steps() if self._is_sound(step)]
+        steps = self.steps()
+        good = [s for s in steps if self._sound_manifest(s, self.of_step(s).sizes()) is not None]
         kept = set(good[-max(last, NEVER_DELETED) :])
         gone = [s for s in good if s not in kept and not (every and s % every == 0)]
         gone = [s for s in gone if not self.manifest(s).about.get(PINNED)]
@@ -188,14 +220,16 @@ class Catalogue:
             folder.delete_all()
         return gone
 
-    def _is_sound(self, step: int) -> bool:
-        """As far as names and sizes tell."""
+    def _sound_manifest(self, step: int, there: Mapping[str, int]) -> Manifest | None:
+        """As far as names and sizes tell; None if there is none. there: the folder's file sizes."""
+        if MANIFEST not in there:
+            return None
         try:
-            files = self.manifest(step).files
+            manifest = self.manifest(step)
         except DamagedCheckpoint:
-            return False
-        there = self.of_step(step).sizes()
-        return all(there.get(file.name) == file.size_bytes for file in files)
+            return None
+        is_sound = all(there.get(file.name) == file.size_bytes for file in manifest.files)
+        return manifest if is_sound else None
 
     def _remove_torn(self, step: int, generation: int, kept: set[str]) -> None:
         """What earlier generations and launches have left; a later one may be at work."""

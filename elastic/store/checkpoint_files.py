@@ -75,15 +75,16 @@ def write_part(
     boxes: Sequence[Box],
     contents: Iterable[memoryview],
     metadata: dict[str, str] | None = None,
+    on_block: Callable[[], None] = lambda: None,
 ) -> Part:
     """Write `file` durably: one tensor per box, each box's bytes in C order from `contents`.
 
     `contents` is consumed one by one, so that each may be made just before it is written. Raises
     OSError; whatever `contents` raises passes through. Nothing refers to the file until a manifest
-    does. metadata: for the file's header.
+    does. metadata: for the file's header. on_block: told of every block that was written.
     """
     header, offsets = safetensors_header(boxes, metadata)
-    with _Output(folder, file) as output:
+    with _Output(folder, file, on_block) as output:
         output.write(memoryview(header))
         for box, content in zip(boxes, contents, strict=True):
             assert content.nbytes == box.size_bytes, (box, content.nbytes)
@@ -117,8 +118,8 @@ def safetensors_header(
 class _Output:
     """A file being written in whole blocks, and their checksums."""
 
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: Folder, name: str, on_block: Callable[[], None]) -> None:
+        self._folder, self._name, self._on_block = folder, name, on_block
         self.size_bytes = 0
         self.blocks: list[int] = []
         self._memory = mmap.mmap(-1, BLOCK_BYTES)  # aligned as O_DIRECT wants it
@@ -150,6 +151,7 @@ class _Output:
         self._file.write(block)
         self.size_bytes += self._filled
         self._filled = 0
+        self._on_block()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         local = self._folder.local

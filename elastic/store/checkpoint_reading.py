@@ -3,7 +3,6 @@
 What is in it and how it is written is checkpoint_files.py's.
 """
 
-import errno
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +34,7 @@ class PartReader:
         try:
             self._stream: Any = folder.open(file.name)
         except OSError as error:
-            raise_unless_damage(folder, error)
+            raise_unless_missing(error)
             raise DamagedCheckpoint(self.place, f"the file is missing: {error}") from error
         self._descriptor: int | None = None
         try:
@@ -91,7 +90,7 @@ class PartReader:
         try:
             count = self._read_into(views, first, end - first)
         except OSError as error:
-            raise_unless_damage(self._folder, error)
+            raise_unless_missing(error)
             raise DamagedCheckpoint(self.place, f"cannot be read: {error}") from error
         checksum = 0
         for view in views:
@@ -152,10 +151,8 @@ def blocks_of(ranges: Iterable[Range]) -> Iterator[tuple[int, list[Range]]]:
     yield from pieces.items()
 
 
-def raise_unless_damage(folder: Folder, error: OSError) -> None:
-    """Only what says something about the file is damage; a store that is away, or a limit of this
-    process (too many open files), is not."""
-    gone = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-    is_bad_disk = folder.local is not None and error.errno == errno.EIO
-    if not isinstance(error, gone) and not is_bad_disk:
+def raise_unless_missing(error: OSError) -> None:
+    """A missing file is damage, as one that is not what was written. Other errors say nothing about
+    the file: a mount whose server is away (EIO, ESTALE), a limit of this process (EMFILE)."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         raise error

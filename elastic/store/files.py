@@ -7,6 +7,7 @@ import json
 import math
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.protocol.errors import WrongInput, text_of
-from elastic.store.remote import copy_file, from_uri, read_whole
+from elastic.store.remote import copy_file, from_uri, is_refused, read_whole
 
 arrow_fs: Any = pyarrow.fs  # has no type stubs
 
@@ -50,8 +51,21 @@ class Folder:
         found = self.filesystem.get_file_info(selector)
         return {i.base_name: i.size for i in found if i.type == arrow_fs.FileType.File}
 
+    def modified_times(self) -> dict[str, float]:
+        """Unix seconds of the last change of each file directly in this folder, by the storage's
+        clock; 0 where it does not say."""
+        selector = arrow_fs.FileSelector(self.path, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        files = (i for i in found if i.type == arrow_fs.FileType.File)
+        return {i.base_name: (i.mtime_ns or 0) / 1e9 for i in files}
+
     def exists(self, name: str) -> bool:
         return self._stat(name).type != arrow_fs.FileType.NotFound
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if there is no such file."""
+        found = self._stat(name)
+        return None if found.type == arrow_fs.FileType.NotFound else found.size
 
     def modified(self, name: str) -> float | None:
         """Unix seconds of the file's last change, None if there is no such file."""
@@ -65,6 +79,11 @@ class Folder:
         if self.local:
             return (self.local / name).read_bytes()
         return read_whole(self.filesystem, self.path_of(name))
+
+    def read_from(self, name: str, offset: int) -> bytes:
+        """What a file that only grows has from `offset` on; FileNotFoundError if there is none."""
+        with self.open(name) as file:
+            return file.read_at(max(0, file.size() - offset), offset)
 
     def write(self, name: str, content: bytes, *, is_durable: bool = True) -> None:
         """Publish `content` under `name`; `is_durable` also survives the machine's crash."""
@@ -120,18 +139,29 @@ class Folder:
 
 def open_folder(place: str) -> Folder:
     """The folder at a local path or URI; it need not exist yet. WrongInput if it cannot be used."""
+    try:
+        return reach_folder(place)
+    except OSError as error:
+        raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
+
+
+def reach_folder(place: str) -> Folder:
+    """As `open_folder`, for a run at work, which can wait: OSError if the store is away."""
     if "://" not in place:
         return Folder(arrow_fs.LocalFileSystem(), str(Path(place).expanduser().absolute()))
     try:
         filesystem, path = from_uri(place)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and not is_refused(error):
+            raise
         raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
     return Folder(filesystem, path.rstrip("/"))
 
 
 def place_of(storage: str, name: str) -> str:
-    """How a person names the folder `name` in `storage`: a path, or a URI with the same query."""
-    if open_folder(storage).local is not None:
+    """How a person names the folder `name` in `storage`: a path, or a URI with the same query. No
+    store is asked."""
+    if "://" not in storage or storage.startswith("file://"):
         return str(open_folder(storage).at(name))
     path, mark, query = storage.partition("?")
     return f"{path.rstrip('/')}/{name}{mark}{query}"
@@ -184,12 +214,15 @@ def finite(value: object) -> object:
 
 
 def read_json(folder: Folder, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file, None if there is no such file; WrongInput if it is damaged."""
+    """The JSON object in a file, None if there is no such file. WrongInput if it is damaged or may
+    not be read, OSError if the store does not answer, which says nothing about the file."""
     try:
         content = folder.read(name)
     except FileNotFoundError:
         return None
     except OSError as error:
+        if not isinstance(error, IsADirectoryError | NotADirectoryError) and not is_refused(error):
+            raise
         raise WrongInput(f"{folder}/{name} cannot be read: {first_line(error)}") from error
     try:
         value = json.loads(content)
@@ -235,12 +268,14 @@ def leave_probe(place: str) -> Probe:
 
 
 def sees_probe(probe: Probe) -> bool:
-    """Asked on another node."""
+    """Asked on another node. OSError if the storage does not answer there."""
     try:
-        return open_folder(probe.place).read(probe.name) == probe.token.encode()
-    except (OSError, WrongInput):
+        return reach_folder(probe.place).read(probe.name) == probe.token.encode()
+    except (FileNotFoundError, NotADirectoryError, PermissionError, WrongInput):
         return False
 
 
 def remove_probe(probe: Probe) -> None:
-    open_folder(probe.place).delete(probe.name)
+    """One that cannot be removed does no harm, least of all to a run that has ended."""
+    with suppress(OSError):
+        open_folder(probe.place).delete(probe.name)

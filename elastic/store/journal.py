@@ -7,7 +7,7 @@ What the lines mean is in run_directory.py.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,59 +15,79 @@ from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, encode
 
 BLOCK_BYTES = 1 << 16
+REMOTE_BLOCK_BYTES = 1 << 20
+"""One request each."""
+JOINS = 100
+"""So often may a file be joined while it is read."""
 OFFSET_DIGITS = 15
 
 
 class LineFile:
     """An append-only file of JSON lines. Opening it drops a torn last line."""
 
-    def __init__(self, path: Path, remote: Folder | None = None) -> None:
+    def __init__(self, path: Path, remote: Folder | None = None, *, is_new: bool = False) -> None:
+        """is_new: storage has nothing of it, and need not be asked."""
         self.path = path
         self._remote = remote
-        if remote is not None and not path.exists():
+        if remote is not None and not is_new and not path.exists():
             path.write_bytes(joined(remote, path.name))
         path.touch()
         whole = whole_size(path)
         if whole < path.stat().st_size:
             os.truncate(path, whole)
-        self._uploaded = self._base_size() if remote is not None else 0
+        self._is_cut = False
+        """Storage has lines that `truncate_here` has dropped."""
+        self._uploaded = self._base_size() if remote is not None and not is_new else 0
         self._file = path.open("ab", buffering=0)
         self._pending = b""  # could not be written when it came: the disk was full
 
     def append(self, line: dict[str, Any]) -> None:
         """OSError if it cannot be written; it is not lost, and written before the next line."""
-        self._pending += encode(line) + b"\n"
-        self._write_pending()
+        self.keep(encode(line) + b"\n")
+        self.write()
 
-    def _write_pending(self) -> None:
+    def keep(self, content: bytes) -> None:
+        """Whole lines that are encoded already, for the next `write`."""
+        self._pending += content
+
+    def write(self) -> None:
+        """What is kept; OSError leaves the rest of it kept."""
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 
-    def append_raw(self, content: bytes) -> None:
-        """Whole lines that are encoded already, safe against the machine's crash."""
-        self._pending += content
-        self.sync()
-
     def sync(self) -> None:
         """What was appended survives the machine's crash."""
-        self._write_pending()
+        self.write()
         os.fsync(self._file.fileno())
 
     def truncate(self, size_bytes: int) -> None:
         """Drop everything after `size_bytes`, a line's end."""
-        self._write_pending()
+        self.truncate_here(size_bytes)
+        self.cut()
+
+    def truncate_here(self, size_bytes: int) -> None:
+        """Storage elsewhere drops it with the next `cut` or `upload`."""
+        self.write()
         self._file.truncate(size_bytes)
         os.fsync(self._file.fileno())
-        if self._remote is not None:
-            for name in segments(self._remote, self.path.name):
-                if offset_of(name) >= size_bytes:
-                    self._remote.delete(name)
-            self.join()
+        if self._remote is not None and size_bytes < self._uploaded:
+            self._uploaded, self._is_cut = size_bytes, True
+
+    def cut(self) -> None:
+        """From the end, so that what a crash in between leaves are the first of the old lines."""
+        if self._remote is None or not self._is_cut:
+            return
+        for name in reversed(segments(self._remote, self.path.name)):
+            if offset_of(name) >= self._uploaded:
+                self._remote.delete(name)
+        self._publish(self.path.read_bytes()[: self._uploaded])
+        self._is_cut = False
 
     def upload(self) -> None:
         """Bring what is new to storage as one more segment; nothing to do for a local file."""
         if self._remote is None:
             return
+        self.cut()
         with self.path.open("rb") as file:
             file.seek(self._uploaded)
             new = file.read()
@@ -78,9 +98,13 @@ class LineFile:
 
     def join(self) -> None:
         """Replace the segments in storage by one file."""
+        self.cut()
+        self._publish(self.path.read_bytes())
+
+    def _publish(self, content: bytes) -> None:
+        """One file in storage, which no segment follows."""
         if self._remote is None:
             return
-        content = self.path.read_bytes()
         self._remote.write(self.path.name, content)
         for name in segments(self._remote, self.path.name):
             self._remote.delete(name)
@@ -98,38 +122,72 @@ class LineFile:
 
 
 def whole_size(path: Path) -> int:
-    """Bytes up to the end of the last line that is whole and is JSON."""
+    """Bytes up to the end of the last line that is whole and is a JSON object."""
     end = path.stat().st_size
     for start, line in lines_backwards(path):
-        if line.endswith(b"\n") and is_json(line):
+        if line.endswith(b"\n") and as_object(line) is not None:
             return end
         end = start
     return 0
 
 
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
 def lines_backwards(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:
     """(offset, line with its newline) from the file's end to its start, block by block."""
     with path.open("rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        tail = b""  # content from `position` on, not yielded yet
-        while position > 0:
-            size = min(block_bytes, position)
-            position -= size
-            file.seek(position)
-            tail = file.read(size) + tail
-            while (cut := tail.rfind(b"\n", 0, len(tail) - 1)) >= 0:
-                yield position + cut + 1, tail[cut + 1 :]
-                tail = tail[: cut + 1]
-        if tail:
-            yield 0, tail
+        yield from _backwards(file, file.seek(0, os.SEEK_END), block_bytes)
+
+
+def _backwards(file: Any, position: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """file: opened by Python or pyarrow. position: one after the last byte that is read."""
+    rest: list[bytes] = []  # of the line that ends at or after `position`, its end first
+    while position > 0:
+        size = min(block_bytes, position)
+        position -= size
+        file.seek(position)
+        block: bytes = file.read(size)
+        end = len(block)
+        own_end = end if rest else end - 1  # a line's own newline is its last byte
+        while (cut := block.rfind(b"\n", 0, own_end)) >= 0:
+            yield position + cut + 1, block[cut + 1 : end] + b"".join(reversed(rest))
+            rest, end, own_end = [], cut + 1, cut
+        rest.append(block[:end])
+    if rest:
+        yield 0, b"".join(reversed(rest))
+
+
+def read_backwards(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file from its newest on; those that are no objects are left out. Reads
+    little more than the lines that are taken."""
+    if folder.local is None:
+        lines = _remote_backwards(folder, name)
+    elif (path := folder.local / name).exists():
+        lines = (line for _, line in lines_backwards(path))
+    else:
+        return
+    for line in lines:
+        if (value := as_object(line)) is not None:
+            yield value
+
+
+def _remote_backwards(folder: Folder, name: str) -> Iterator[bytes]:
+    """Segment by segment: each holds whole lines."""
+    end: int | None = None
+    for segment in reversed(chain(folder.sizes(), name)):
+        try:
+            content = folder.read(segment)
+        except FileNotFoundError:
+            break  # the file has it by now
+        end = offset_of(segment)
+        yield from reversed(content.splitlines())
+    if end == 0:
+        return
+    try:
+        file = folder.open(name)
+    except FileNotFoundError:
+        return
+    with file:
+        last = file.size() if end is None else min(end, file.size())
+        yield from (line for _, line in _backwards(file, last, REMOTE_BLOCK_BYTES))
 
 
 def parse_lines(content: bytes, name: str) -> list[dict[str, Any]]:
@@ -138,12 +196,11 @@ def parse_lines(content: bytes, name: str) -> list[dict[str, Any]]:
     is_torn = bool(lines.pop())  # b"" after a whole last line
     values: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        try:
-            values.append(cast("dict[str, Any]", json.loads(line)))
-        except ValueError as error:
-            if number == len(lines) and not is_torn:
-                break
-            raise WrongInput(f"{name} line {number} is damaged: {line[:60]!r}") from error
+        value = as_object(line)
+        if value is not None:
+            values.append(value)
+        elif number < len(lines) or is_torn:
+            raise WrongInput(f"{name} line {number} is damaged: {line[:60]!r}")
     return values
 
 
@@ -163,53 +220,112 @@ def offset_of(segment: str) -> int:
 
 def segments(folder: Folder, name: str) -> list[str]:
     """The names of a file's segments in ascending order."""
-    found = (n for n in folder.names() if n.startswith(f"{name}."))
+    return numbered(folder.names(), name)
+
+
+def numbered(names: Iterable[str], name: str) -> list[str]:
+    """Those of `names` that are segments of a file, in the same order."""
+    found = (n for n in names if n.startswith(f"{name}."))
     return [n for n in found if n.removeprefix(f"{name}.").isdigit()]
+
+
+def chain(sizes: Mapping[str, int], name: str) -> list[str]:
+    """The segments that go on where the joined file ends, each where the one before it ends."""
+    end, found = sizes.get(name, 0), list[str]()
+    for segment in sorted(numbered(sizes, name)):
+        if offset_of(segment) == end:
+            found.append(segment)
+            end += sizes[segment]
+    return found
 
 
 def joined(folder: Folder, name: str) -> bytes:
     """The file's content: what was joined before, then the segments that follow it."""
+    for _ in range(JOINS):
+        names = [] if folder.local is not None else segments(folder, name)
+        try:
+            return b"".join(_pieces(folder, name, names))
+        except FileNotFoundError:  # a segment was joined between the listing and its turn
+            continue
+    raise OSError(f"{folder}/{name} was joined {JOINS} times while it was read")
+
+
+def _pieces(folder: Folder, name: str, names: list[str]) -> Iterator[bytes]:
+    """names: of the segments, listed before the file is read, which may take them in meanwhile."""
     try:
         content = folder.read(name)
     except FileNotFoundError:
         content = b""
-    if folder.local is not None:
-        return content
-    for segment in segments(folder, name):
-        if offset_of(segment) == len(content):
-            content += folder.read(segment)
-    return content
+    yield content
+    end = len(content)
+    for segment in names:
+        if offset_of(segment) == end:
+            content = folder.read(segment)
+            end += len(content)
+            yield content
 
 
 class LineTail:
-    """New whole lines of a file that somebody else appends to."""
+    """New whole lines of a file that somebody else appends to. A look reads only what is new."""
 
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._offset = 0
+    def __init__(self, folder: Folder, name: str, *, last_bytes: int | None = None) -> None:
+        """last_bytes: begin about so far before the end; None: at the beginning."""
+        self._folder, self._name, self._last_bytes = folder, name, last_bytes
+        self._offset: int | None = None
+        """Of the first byte that was not given yet; None before the first look."""
+        self._joined_bytes = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """The lines that came since the last call; all of them again after a roll back."""
-        content = self._read()
+        """The lines that came since the last call; after a roll back as at the first call."""
+        content = self._new_local() if self._folder.local else self._new_remote()
         content = content[: content.rfind(b"\n") + 1]
-        self._offset += len(content)
+        self._offset = (self._offset or 0) + len(content)
         return [value for line in content.splitlines() if (value := as_object(line)) is not None]
 
-    def _read(self) -> bytes:
-        if self._folder.local is None:
-            content = joined(self._folder, self._name)
-            self._offset = self._offset if self._offset <= len(content) else 0
-            return content[self._offset :]
-        path = self._folder.local / self._name
-        if not path.exists():
-            return b""
-        with path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:
-                self._offset = 0
-            file.seek(self._offset)
-            return file.read()
+    def _new_local(self) -> bytes:
+        size_bytes = self._folder.size(self._name) or 0
+        if self._offset is None or size_bytes < self._offset:
+            self._offset = self._begin(size_bytes)
+        return self._folder.read_from(self._name, self._offset) if size_bytes else b""
+
+    def _new_remote(self) -> bytes:
+        """A segment is named by its offset, so that the next one is found without a listing."""
+        joined_bytes = self._folder.size(self._name) or 0
+        was_cut = joined_bytes != self._joined_bytes and joined_bytes < (self._offset or 0)
+        self._joined_bytes = joined_bytes
+        if self._offset is None or was_cut:
+            self._offset = self._begin_remote()
+        content = b""
+        if joined_bytes > self._offset:
+            content = self._folder.read_from(self._name, self._offset)
+        while True:
+            segment = segment_name(self._name, self._offset + len(content))
+            if self._folder.size(segment) is None:
+                return content
+            content += self._folder.read(segment)
+
+    def _begin(self, size_bytes: int) -> int:
+        """Not always a line's beginning: what is left of that line is no JSON object."""
+        return 0 if self._last_bytes is None else max(0, size_bytes - self._last_bytes)
+
+    def _begin_remote(self) -> int:
+        if self._last_bytes is None:
+            return 0
+        sizes = self._folder.sizes()
+        joined_bytes = sizes.get(self._name, 0)
+        offsets = [o for n in numbered(sizes, self._name) if (o := offset_of(n)) >= joined_bytes]
+        if not offsets:
+            return self._begin(joined_bytes)
+        start = self._begin(offsets[-1] + sizes[segment_name(self._name, offsets[-1])])
+        if start < joined_bytes:
+            return start
+        return next((o for o in offsets if o >= start), offsets[-1])
 
 
 def as_object(line: bytes) -> dict[str, Any] | None:
-    return cast("dict[str, Any]", json.loads(line)) if is_json(line) else None
+    """None if it is not one, as what a crash or a cut has left of a line."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

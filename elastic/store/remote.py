@@ -3,7 +3,11 @@
 Folders and files are files.py's.
 """
 
-from typing import Any
+import errno
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
@@ -18,7 +22,37 @@ GCS_PATIENCE = "retry_limit_seconds=60"
 LARGEST_COPY_BYTES = 5 * 2**30
 """S3 copies no larger object in one request."""
 READS = 100
+REFUSALS = (
+    "ACCESS_DENIED",
+    "NO_SUCH_BUCKET",
+    "INVALID_ACCESS_KEY_ID",
+    "SIGNATURE_DOES_NOT_MATCH",
+    "Unable to load lib",
+    "' not found",
+)
+"""Words of errors that no waiting mends; the others are of a store that is away."""
+AWAY = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+)
+"""What a mount says whose server is away."""
+AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
+
+T = TypeVar("T")
 COPY_BLOCK_BYTES = 16 * 2**20
+
+
+class StoreAway(OSError):
+    """The storage did not take or give something for as long as everybody waits."""
 
 
 def from_uri(place: str) -> tuple[Any, str]:
@@ -36,6 +70,35 @@ def from_uri(place: str) -> tuple[Any, str]:
         }
         filesystem = arrow_fs.S3FileSystem(**{**settings, **limits})
     return filesystem, path
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether it is no outage."""
+    text = str(error)
+    return isinstance(error, PermissionError) or any(words in text for words in REFUSALS)
+
+
+def patiently(
+    read: Callable[[], T],
+    rest: Callable[[float], None] = time.sleep,
+    pauses_s: Sequence[float] = AWAY_PAUSES_S,
+) -> T:
+    """`read()`, once more after each pause while the storage does not answer; then its OSError.
+
+    rest: makes a pause of so many seconds.
+    """
+    for pause_s in pauses_s:
+        try:
+            return read()
+        except OSError as error:
+            tell_away(error, pause_s)
+            rest(pause_s)
+    return read()
+
+
+def tell_away(error: OSError, pause_s: float) -> None:
+    said = f'storage is away pause_s={pause_s} reason="{error}"'
+    print(said, file=sys.stderr, flush=True)
 
 
 def read_whole(filesystem: Any, path: str) -> bytes:

@@ -3,24 +3,32 @@
 Readers (status, watch, replay, resume) use files.py and journal.py; decisions are elsewhere.
 """
 
+import errno
 import fcntl
-import json
 import logging
+import shutil
 import tempfile
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, first_line, open_folder, place_of, write_json
-from elastic.store.journal import LineFile, lines_backwards
+from elastic.store.claim import Claim
+from elastic.store.files import Folder, encode, first_line, place_of, reach_folder, write_json
+from elastic.store.journal import LineFile, as_object, lines_backwards, segments
+from elastic.store.remote import AWAY, is_refused
 
 UPLOAD_EVERY_S = 5.0
 REMOTE_STATUS_EVERY_S = 10.0
 ROLLED_BACK = "metrics.rolledback.jsonl"
 LOCK = ".lock"
 """Held by the process that writes the run."""
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 STATUS_FIELDS = frozenset(
     [
@@ -63,20 +71,38 @@ class RunDirectory:
     Where storage cannot append, the files grow in a local spool and a thread brings them over.
     """
 
-    def __init__(self, storage: str | Folder, name: str, *, spool: Path | None = None) -> None:
-        base = storage if isinstance(storage, Folder) else open_folder(storage)
+    def __init__(
+        self, storage: str | Folder, name: str, *, spool: Path | None = None, launch: str = ""
+    ) -> None:
+        """launch: whoever opens it again for the same launch of the run may do so at once. OSError
+        leaves nothing of it, so that it may be tried again."""
+        base = storage if isinstance(storage, Folder) else reach_folder(storage)
         self.folder = base.at(name)
         self.place = str(self.folder) if isinstance(storage, Folder) else place_of(storage, name)
-        try:
-            self.folder.create()
-        except OSError as error:
-            raise WrongInput(
-                f"run directory {self.place!r} cannot be created: {first_line(error)}; "
-                "choose another storage or change its permissions"
-            ) from error
+        create(self.folder, self.place)
+        with ExitStack() as undo:
+            self._open_files(spool, launch, undo)
+            undo.pop_all()
+        if self._remote is not None:
+            self._uploader.start()
+
+    def _open_files(self, spool: Path | None, launch: str, undo: ExitStack) -> None:
+        """undo: gets what must be done if this fails."""
         self._lock_file = lock(self.folder.local, self.place) if self.folder.local else None
+        self._claim: Claim | None = None
+        if self._lock_file is None:
+            self._claim = Claim(self.folder, self.place, launch)
+            self._claim.take()
+            undo.callback(self._claim.release)
+        else:
+            undo.callback(self._lock_file.close)
         self._remote = None if self.folder.local else self.folder
-        self.directory = self.folder.local or spool or Path(tempfile.mkdtemp(prefix="elastic-"))
+        if self._remote is not None and spool is None:
+            spool = Path(tempfile.mkdtemp(prefix="elastic-"))
+            undo.callback(shutil.rmtree, spool, ignore_errors=True)
+        directory = self.folder.local or spool
+        assert directory is not None
+        self.directory = directory
         self.directory.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(exist_ok=True)
         self._status: dict[str, Any] | None = None  # what the uploader brings over next
@@ -88,12 +114,14 @@ class RunDirectory:
         self._journal = self._open("journal.jsonl")
         self._metrics = self._open("metrics.jsonl")
         self._samples = self._open("samples.jsonl")
+        has_rolled_back = self.folder.exists(ROLLED_BACK) or segments(self.folder, ROLLED_BACK)
+        self._rolled_back = self._open(ROLLED_BACK) if has_rolled_back else None
+        self._owed: deque[Callable[[], object]] = deque()
+        """What a disk did not take, in order: a roll back, and whatever came after it."""
         self.last_step = self._repair()
         """Committed steps on record."""
         self._written_step = self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
-        if self._remote is not None:
-            self._uploader.start()
 
     @property
     def logs(self) -> Path:
@@ -110,6 +138,15 @@ class RunDirectory:
         """Where curves go; None where storage cannot append."""
         return self.directory / "tensorboard" if self.folder.local else None
 
+    @property
+    def taken_by(self) -> str:
+        """The launch that writes this run now instead of us; empty as it should be."""
+        return "" if self._claim is None else self._claim.taken_by
+
+    def _check_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.check()
+
     def begin(self, config: dict[str, Any]) -> None:
         """Write config.json; a run that is extended or resumed has no result any more."""
         self.folder.delete("result.json")
@@ -124,6 +161,7 @@ class RunDirectory:
 
     def write_result(self, result: dict[str, Any]) -> None:
         check_fields("result", result, RESULT_FIELDS)
+        self._check_claim()
         write_json(self.folder, "result.json", result)
 
     def append_journal(self, line: dict[str, Any]) -> None:
@@ -148,37 +186,88 @@ class RunDirectory:
                 f"step {step} cannot follow step {self.last_step} in {self._metrics.path}: "
                 "a committed step was not reported"
             )
-        self.last_step = step  # a line that cannot be written now is written before the next one
-        try:
-            self._samples.append(samples)
-        finally:
-            self._metrics.append(metrics)
-        self._written_step = step
+        self.last_step = step
+        keep = partial(self._keep, encode(metrics) + b"\n", encode(samples) + b"\n")
+        if self._owed:
+            self._owed.append(keep)
+        else:
+            keep()
+        self._write_out()
         return True
+
+    def _keep(self, metrics: bytes, samples: bytes) -> None:
+        self._metrics.keep(metrics)
+        self._samples.keep(samples)
+
+    def _write_out(self) -> None:
+        """All that is owed and kept; OSError leaves the rest of it for the next line."""
+        if self._owed:
+            with self._lock:
+                while self._owed:
+                    self._owed[0]()
+                    self._owed.popleft()
+        self._write_lines()
+        self._written_step = self.last_step
+
+    def _write_lines(self) -> None:
+        """Each file, whatever becomes of the other."""
+        try:
+            self._samples.write()
+        finally:
+            self._metrics.write()
 
     def roll_back(self, step: int) -> int:
         """Return to `step` committed steps: later metrics move aside. How many steps are lost.
 
         A crash in between leaves lines in both files; opening the run directory again ends it.
+        Storage that is away gets it before anything that is newer.
         """
         lost = self.last_step - step
         if lost <= 0:
             return 0
-        with self._lock:
-            cut = end_of_step(self._metrics.path, step)
-            with self._metrics.path.open("rb") as file:
-                file.seek(cut)
-                later = file.read()
-            rolled_back = self._open(ROLLED_BACK)
-            rolled_back.append_raw(later)
-            rolled_back.close()
-            self._metrics.truncate(cut)
-            self._samples.truncate(end_of_step(self._samples.path, step))
-            self.last_step = self._written_step = step
+        self.last_step = step
+        self._written_step = min(self._written_step, step)
+        self._uploaded_step = min(self._uploaded_step, step)
+        self._owed += (
+            self._write_lines,
+            partial(self._keep_later, step),
+            partial(self._drop_later, step),
+        )
+        try:
+            self._write_out()
+            with self._lock:
+                self._check_claim()
+                self._cut_storage()
+        except OSError as error:
+            log.warning('storage=%s step=%d reason="%s"', self.place, step, first_line(error))
         return lost
+
+    def _keep_later(self, step: int) -> None:
+        with self._metrics.path.open("rb") as file:
+            file.seek(end_of_step(self._metrics.path, step))
+            later = file.read()
+        if self._rolled_back is None:
+            self._rolled_back = LineFile(self.directory / ROLLED_BACK, self._remote, is_new=True)
+        self._rolled_back.keep(later)
+
+    def _drop_later(self, step: int) -> None:
+        assert self._rolled_back is not None
+        self._rolled_back.sync()
+        for lines in (self._metrics, self._samples):
+            lines.truncate_here(end_of_step(lines.path, step))
+
+    def _cut_storage(self) -> None:
+        """Storage drops the lines that were given up, once it has them aside, and before it gets
+        any that is newer: of samples nobody could tell which are which."""
+        if self._rolled_back is not None:
+            self._rolled_back.upload()
+        for lines in (self._metrics, self._samples):
+            lines.cut()
 
     def sync(self) -> None:
         """What is on record survives the crash of this machine."""
+        self._check_claim()
+        self._write_out()
         for lines in (self._metrics, self._samples):
             lines.sync()
         if self._remote is not None:
@@ -200,7 +289,9 @@ class RunDirectory:
     def flush(self, *, with_status: bool = True) -> None:
         """Bring over what is new; the uploader does it every few seconds."""
         with self._lock:
+            self._check_claim()
             step = self._written_step
+            self._cut_storage()
             for lines in (self._journal, self._samples, self._metrics):
                 lines.upload()
             self._uploaded_step = min(step, self.last_step)
@@ -214,26 +305,28 @@ class RunDirectory:
         self._closed.set()
         if self._uploader.is_alive():
             self._uploader.join(timeout=60)
+        self._write_out()
         self.flush()
-        for lines in (self._journal, self._samples, self._metrics):
-            lines.close()
+        for lines in (self._journal, self._rolled_back, self._samples, self._metrics):
+            if lines is not None:
+                lines.close()
         if self._remote is not None:
             self._bring_logs(self._remote.at("logs"))
         if self._lock_file is not None:
             (self.directory / LOCK).unlink(missing_ok=True)
             self._lock_file.close()
+        if self._claim is not None:
+            self._claim.release()
 
     def _open(self, name: str) -> LineFile:
         return LineFile(self.directory / name, self._remote)
 
     def _repair(self) -> int:
         """Finish an interrupted roll back, level metrics and samples; the last recorded step."""
-        if self.folder.exists(ROLLED_BACK):
-            rolled_back = self._open(ROLLED_BACK)
-            cut = end_without_moved(self._metrics.path, rolled_back.path)
+        if self._rolled_back is not None:
+            cut = end_without_moved(self._metrics.path, self._rolled_back.path)
             if cut < self._metrics.path.stat().st_size:
                 self._metrics.truncate(cut)
-            rolled_back.close()
         step = min(last_step(self._metrics.path), last_step(self._samples.path))
         for lines in (self._metrics, self._samples):
             if last_step(lines.path) > step:
@@ -256,13 +349,29 @@ class RunDirectory:
             remote.write(path.name, path.read_bytes())
 
 
-def lock(directory: Path, place: str) -> IO[bytes]:
-    """Only one process writes a run: the lock is gone with it. WrongInput if another holds it."""
+def create(folder: Folder, place: str) -> None:
+    """WrongInput if it may not be, OSError if the storage is away."""
+    try:
+        folder.create()
+    except OSError as error:
+        if error.errno in AWAY if folder.local is not None else not is_refused(error):
+            raise
+        raise WrongInput(
+            f"run directory {place!r} cannot be created: {first_line(error)}; "
+            "choose another storage or change its permissions"
+        ) from error
+
+
+def lock(directory: Path, place: str) -> IO[bytes] | None:
+    """Only one process writes a run: the lock is gone with it. WrongInput if another holds it; None
+    where the file system has no locks."""
     file = (directory / LOCK).open("wb")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
+        if error.errno in WITHOUT_LOCKS:
+            return None
         raise WrongInput(
             f"{place} is being written by a live run; wait for it, or use another name"
         ) from error
@@ -275,30 +384,37 @@ def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> N
 
 # --- offsets in files of one line per step --------------------------------------
 def last_step(path: Path) -> int:
-    return next((step_of(line) for _, line in lines_backwards(path)), 0)
+    return next((step_of(path, line) for _, line in lines_backwards(path)), 0)
 
 
 def end_of_step(path: Path, step: int) -> int:
     """The offset where the lines after `step` begin."""
     end = path.stat().st_size
     for start, line in lines_backwards(path):
-        if step_of(line) <= step:
+        if step_of(path, line) <= step:
             return end
         end = start
     return 0
 
 
 def end_without_moved(metrics: Path, moved: Path) -> int:
-    """The offset in `metrics` where the lines begin that `moved` ends with, too."""
+    """The offset in `metrics` from which all lines are among the `moved` ones, in their order."""
     end = metrics.stat().st_size
-    for (start, line), (_, other) in zip(
-        lines_backwards(metrics), lines_backwards(moved), strict=False
-    ):
-        if line != other:
-            return end
-        end = start
-    return end
+    kept = lines_backwards(metrics)
+    given_up = (line for _, line in lines_backwards(moved))
+    start, last = next(kept, (end, b""))
+    if last not in given_up:  # which it has been, up to the same line
+        return end
+    for before, line in kept:
+        if line != next(given_up, b""):
+            return start
+        start = before
+    return start
 
 
-def step_of(line: bytes) -> int:
-    return int(json.loads(line)["step"])
+def step_of(path: Path, line: bytes) -> int:
+    """WrongInput if it is none of ours, which nobody may go on from."""
+    step = (as_object(line) or {}).get("step")
+    if not isinstance(step, int):
+        raise WrongInput(f"{path} has a damaged line: {line[:60]!r}; move the file away")
+    return step

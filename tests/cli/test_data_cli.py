@@ -83,6 +83,18 @@ def test_check_confirms_a_planned_run(folder, tmp_path, capsys):
     assert "15 steps used 180 rows, each as planned: 2 whole epochs" in capsys.readouterr().out
 
 
+def test_check_takes_a_relative_run_directory_and_leaves_the_process_where_it_was(
+    folder, tmp_path, capsys, monkeypatch
+):
+    """`dataset()` runs in the target's folder, as in a worker; the rest of the process does not."""
+    run = record(tmp_path, folder, planned_ids(folder))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["data", "check", f"../{run.name}"]) == 0
+    assert "each as planned" in capsys.readouterr().out
+    assert Path.cwd() == tmp_path / "elsewhere"
+
+
 def test_check_says_what_was_left_out(folder, tmp_path, capsys):
     """A file that was damaged before the run began: an epoch is what the others hold."""
     (folder / "1.parquet").write_bytes(b"PAR1 no more")

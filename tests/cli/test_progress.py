@@ -103,3 +103,18 @@ def test_the_own_seconds_of_each_rank_are_shown_once_they_are_measured():
     slow = {**STATUS["workers"][1], "own_s": 0.51234}
     measured = shown({**STATUS, "workers": [STATUS["workers"][0], slow]})
     assert [line[-1] for line in measured] == ["s/micro-batch", "-", "0.512"]
+
+
+def test_what_others_have_written_does_not_drive_the_terminal(tmp_path):
+    text = io.StringIO()
+    status = {**STATUS, "workers": [{**STATUS["workers"][0], "device": "[/b]\x1b[2J"}]}
+    write_json(open_folder(str(tmp_path)), "status.json", status)
+    (tmp_path / "journal.jsonl").write_text(decision(1, "\x1b[2Jlost\x07", 0))
+    progress = Progress(Console(file=text, force_terminal=False))
+    look(progress, tmp_path)
+    console = Console(file=text, width=200)
+    console.print(worker_table(status))
+    shown = text.getvalue()
+    assert 'reason="\\x1b[2Jlost\\x07"' in shown
+    assert "[/b]\\x1b[2J" in shown
+    assert "\x1b" not in shown

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elastic.commands.stop import run_id_of
 from elastic.config import RunConfig
 from elastic.protocol.errors import WrongInput
 from elastic.resume import (
@@ -13,11 +14,16 @@ from elastic.resume import (
     Fresh,
     PastRun,
     Resumed,
+    changed_code,
     compare,
     config_json,
+    newest_generation,
     read_past_run,
 )
-from elastic.store.files import open_folder, write_json
+from elastic.store.claim import this_machine
+from elastic.store.files import encode, open_folder, write_json
+from elastic.store.journal import segment_name
+from tests.store.test_journal import told
 
 
 def content(target: str = "/j.py:Job", arguments: Any = None, **changes: Any) -> dict[str, Any]:
@@ -77,6 +83,33 @@ def test_anything_else_that_differs_is_refused_with_both_values(new, says):
     assert says in refusal(PAST, new)
 
 
+def test_the_same_module_in_another_folder_is_the_same_target_and_changed_code_is_a_note(tmp_path):
+    """As under `ray job submit`, where each submission has a folder of its own."""
+    there, here = tmp_path / "a" / "j.py", tmp_path / "b" / "j.py"
+    contents = []
+    for file in (there, here):
+        file.parent.mkdir()
+        file.write_text("x = 1")
+        config = RunConfig(steps=10, global_batch=32, micro_batch=8).to_json()
+        contents.append(config_json(config, "j:Job", {}, {}, file))
+    before, now = contents
+    assert compare("/s/r", replace(PAST, config=before), now) == Resumed()
+    assert changed_code(before, now) == ""
+    assert changed_code(content(), now) == "", "nobody knows"
+    here.write_text("x = 1  # a comment")
+    edited = config_json({}, "j:Job", {}, {}, here)
+    note = f"note: {here} has changed since this run was last started; it goes on"
+    assert changed_code(before, edited).startswith(note)
+    assert changed_code(edited, edited) == "", "told once"
+
+
+def test_a_bitwise_run_goes_on_with_its_number_of_threads_only():
+    past = replace(PAST, config=content(reduction="bitwise"))
+    message = refusal(past, content(reduction="bitwise", cpus_per_worker=2))
+    assert "cpus_per_worker was 1 and now is 2" in message
+    assert compare("/s/r", past, content(reduction="bitwise", workers=(2, 4))) == Resumed()
+
+
 def test_every_difference_is_named():
     message = refusal(PAST, content(seed=1, eval_every=5))
     assert "eval_every was None and now is 5; seed was 0 and now is 1" in message
@@ -111,6 +144,26 @@ def test_a_run_without_a_result_that_is_silent_or_gone_is_resumed(past):
     assert compare("/s/r", replace(PAST, result=None, **past), content()) == Resumed()
 
 
+@pytest.mark.parametrize(
+    ("machine", "pid", "is_gone"),
+    [
+        (this_machine(), 2**22 + 1, True),
+        (this_machine(), os.getpid(), False),
+        ("another boot/pid:[4026531836]", 2**22 + 1, False),
+        ("", 2**22 + 1, False),
+    ],
+    ids=["here and gone", "here and alive", "elsewhere", "nobody knows where"],
+)
+def test_a_process_number_says_something_on_its_own_machine_only(tmp_path, machine, pid, is_gone):
+    folder = open_folder(str(tmp_path))
+    write_json(folder, "config.json", content())
+    controller = {"pid": pid, "node_ip": "127.0.0.1", "machine": machine}  # embedded Ray has it so
+    write_json(folder, "status.json", {"controller": controller})
+    past = read_past_run(folder)
+    assert past is not None
+    assert (past.is_controller_gone, past.is_alive) == (is_gone, not is_gone)
+
+
 def test_a_past_run_is_read_from_its_directory(tmp_path):
     folder = open_folder(str(tmp_path))
     assert read_past_run(folder) is None
@@ -125,3 +178,29 @@ def test_a_past_run_is_read_from_its_directory(tmp_path):
         assert past.is_alive != is_gone
     write_json(folder, "result.json", STOPPED)
     assert not read_past_run(folder, now=1003.0).is_alive
+
+
+def test_a_resume_knows_the_newest_generation_of_status_and_journal(tmp_path):
+    folder = open_folder(str(tmp_path))
+    write_json(folder, "config.json", content())
+    lines = ['{"generation": 4}', '{"generation": 6}', '{"data": {}}', "[1]", '{"generation": 9']
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines))
+    assert newest_generation(folder, None) == 0
+    assert newest_generation(folder, read_past_run(folder)) == 6
+    write_json(folder, "status.json", {"generation": 8})
+    assert newest_generation(folder, read_past_run(folder)) == 8
+
+
+def test_a_look_at_a_run_in_a_bucket_does_not_read_its_history(tmp_path):
+    folder = told(tmp_path)
+    write_json(folder, "config.json", content())
+    size = 0
+    for n in range(400):
+        line = encode({"generation": n, "run": f"launch {n // 100}"}) + b"\n"
+        folder.write(segment_name("journal.jsonl", size), line)
+        size += len(line)
+    past = read_past_run(folder)
+    assert folder.reads == ["config.json", "status.json", "result.json"]
+    assert newest_generation(folder, past) == 399
+    assert run_id_of(folder, "r") == "launch 3"
+    assert len(folder.reads) == 5

@@ -1,6 +1,17 @@
-"""What a run says about storage that refused: while it lasts, and at the end."""
+"""What a run says about storage that refuses: before it begins, while it lasts, and at the end."""
 
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import elastic
+import elastic.run
+from elastic.cli import main
 from elastic.storage_trouble import StorageTrouble
+from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe
 
 
 def test_a_run_without_trouble_says_nothing():
@@ -60,3 +71,51 @@ def test_steps_without_lines_are_told_at_the_end():
         "steps 4 to 5 have no lines in metrics.jsonl and samples.jsonl: they were not on record "
         "when the run went on from a state of step 5"
     )
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket whose server is away."""
+    monkeypatch.setattr(sys.modules["elastic.run"], "AWAY_PAUSES_S", (0.0,))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return "s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
+
+
+SIZES = {"steps": 10, "global_batch": 32, "micro_batch": 8}
+
+
+def test_storage_that_is_away_before_a_run_fails_it_after_a_while(away, capsys):
+    from workers.workloads.digits import Digits
+
+    with pytest.raises(elastic.RunFailed, match=r"does not answer.* start the same run") as caught:
+        elastic.run(Digits(), **SIZES, storage=away, name="r")
+    assert (caught.value.result.outcome, caught.value.result.steps) == ("failed", 0)
+    assert capsys.readouterr().err.count("storage is away") == 1
+
+
+def test_the_command_says_so_in_a_line(away, capsys):
+    sizes = [x for name, n in SIZES.items() for x in (f"--{name.replace('_', '-')}", str(n))]
+    arguments = ["workers.workloads.digits:Digits", *sizes, "--storage", away, "--name", "r"]
+    assert main(["run", *arguments]) == 1
+    told, failed = capsys.readouterr().err.splitlines()
+    assert told.startswith("storage is away")
+    assert failed.startswith(f"elastic: the run failed: storage {away!r} does not answer: ")
+
+
+def test_the_name_of_a_place_is_known_while_its_store_is_away():
+    bucket = "s3://no-region-in-this-uri/runs"
+    assert place_of(bucket, "r") == f"{bucket}/r"
+    assert place_of("file:///tmp/runs", "r") == "/tmp/runs/r"
+
+
+def test_a_probe_that_cannot_be_read_now_is_not_taken_for_another_folder(tmp_path: Path):
+    probe = leave_probe(str(tmp_path))
+    assert sees_probe(probe)
+    os.rename(tmp_path / probe.name, tmp_path / "kept")
+    assert not sees_probe(probe)
+    (tmp_path / probe.name).symlink_to(probe.name)  # a loop: neither missing nor forbidden
+    with pytest.raises(OSError, match=r"symbolic") as caught:
+        sees_probe(probe)
+    assert caught.value.errno == errno.ELOOP
+    os.rename(tmp_path / probe.name, tmp_path / "loop")
+    remove_probe(probe)

@@ -53,7 +53,8 @@ def refusal(text: str, place: Path, **arguments: object) -> str:
 def test_a_file_gives_its_workload_its_folder_and_its_import_name(place):
     target = load_target("jobs_of_test.py:Job", {"width": 8}, current=place)
     file = place.resolve() / "jobs_of_test.py"
-    assert target == Target(target.workload, f"{file}:Job", place.resolve(), "jobs_of_test")
+    named = ("jobs_of_test:Job", place.resolve(), "jobs_of_test", file)
+    assert target == Target(target.workload, *named)
     assert (target.workload.width, target.workload.name) == (8, "x")
     assert sys.path[0] == str(place.resolve())
     assert sys.modules["jobs_of_test"].Job is type(target.workload)
@@ -68,6 +69,8 @@ def test_a_file_inside_a_package_is_imported_as_its_module(place):
     (package / "other.py").touch()
     target = load_target(str(package / "jobs.py") + ":Job", {}, current=place / "elsewhere")
     assert (target.folder, target.module) == (place.resolve(), "package_of_test.inner.jobs")
+    assert target.spelled == "package_of_test.inner.jobs:Job"
+    assert target.source == (package / "jobs.py").resolve()
 
 
 def test_a_module_is_found_in_the_current_folder(place):

@@ -44,6 +44,8 @@ def wait_until_full(run, after: int = 0) -> int:
     )["generation"]
 
 
+ROW_OF_STEP_9 = 184
+"""Of Toy's data under seed 0; no other of the first 20 steps has it."""
 STEPS = 200
 """Of the one uninterrupted run that all are compared with."""
 
@@ -144,6 +146,24 @@ def test_what_is_slow_and_no_hang_raises_no_alarm(start_hanging, reference):
     assert end["result"]["weights_sha256"] == reference(steps=16)[0]
     slow = [m["step"] for m in run.lines("metrics.jsonl") if m["step_s"] > 3.0]
     assert len(slow) > 10, "most steps are slower than detect_s"
+
+
+@pytest.mark.slow
+def test_a_slow_sample_and_a_slow_micro_batch_cost_one_worker_each(start_hanging, reference):
+    """Each is as slow for whoever comes there next, who is told of and waited for."""
+    options = {"workers": "2..3", "steps": 20, "detect_s": 1.0, "standby": 1}
+    settings = [f"slow={ROW_OF_STEP_9}", "slow_step=16", "slow_s=9.0", "sleep=0.05"]
+    with start_hanging("SlowOnce", set=settings, **options) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert_same_bits(run, end, reference(steps=20), 20)
+    assert end["result"]["lost_steps"] == 0
+    assert [r["cause"] for r in end["result"]["recoveries"]] == ["hung", "hung"]
+    told = [line["slow"] for line in run.lines("journal.jsonl") if "slow" in line]
+    assert [(t["step"], t["phase"], t["patience_s"]) for t in told] == [
+        (8, "data", 100.0),
+        (15, "compute", 100.0),
+    ]
 
 
 @pytest.mark.slow

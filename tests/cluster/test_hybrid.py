@@ -1,8 +1,11 @@
 """Replicas of shards, and half precision: runs through losses, one hash with plain training."""
 
+import os
+import signal
+
 import pytest
 
-from tests.cluster.live import assert_complete, assert_same_bits
+from tests.cluster.live import JOBS, LiveRun, assert_complete, assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
@@ -31,3 +34,30 @@ def test_half_precision_with_recomputed_blocks_grows_and_keeps_its_bits(start, r
     assert end["result"]["weights_sha256"] == sha256
     assert_complete(run, 30)
     assert {m["applied"] for m in run.lines("metrics.jsonl")} == {True, False}
+
+
+@pytest.mark.parametrize("parallel", ["hsdp:2", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_rank_and_the_controller_that_die_while_the_final_state_is_written_leave_it_right(
+    tmp_path, ray_temp, reference, parallel
+):
+    """As rank 0 of three, rank 1 wrote the rows of rank 1 where those of rank 0 belong."""
+    folder, steps = tmp_path / "held", 20
+    folder.mkdir()
+    (folder / "hold").touch()
+    target = f"{JOBS / 'held.py'}:HeldAtTheEnd"
+    options = {"parallel": parallel, "set": [f"folder={str(folder)!r}", f"steps={steps}"]}
+    with LiveRun(target, tmp_path, "run", ray_temp, workers=4, steps=steps, **options) as run:
+        run.wait_for(lambda s: len(list(folder.iterdir())) == 5)
+        status = run.wait_for(lambda s: s["phase"] == "ending")
+        run.kill(rank=0)
+        os.kill(status["controller"]["pid"], signal.SIGKILL)
+        run.wait_for(lambda s: s["controller"]["pid"] != status["controller"]["pid"])
+        (folder / "hold").unlink()
+        end = run.finish()
+    assert_same_bits(run, end, reference(steps=steps), steps)
+    assert end["result"]["lost_steps"] == 0
+    generation = run.status()["generation"]
+    with LiveRun(target, tmp_path, "run", ray_temp, workers=2, steps=30, **options) as run:
+        end = run.finish()
+    assert_same_bits(run, end, reference(), 30)
+    assert run.lines("metrics.jsonl")[20]["generation"] > generation, "it does not begin again"

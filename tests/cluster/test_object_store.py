@@ -20,6 +20,8 @@ from tests.object_store import uri
 pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 60.0
+SILENT_S = 15.0
+"""Three times a driver's lease."""
 OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
 
 
@@ -65,6 +67,46 @@ class RemoteRun(LiveRun):
 def start_remote(s3, s3_server, ray_temp):
     storage = uri(s3_server.new_bucket(), "runs", s3.port)
     return lambda **options: RemoteRun(storage, ray_temp, **options)
+
+
+@pytest.mark.slow
+def test_a_terminal_on_a_bucket_that_is_silent_for_long_ends_no_run(start_remote, s3, reference):
+    run = start_remote(workers=2, **{**OPTIONS, "set": ["sleep=0.05"]})
+    run.command.remove("--json")
+    terminal, other_end = os.openpty()
+    process = subprocess.Popen(run.command, stdout=other_end, stderr=other_end, env=run.env)
+    os.close(other_end)
+    try:
+        shown = b""
+        while b"training" not in shown:  # the display has begun
+            shown += os.read(terminal, 1 << 16)
+        s3.faults.is_silent = True
+        time.sleep(SILENT_S)  # this is the fault
+        s3.faults.heal()
+        with contextlib.suppress(OSError):  # EIO: its end
+            while piece := os.read(terminal, 1 << 16):
+                shown += piece
+        assert process.wait(PATIENCE_S) == 0, shown.decode()
+    finally:
+        process.kill()
+        os.close(terminal)
+    sha256, samples = reference(steps=120)
+    assert run.result()["weights_sha256"] == sha256
+    assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
+    assert [m["step"] for m in run.lines("metrics.jsonl")] == list(range(1, 121))
+
+
+@pytest.mark.slow
+def test_of_two_drivers_that_start_a_run_in_a_bucket_the_second_is_wrong_input(
+    start_remote, reference
+):
+    with start_remote(workers=1, **OPTIONS) as one, start_remote(workers=1, **OPTIONS) as two:
+        ends = sorted((one.finish(), two.finish()), key=lambda end: end["status"])
+    sha256, samples = reference(steps=120)
+    assert [end["status"] for end in ends] == [0, 2], ends
+    assert "is being written by a live run" in ends[1]["err"]
+    assert one.result()["weights_sha256"] == sha256
+    assert [s["sha256"] for s in one.lines("samples.jsonl")] == samples
 
 
 def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(

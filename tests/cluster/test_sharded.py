@@ -66,6 +66,23 @@ def test_a_sharded_run_resumes_with_another_number_of_workers(start, reference):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_state_that_takes_longer_than_forming_may_starts_and_resumes(start):
+    """At first 12 s, and 6 s from the checkpoint; the members have 5 s to meet."""
+    ends = []
+    for name, steps, seconds in (("quick", 8, 0.0), ("run", 4, 6.0), ("run", 8, 6.0)):
+        options = {"workers": 2, "parallel": "fsdp", "detect_s": 0.5, "set": [f"seconds={seconds}"]}
+        with start("Large", name, steps=steps, **options) as run:
+            ends.append(run.finish())
+        assert ends[-1]["status"] == 0, ends[-1]["err"]
+        assert ends[-1]["result"]["generations"] == 1
+        assert ends[-1]["result"]["recoveries"] == []
+    quick, at_first, resumed = (e["result"]["weights_sha256"] for e in ends)
+    assert at_first != resumed == quick
+    assert_complete(run, 8)
+
+
+@pytest.mark.slow
 def test_a_sharded_evaluation_with_uneven_batches_does_not_see_the_world_size(start):
     """Seven batches over two ranks: one of them evaluates an echo."""
     found = []

@@ -48,9 +48,13 @@ from elastic.control.events import (
     WorkerReady,
 )
 from elastic.control.standing import Standing
+from elastic.protocol.membership import Membership
 from tests.control.fake_worker import Faults, Group, Worker
 
 AT_REST = ("idle", "suspended", "paused", "done")
+BURST_TURNS = 60
+LATE_S = (1.0, 5.0, 70.0)
+"""After so long a loss may be heard."""
 
 
 class FakeCluster:
@@ -62,7 +66,9 @@ class FakeCluster:
         self.news: list[tuple[float, Event]] = []  # from outside the workers: (not before, event)
         self.pending: deque[int] = deque()  # spawned, no slot yet
         self.groups: dict[int, Group] = {}
-        self.generation = 0
+        self.generation = 0  # the highest that anybody alive was told of
+        self.newest = -1  # the highest number of a worker
+        self.recalled: set[int] = set()  # generations that are never to form
         self.votes: dict[tuple[int, int], int] = {}  # (generation, step) -> state, as heard
         self.heard_step = 0  # highest that the ledger has called committed
         self.falls = 0
@@ -73,6 +79,7 @@ class FakeCluster:
         self.trace: list[Command] = []
         self.has_drains = faults.drains > 0
         self.kept: dict[int, int] = {}  # step -> state, saved for those who leave
+        self.close_turns = 0  # so many more, a fault has company
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
 
@@ -81,6 +88,8 @@ class FakeCluster:
         self.trace.append(command)
         match command:
             case Spawn(workers):
+                assert workers[0] > self.newest, "a number is given again"
+                self.newest = workers[-1]
                 self.pending.extend(workers)
             case Retire(workers):
                 self.retire(workers)
@@ -93,8 +102,8 @@ class FakeCluster:
             case Publish() | Discard():
                 self.conclude_save(command)
             case Finish(membership) | Pause(membership) | Abort(membership) | Keep(membership):
-                is_new = isinstance(command, Finish)
-                self.generation = membership.generation if is_new else self.generation
+                if isinstance(command, Finish):
+                    self.begin_end(membership)
                 assert membership.generation == self.generation
                 for number in membership.workers:
                     self.workers[number].inbox.append(command)
@@ -103,11 +112,20 @@ class FakeCluster:
         membership = command.membership
         assert membership.generation > self.generation
         self.generation = membership.generation
+        self.recalled.add(self.generation)
         members = [self.workers[w] for w in membership.workers]
         self.groups[self.generation] = Group(members, is_broken=True)
         for w in members:
             w.aborted = self.generation
             w.inbox.append(command)
+
+    def begin_end(self, membership: Membership) -> None:
+        """By the members of the generation at work, or of a new one."""
+        members = [self.workers[w] for w in membership.workers]
+        if membership.generation == self.generation:
+            assert members == self.groups[self.generation].members
+        assert membership.generation >= self.generation, "a generation repeats"
+        self.generation = membership.generation
 
     def conclude_save(self, command: Publish | Discard) -> None:
         save = command.generation, command.step
@@ -122,10 +140,15 @@ class FakeCluster:
     def lose_controller(self) -> Adopted:
         """Its memory is gone, and the reports that were on their way to it."""
         self.num_adopted += 1
+        self.close_turns = BURST_TURNS
         self.votes.clear()
         self.pending.clear()
         standings: list[Standing] = []
-        for number, w in sorted(self.workers.items()):
+        everybody = sorted(self.workers.items())
+        if self.faults.slow_takeover:
+            self.rng.shuffle(everybody)
+        for number, w in everybody:
+            self.go_on_alone()
             if not w.is_alive or w.is_stuck:
                 w.is_alive = False  # what does not answer is ended
                 continue
@@ -135,18 +158,32 @@ class FakeCluster:
             box = self.outbox.setdefault(number, deque())
             for _ in range(self.rng.randint(0, len(box))):
                 box.popleft()
-            form, kind = w.newest_form, w.kind
-            generation = max(form.membership.generation if form else 0, w.aborted)
-            size = form.membership.world_size if form else 0
-            rank = form.membership.rank_of(number) if form else 0
-            standings.append(Standing(number, kind, generation, rank, size, w.step))
-            if kind == "working" and w.rank == 0 and w.step > 0:
-                self.send(w, Committed(generation, w.step, 0.1, self.now))
+            standings.append(self.introduce(w))
+        standings.sort(key=lambda s: s.worker)
         known = {s.worker for s in standings}
         self.news = [
             (at, e) for at, e in self.news if not isinstance(e, WorkerLost) or e.worker in known
         ]
-        return Adopted(tuple(standings), self.now)
+        self.outbox = {n: box for n, box in self.outbox.items() if n in known}
+        told = [w.newest_membership for w in self.workers.values() if w.number in known]
+        self.generation = max((m.generation for m in told if m), default=0)
+        return Adopted(tuple(standings), self.now, self.newest)
+
+    def go_on_alone(self) -> None:
+        """Without a controller, until the next worker has found its successor."""
+        for _ in range(self.rng.randint(0, 25) if self.faults.slow_takeover else 0):
+            self.now += 0.002
+            self.go_wrong()
+            self.advance_one()
+
+    def introduce(self, w: Worker) -> Standing:
+        told, kind = w.newest_membership, w.kind
+        if told is None:
+            return Standing(w.number, kind, step=w.step)
+        if kind == "working" and w.rank == 0 and w.step > 0:
+            self.send(w, Committed(told.generation, w.step, 0.1, self.now))
+        rank = told.rank_of(w.number)
+        return Standing(w.number, kind, told.generation, rank, told.world_size, w.step)
 
     def retire(self, workers: tuple[int, ...]) -> None:
         self.retired |= set(workers)
@@ -157,17 +194,18 @@ class FakeCluster:
                 self.pending.remove(number)
 
     def form(self, command: Form) -> None:
-        membership = command.membership
-        assert membership.generation == self.generation + 1
+        membership, before = command.membership, self.generation
+        assert membership.generation > before
+        assert membership.generation == before + 1 or self.num_adopted
         self.generation = membership.generation
         members = [self.workers[w] for w in membership.workers]
         self.groups[self.generation] = Group(members)
-        self.check_form(command, members)
+        self.check_form(command, members, before)
         self.heard_step = command.step
         for w in members:
             w.inbox.append(command)
 
-    def check_form(self, command: Form, members: list[Worker]) -> None:
+    def check_form(self, command: Form, members: list[Worker], before: int) -> None:
         """Everybody can get to the step; no committed step is given up while somebody holds it."""
         assert len(set(command.membership.workers)) == len(members)
         states: set[int] = set()
@@ -175,7 +213,7 @@ class FakeCluster:
             is_rolling = w.number in command.roll_forward
             if is_rolling:
                 assert w.step == command.step - 1, (w, command)
-                vote = self.votes[self.generation - 1, command.step]
+                vote = self.votes[before, command.step]
                 assert w.prepared == vote, "no vote to roll forward with"
                 states.add(vote)
             elif w.source is None and not w.has_complained and w.is_alive:
@@ -190,7 +228,7 @@ class FakeCluster:
         for w in self.workers.values():
             if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
                 assert w.step <= command.step, (w, command)
-                has_vote = (self.generation - 1, self.heard_step) in self.votes
+                has_vote = (before, self.heard_step) in self.votes
                 reach = w.step + (w.prepared is not None and has_vote)
                 if command.step < self.heard_step:
                     assert reach < self.heard_step, (w, command, "a step fell although it lives on")
@@ -204,10 +242,7 @@ class FakeCluster:
         for _ in range(40):
             self.now += 0.002
             self.start_pending()
-            if self.faults.kills and self.rng.random() < self.faults.kill_chance:
-                self.kill_one()
-            if self.has_drains:
-                self.drain()
+            self.go_wrong()
             draw = self.rng.random()
             if draw < 0.3:
                 event = self.deliver()
@@ -221,7 +256,8 @@ class FakeCluster:
         return Tick(self.now)
 
     def deliver(self) -> Event | None:
-        due = [i for i, (not_before, _) in enumerate(self.news) if not_before <= self.now]
+        news = enumerate(self.news)
+        due = [i for i, (not_before, e) in news if not_before <= self.now and self.may_hear(e)]
         if due and self.rng.random() < 0.5:
             event = self.news.pop(self.rng.choice(due))[1]
             if isinstance(event, WorkerLost):
@@ -231,6 +267,9 @@ class FakeCluster:
         if not senders:
             return None
         return self.hear(*self.outbox[self.rng.choice(senders)].popleft())
+
+    def may_hear(self, _: Event) -> bool:
+        return True
 
     def hear(self, event: Event, state: int) -> Event:
         """The votes that reports bring along stay with the controller."""
@@ -246,19 +285,47 @@ class FakeCluster:
             self.workers[number] = Worker(number)
             alive += 1
 
+    def go_wrong(self) -> None:
+        self.close_turns = max(0, self.close_turns - 1)
+        chance = self.chance(self.faults.kill_chance)
+        if "ahead" in self.faults.kill_modes and self.num_adopted and self.torn_members():
+            chance = 0.1  # before it has said so to the new controller
+        if self.faults.kills and self.rng.random() < chance:
+            self.kill_one()
+        if self.has_drains:
+            self.drain()
+
+    def chance(self, alone: float) -> float:
+        """Of a fault, now; alone: without company."""
+        return max(alone, self.faults.burst) if self.close_turns else alone
+
     def kill_one(self) -> None:
         candidates = [w for w in self.workers.values() if w.is_alive]
-        modes = self.faults.kill_modes
-        if "torn" in modes:  # a step that some have committed and others have not
-            group = self.groups.get(self.generation)
-            members = group.members if group else []
-            steps = {w.step for w in members if w.is_alive and w.source is None}
-            candidates = [w for w in members if w.is_alive] if len(steps) > 1 else []
-        elif modes:
+        modes, is_close = self.faults.kill_modes, self.close_turns and self.faults.burst
+        torn = self.torn_members() if "torn" in modes else []
+        if is_close and torn:
+            candidates = [w for w in torn if w.step == max(w.step for w in torn)]
+        elif "torn" in modes and not is_close:
+            candidates = torn
+        elif modes and not is_close:
             candidates = [w for w in candidates if w.mode in modes]
         if candidates:
             self.faults.kills -= 1
+            self.close_turns = BURST_TURNS
             self.kill(self.rng.choice(candidates))
+
+    def torn_members(self) -> list[Worker]:
+        """Of a step that some have committed and others have not."""
+        group = self.groups.get(self.generation)
+        members = [w for w in group.members if w.is_alive] if group else []
+        return members if len({w.step for w in members if w.source is None}) > 1 else []
+
+    def controller_chance(self) -> float:
+        """Of its death, now."""
+        if "ahead" in self.faults.kill_modes:  # with those who are behind unable to follow
+            group = self.groups.get(self.generation)
+            return 0.5 * (group is not None and group.has_gap() and bool(self.torn_members()))
+        return self.chance(self.faults.controller_chance)
 
     def drain(self) -> None:
         """Notices, now and then, and the end of those who have not left in time."""
@@ -267,8 +334,10 @@ class FakeCluster:
                 w.doomed_at = None
                 self.kill(w)
         candidates = [w for w in self.workers.values() if w.is_alive and w.doomed_at is None]
-        if candidates and self.faults.drains and self.rng.random() < self.faults.drain_chance:
+        chance = self.chance(self.faults.drain_chance)
+        if candidates and self.faults.drains and self.rng.random() < chance:
             self.faults.drains -= 1
+            self.close_turns = BURST_TURNS
             worker = self.rng.choice(candidates)
             worker.doomed_at = self.now + self.rng.choice(self.faults.notice_s)
             notice = DrainNotice(worker.number, "drain", worker.doomed_at, self.now)
@@ -281,7 +350,7 @@ class FakeCluster:
             box.pop()  # never left its process
         if delay_s is None:
             is_slow = self.rng.random() < self.faults.slow_detection
-            delay_s = self.rng.choice((1.0, 5.0, 70.0)) if is_slow else 0.02 * self.rng.random()
+            delay_s = self.rng.choice(LATE_S) if is_slow else 0.02 * self.rng.random()
         at = self.now + delay_s
         self.news.append((at, WorkerLost(worker.number, "process_died", self.now, at)))
 
@@ -333,6 +402,7 @@ class FakeCluster:
 
     def be_told(self, w: Worker, form: Form) -> None:
         rank = form.membership.rank_of(w.number)
+        w.membership = form.membership
         if form.membership.generation <= w.aborted:
             w.form, w.rank = form, rank  # it is recalled already
             return
@@ -357,7 +427,7 @@ class FakeCluster:
     def be_recalled(self, w: Worker, command: Recall) -> None:
         if w.form is not None and w.form.membership.generation in self.groups:
             self.groups[w.form.membership.generation].is_broken = True
-        w.rank = command.membership.rank_of(w.number)
+        w.rank, w.membership = command.membership.rank_of(w.number), command.membership
         self.suspend(w, command.membership.generation)
 
     def suspend(self, w: Worker, generation: int) -> None:
@@ -371,8 +441,9 @@ class FakeCluster:
         self.send(w, Suspended(generation, *said, self.now))
 
     def end(self, w: Worker, command: Finish) -> None:
-        assert w.mode in ("paused", "done", "ended"), w
-        membership = command.membership
+        has_followed = w.mode == "idle" and w.step >= 0 and not w.is_copying
+        assert has_followed or w.mode in ("paused", "done", "ended"), w
+        w.membership = membership = command.membership
         w.mode, w.rank = "ended", membership.rank_of(w.number)
         members = [self.workers[number] for number in membership.workers]
         self.groups.setdefault(membership.generation, Group(members))
@@ -468,7 +539,7 @@ class FakeCluster:
         if len(group.arrived) == len(group.members) and self.rng.random() < 0.7:
             generation = w.form.membership.generation
             self.send(w, Joined(generation, w.rank, 0.001, self.now))
-            w.mode = "boundary"
+            w.mode, w.formed = "boundary", generation
             if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
                 self.send(w, Committed(generation, w.step, 0.1, self.now))
         elif group.has_gap() and self.rng.random() < 0.2:
@@ -518,7 +589,11 @@ class FakeCluster:
         if not self.passes(w, group, "vote"):
             return
         generation = w.form.membership.generation
-        assert generation == self.generation, "a generation that was replaced commits"
+        if generation < w.aborted:  # it was recalled while it waited
+            self.fail(w)
+            return
+        is_replaced = generation < self.generation and self.generation not in self.recalled
+        assert not is_replaced, "a generation that was replaced commits"
         assert w.prepared is not None
         must_pause = w.step in group.pause_at
         self.step_to(w, w.prepared)

@@ -3,7 +3,8 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from elastic.control.commands import Command, Finish, Form
+from elastic.control.commands import Command, Finish, Form, Recall
+from elastic.protocol.membership import Membership
 
 
 @dataclass(kw_only=True)
@@ -23,6 +24,11 @@ class Faults:
     slow_detection: float = 0.0  # chance
     failing_saves: int = 0
     controller_kills: int = 0
+    controller_chance: float = 0.004
+    burst: float = 0.0
+    """Chance, per turn of the cluster, that a fault has company: within BURST_TURNS of the last."""
+    slow_takeover: bool = False
+    """Between the introductions to a new controller the others go on, and may die."""
     drains: int = 0
     drain_chance: float = 0.01
     notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
@@ -48,20 +54,27 @@ class Worker:
     evaluated: int = 0
     doomed_at: float | None = None  # has a drain notice: gone then, if it has not left before
     aborted: int = 0  # generations up to this one are given up
+    membership: Membership | None = None  # the newest that it has obeyed a command of
+    formed: int = 0  # the newest generation that has formed here
     inbox: deque[Command] = field(default_factory=deque)
 
     @property
-    def newest_form(self) -> Form | None:
+    def told(self) -> Form | Finish | Recall | None:
+        """The newest command that makes it a member, as far as it has not obeyed it."""
+        told = [c for c in self.inbox if isinstance(c, Form | Finish | Recall)]
+        return told[-1] if told else None
+
+    @property
+    def newest_membership(self) -> Membership | None:
         """That it was told of, whether it has obeyed or not."""
-        told = [c for c in self.inbox if isinstance(c, Form)]
-        return told[-1] if told else self.form
+        return self.told.membership if self.told else self.membership
 
     @property
     def kind(self) -> str:
         """What it says to a new controller."""
-        is_told = self.newest_form is not self.form
-        is_forming = is_told or self.mode in ("lobby", "rendezvous")
-        if self.mode == "ended" or any(isinstance(c, Finish) for c in self.inbox):
+        is_told, newest = self.told is not None, self.newest_membership
+        is_forming = newest is not None and newest.generation > self.formed
+        if isinstance(self.told, Finish) or (self.mode == "ended" and not is_told):
             return "ended"
         if self.source is not None and not is_forming:
             return "syncing" if self.is_copying else "synced"
@@ -77,6 +90,7 @@ class Group:
 
     members: list[Worker]
     arrived: set[int] = field(default_factory=set)
+    restored: set[int] = field(default_factory=set)  # ranks that have their part of the state
     contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     pause_at: set[int] = field(default_factory=set)
     is_broken: bool = False

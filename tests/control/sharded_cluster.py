@@ -9,9 +9,11 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from elastic.control.commands import Abort, Command, Form, Load, Publish, Recall, Sync
+from elastic.control.commands import Abort, Command, Finish, Form, Load, Publish, Recall, Sync
 from elastic.control.events import (
+    Adopted,
     Committed,
+    Connected,
     Done,
     Event,
     Joined,
@@ -20,7 +22,9 @@ from elastic.control.events import (
     Suspended,
     Synced,
     SyncFailed,
+    WorkerLost,
 )
+from elastic.control.standing import Standing
 from elastic.on_ray.commits import Commits
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_worker import Faults, Group, Worker
@@ -54,6 +58,12 @@ class Memory:
     is_pushed: bool = True
     known: frozenset[int] = frozenset()
     """Steps that it could report."""
+    is_following: bool = False
+    """It is to get its rows from the members when the generation forms."""
+
+    @property
+    def has_state(self) -> bool:
+        return self.live is not None or self.reference is not None or bool(self.shadows)
 
 
 class ShardedCluster(FakeCluster):
@@ -65,7 +75,9 @@ class ShardedCluster(FakeCluster):
         self.memories: dict[int, Memory] = {}
         self.copies: dict[tuple[int, int], tuple[Rows, ...]] = {}  # generation, rank
         self.has_lost_copies = False
-        self.saved_states: dict[tuple[int, int], int] = {}
+        self.saved: dict[tuple[int, int], dict[int, Rows]] = {}  # generation, step -> by rank
+        self.met: dict[int, int] = {}  # worker -> which controller it has met last...
+        self.told: dict[int, int] = {}  # ...and which one it has told all that it knows
         self.checkpoint = (0, 1)  # step, state
         self.rollbacks = 0
         self.returns = 0
@@ -81,16 +93,39 @@ class ShardedCluster(FakeCluster):
     def execute(self, command: Command) -> None:
         match command:
             case Publish():
-                state = self.saved_states[command.generation, command.step]
+                parts = self.saved[command.generation, command.step]
+                assert {(r.rank, r.size) for r in parts.values()} == {
+                    (rank, len(parts)) for rank in parts
+                }, "rows in the wrong places"
+                (state,) = {r.state for r in parts.values()}
                 self.checkpoint = (command.step, state)
             case Abort(membership) | Recall(membership):
                 self.commits.give_up(membership.generation)
+            case Finish(membership):
+                self.commits.end(membership.generation)
             case Form(membership):
                 self.recorded = min(self.recorded, command.step)
                 self.recorded_at[membership.generation] = self.recorded
             case _:
                 pass
         super().execute(command)
+
+    def lose_controller(self) -> Adopted:
+        adopted = super().lose_controller()
+        self.commits = Commits(self.record)
+        self.to_emit.clear()
+        return adopted
+
+    def introduce(self, w: Worker) -> Standing:
+        self.met[w.number] = self.num_adopted
+        told, kind, step = w.newest_membership, w.kind, max(w.step, 0)
+        if kind == "ready" and self.memory(w).is_following:
+            is_forming = told is not None and told.generation > w.formed
+            kind = "stopped" if is_forming else "synced"
+        if told is None:
+            return Standing(w.number, kind, step=step)
+        rank = told.rank_of(w.number)
+        return Standing(w.number, kind, told.generation, rank, told.world_size, step)
 
     def record(self, generation: int, line: dict[str, Any]) -> None:
         step = line["metrics"]["step"]
@@ -128,6 +163,11 @@ class ShardedCluster(FakeCluster):
                 pass
         return event
 
+    def may_hear(self, event: Event) -> bool:
+        """Whoever is lost is not heard any more, as its link is dropped: what it said came before,
+        and none of its steps goes on record behind the state that is loaded then."""
+        return not isinstance(event, WorkerLost) or not self.outbox.get(event.worker)
+
     def lose_holder(self) -> None:
         """Of some ranks."""
         self.faults.holder_losses -= 1
@@ -137,48 +177,58 @@ class ShardedCluster(FakeCluster):
                 del self.copies[key]
 
     # --- workers ------------------------------------------------------------------
-    def check_form(self, command, members: list[Worker]) -> None:
+    def check_form(self, command: Form, members: list[Worker], before: int) -> None:
         assert len(set(command.membership.workers)) == len(members)
         assert not command.roll_forward
         for w in members:
-            if w.is_alive and w.form is not None:
+            if w.is_alive and w.form is not None and self.memory(w).has_state:
                 assert w.mode in ("idle", "suspended", "paused", "done", "lobby"), (w, command)
 
     def obey(self, w: Worker, command: Command) -> None:
         match command:
             case Sync():
                 w.step, w.prepared = -1, None
-                self.memories.pop(w.number, None)
+                self.memories[w.number] = Memory(is_following=True)
                 self.send(w, Synced(w.number, self.now))
             case Load():
                 w.step, w.state = self.copied() or self.checkpoint
                 w.prepared = None
                 self.memories[w.number] = Memory(reference=w.step)
                 self.send(w, Loaded(w.number, w.step, self.now))
-            case Abort(membership):
-                is_between, has_gradient = w.mode in ("evaluate", "done"), w.prepared is not None
-                self.groups[membership.generation].is_broken = True
-                w.mode = "suspended"
-                has_state = self.memory(w) != Memory()
-                event = Suspended(
-                    membership.generation,
-                    w.rank,
-                    w.step if has_state else -1,
-                    has_gradient,
-                    is_between,
-                    self.now,
-                )
-                self.send(w, event)
             case _:
                 super().obey(w, command)
+
+    def suspend(self, w: Worker, generation: int) -> None:
+        is_between, has_gradient = w.mode in ("evaluate", "done"), w.prepared is not None
+        self.groups[generation].is_broken = True
+        w.mode = "suspended"
+        step = w.step if self.memory(w).has_state else -1
+        said = (w.rank, step, has_gradient, is_between)
+        self.send(w, Suspended(generation, *said, self.now))
+
+    def end(self, w: Worker, command: Finish) -> None:
+        """The hash takes a collective."""
+        super().end(w, command)
+        if self.groups[command.membership.generation].has_gap() and self.rng.random() < 0.7:
+            self.outbox[w.number].pop()
+            self.fail(w)
+            w.mode = "ended"
 
     def send(self, worker: Worker, event: Event) -> None:
         if isinstance(event, Paused | Done):  # it stops at a step that is safe
             self.hold(worker)
+        met = self.met.get(worker.number, 0)
+        if isinstance(event, Committed) and self.told.get(worker.number, 0) != met:
+            self.told[worker.number] = met
+            for step in sorted(self.memory(worker).known):
+                if step < event.step:
+                    super().send(worker, replace(event, step=step))
         super().send(worker, event)
 
     def save(self, w: Worker, generation: int) -> None:
-        self.saved_states[generation, w.step] = w.state
+        rows = self.memory(w).live
+        assert rows is not None
+        self.saved.setdefault((generation, w.step), {})[w.rank] = rows
         super().save(w, generation)
 
     def copied(self) -> tuple[int, int] | None:
@@ -248,7 +298,14 @@ class ShardedCluster(FakeCluster):
                     self.fail(w)
                 return
             group.choice = self.choose(group, w.form)
-        self.enter(w, group.choice)
+            group.known = self.memory(group.members[0]).known
+        if group.choice is None:  # all find out alike, before anything is moved
+            self.enter(w, None)
+        else:
+            self.restore(w, group.choice)
+
+    def restore(self, w: Worker, found: Rows) -> None:
+        self.enter(w, found)
 
     def enter(self, w: Worker, found: Rows | None) -> None:
         assert w.form is not None
@@ -264,8 +321,10 @@ class ShardedCluster(FakeCluster):
         memory.reference, memory.is_pushed = None, False
         same = [r for r in memory.shadows if r[:2] == found[:2]]
         memory.shadows = (*same[-1:], memory.live)
-        memory.known = frozenset(s for s in memory.known if s <= w.step)
+        known = memory.known | self.group(w).known  # the lowest rank tells the others
+        memory.known = frozenset(s for s in known if s <= w.step)
         self.send(w, Joined(generation, w.rank, 0.001, self.now, w.step))
+        w.formed = generation
         if w.rank == 0:
             for step in sorted(memory.known):
                 if step > self.recorded_at[generation]:
@@ -300,3 +359,22 @@ class ShardedCluster(FakeCluster):
 
 class RareSnapshots(ShardedCluster):
     every = 3
+
+
+class LargeStates(ShardedCluster):
+    """Members are long in getting their part, and wait for each other before the first is through:
+    longer than a generation has for forming, too."""
+
+    def restore(self, w: Worker, found: Rows) -> None:
+        assert w.form is not None
+        self.send(w, Connected(w.form.membership.generation, w.rank, self.now))
+        w.mode = "restoring"
+
+    def in_restoring(self, w: Worker) -> None:
+        group = self.group(w)
+        if self.rng.random() < 0.1:
+            group.restored.add(w.rank)
+        if len(group.restored) == len(group.members):
+            self.enter(w, group.choice)
+        elif group.has_gap() and self.rng.random() < 0.2:
+            self.fail(w)

@@ -135,19 +135,26 @@ def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
         [
             *BEGIN,
             Adopted((standing,), 9.0),
-            Suspended(3, 0, 2, False, False, 9.5),
-            Joined(4, 0, 0.0, 10.0),
-            Committed(4, 3, 1.0, 11.0),
+            Suspended(4, 0, 2, False, False, 9.5),
+            Joined(5, 0, 0.0, 10.0),
+            Committed(5, 3, 1.0, 11.0),
         ]
     )
     assert [(r.cause, r.total_s) for r in so_far.recoveries] == [("process_died", 2.0)]
 
 
-@pytest.mark.parametrize(("joined", "cause"), [(1, "join_timeout"), (2, "hung")])
-def test_who_never_answers_is_a_recovery(joined: int, cause: str):
+HUNG = WorkerLost(1, "hung", 500.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("joined", "cause", "end"),
+    [(1, "join_timeout", [Tick(11.0)]), (2, "hung", [Tick(11.0), Tick(499.0), HUNG])],
+)
+def test_who_never_answers_is_a_recovery(joined: int, cause: str, end: list[Event]):
     events = BEGIN[: len(BEGIN) - 2 + joined]
     failed = CollectiveFailed(2, 0, "reset", 8.0)
     answer = Suspended(2, 0, 2, False, False, 8.5)
-    rest = [Tick(11.0), Joined(3, 0, 0.0, 12.0), Committed(3, 3, 1.0, 13.0)]
+    at = end[-1].at
+    rest = [*end, Joined(3, 0, 0.0, at + 1), Committed(3, 3, 1.0, at + 2)]
     so_far, _ = play([*events, failed, answer, *rest])
     assert [(r.cause, r.total_s) for r in so_far.recoveries] == [(cause, 2.0)]

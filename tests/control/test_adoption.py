@@ -1,12 +1,28 @@
 """A successor controller, decision by decision: what the journal forgot, those who live say."""
 
 from dataclasses import replace
+from itertools import permutations
+
+import pytest
 
 from elastic.control.adoption import have_all
-from elastic.control.commands import Spawn
-from elastic.control.events import Adopted
+from elastic.control.commands import Abort, Finish, Form, Recall, Retire, Spawn
+from elastic.control.events import (
+    Adopted,
+    CollectiveFailed,
+    Committed,
+    Done,
+    Joined,
+    Loaded,
+    Paused,
+    StopRequested,
+    Suspended,
+    WorkerLost,
+    WorkerReady,
+)
 from elastic.control.standing import Standing
-from elastic.control.state import Running
+from elastic.control.state import Ending, Finished, Forming, Running, Suspending, Waiting
+from elastic.protocol.membership import Membership
 from tests.control.test_transition import ABC, LEDGER, LIMITS, play, some
 
 WORKING = tuple(Standing(w, "working", 7, w, 3, 40) for w in range(3))
@@ -19,6 +35,77 @@ def test_the_number_of_a_worker_that_nobody_has_heard_of_is_not_given_again():
     )
     assert (phase, commands) == (Running(ABC), [Spawn((5,))])
     assert (ledger.next_worker, ledger.spawned) == (6, some(5))
+
+
+def test_a_run_that_was_to_stop_ends_stopped_if_nobody_holds_its_state():
+    """What is on record is what a resume begins with."""
+    ledger, phase, _ = play(LEDGER, Running(ABC), StopRequested("SIGINT", 8.0))
+    standings = (Standing(3, "ready"), Standing(4, "starting"))
+    ledger, phase, commands = play(ledger, phase, Adopted(standings, 9.0))
+    assert (phase, commands) == (Finished("stopped", "SIGINT"), [Retire((3, 4))])
+    assert (ledger.ready, ledger.spawned) == (some(), some())
+
+
+def test_what_takes_all_members_and_the_controller_along_is_not_tried_for_ever():
+    limits = replace(LIMITS, min_workers=1, max_workers=1)
+    ledger, phase, at = replace(LEDGER, next_worker=1), Running(Membership(7, (0,))), 10.0
+    for attempt in range(3):
+        worker, generation = attempt + 1, 9 + 2 * attempt
+        ledger, phase, _ = play(
+            ledger,
+            phase,
+            *(Adopted((), at), WorkerReady(worker, at), Loaded(worker, 38, at)),
+            *(Joined(generation, 0, 0.0, at), Committed(generation, 39, 0.1, at)),
+            Committed(generation, 40, 0.1, at),
+            limits=limits,
+        )
+        if attempt < limits.max_failures:
+            assert (ledger.step, ledger.failures, ledger.falls) == (40, 0, attempt + 1)
+    assert isinstance(phase, Finished)
+    assert phase.reason.startswith("3 times since step 40 was committed nobody was left")
+
+
+def test_a_fall_is_counted_whoever_was_about_to_load_the_state():
+    waiting = replace(LEDGER, failures=3, loading=some(3), next_worker=4)
+    ledger, *_ = play(
+        waiting,
+        Waiting("nobody is left"),
+        *(Adopted((), 9.0), WorkerReady(4, 10.0), Loaded(4, 38, 11.0)),
+    )
+    assert (ledger.step, ledger.falls) == (38, 1)
+
+
+def test_a_run_that_has_to_wait_after_an_adoption_begins_to_count_its_newcomers_then():
+    ledger = replace(LEDGER, stillborn=5)
+    for phase, counted in ((Running(ABC), 0), (Waiting("nobody is left"), 5)):
+        after, waiting, _ = play(ledger, phase, Adopted((Standing(3, "starting"),), 9.0))
+        assert isinstance(waiting, Waiting)
+        assert after.stillborn == counted
+
+
+def test_drains_alone_are_no_fall_whoever_hears_of_their_end():
+    leaving = replace(LEDGER, leaving=some(0, 1, 2))
+    ledger, *_ = play(
+        leaving,
+        Running(ABC),
+        *(Adopted((), 9.0), WorkerReady(3, 10.0), Loaded(3, 38, 11.0)),
+    )
+    assert (ledger.step, ledger.falls) == (38, 0)
+
+
+def test_more_who_hold_the_state_than_may_be_members_are_not_all_members():
+    """Two had followed a member that is lost: they hold the state, too."""
+    members = tuple(Standing(w, "stopped", 7, w, 3, 40) for w in (0, 1))
+    followers = tuple(Standing(w, "stopped", step=40) for w in (4, 5))
+    ledger = replace(LEDGER, leaving=some(1), next_worker=6)
+    ledger, phase, commands = play(ledger, Running(ABC), Adopted((*members, *followers), 9.0))
+    assert commands == [Recall(Membership(9, (0, 1, 4, 5)))]
+    answers = [Suspended(9, rank, 40, False, False, 9.0) for rank in range(4)]
+    for stop in ("", "SIGINT"):
+        asked = replace(ledger, stop=stop)
+        after, _, commands = play(asked, phase, *answers)
+        assert commands == [Form(Membership(10, (0, 4, 5)), 40, then_pause=bool(stop))]
+        assert (after.ready, after.outdated) == (some(1), some(1))
 
 
 def test_nobody_is_needed_besides_who_holds_the_last_step():
@@ -36,3 +123,117 @@ def test_of_a_sharded_state_one_part_may_be_missing_if_there_are_copies():
     assert not have_all(WORKING[:1], 40, range(3), limits)
     assert not have_all(WORKING[:1], 40, (0,), limits), "the journal's end is lost"
     assert not have_all(WORKING[1:], 40, range(4), limits)
+
+
+# --- who is ahead brings its vote ---------------------------------------------------
+AHEAD = (
+    Standing(0, "stopped", 7, 0, 3, 41),
+    Standing(1, "stopped", 7, 1, 3, 40),
+    Standing(2, "stopped", 7, 2, 3, 40),
+)
+
+
+def answer(rank: int, step: int, *, is_prepared: bool = False) -> Suspended:
+    return Suspended(9, rank, step, is_prepared, False, 10.0)
+
+
+def test_a_step_whose_only_holder_dies_without_its_vote_is_done_again():
+    together, two = Membership(9, (0, 1, 2)), Membership(10, (1, 2))
+    ledger, phase, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted(AHEAD, 9.0),
+        answer(1, 40, is_prepared=True),
+        answer(2, 40, is_prepared=True),
+        WorkerLost(0, "process_died", 10.0, 10.1),
+    )
+    assert commands == [Recall(together), Form(two, 40)]
+    assert (ledger.step, phase) == (40, Forming(two, 40.1))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_member_that_is_ahead_brings_the_vote_that_rolls_the_others_forward(order):
+    answers = (answer(0, 41), answer(1, 40, is_prepared=True), answer(2, 40, is_prepared=True))
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), Adopted(AHEAD, 9.0), *(answers[i] for i in order)
+    )
+    form = Form(Membership(10, (0, 1, 2)), 41, roll_forward=(1, 2), vote_of=0)
+    assert commands == [Recall(Membership(9, (0, 1, 2))), form]
+    assert ledger.step == 41
+
+
+def test_a_generation_at_work_is_left_there_and_no_step_is_proven_without_its_vote():
+    standings = tuple(replace(s, kind="working") for s in AHEAD)
+    ledger, phase, commands = play(LEDGER, Running(ABC), Adopted(standings, 9.0))
+    assert (ledger.step, phase, commands) == (40, Running(ABC), [])
+
+
+def test_a_member_far_behind_does_not_take_the_others_back():
+    standings = (*AHEAD[:2], Standing(2, "stopped", 3, 0, 1, 7))
+    ledger, _, _ = play(LEDGER, Running(ABC), Adopted(standings, 9.0))
+    assert ledger.step == 40
+
+
+# --- generations ----------------------------------------------------------------------
+def test_the_next_generation_is_above_those_that_workers_without_state_were_told_of():
+    newcomer = Standing(3, "syncing", 12, 3, 4, 0)
+    ledger, _, commands = play(LEDGER, Running(ABC), Adopted((*WORKING, newcomer), 9.0))
+    assert commands == [Recall(Membership(14, (0, 1, 2)))], "12 was to replace 7, 13 may be lost"
+    assert ledger.generation == 14
+
+
+# --- the end ----------------------------------------------------------------------------
+SHARDED = replace(LIMITS, is_sharded=True, has_copies=True, can_save=True)
+ENDED = tuple(Standing(w, "ended", 7, w, 4, 100) for w in range(4))
+FOUR = Membership(7, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("journal", [Ending(FOUR, "succeeded", "", 30.0), Running(FOUR)])
+def test_the_rows_of_a_lost_rank_are_put_together_before_the_final_state_is_written(journal):
+    """Rank 0 died with the controller: as rank 0 of three, rank 1 would write rows of rank 1."""
+    three = (1, 2, 3)
+    ledger = replace(LEDGER, step=100)
+    ledger, phase, commands = play(
+        ledger, journal, Adopted(ENDED[1:], 9.0),
+        *(Suspended(9, rank, 100, False, True, 10.0) for rank in range(3)),
+        *(Joined(10, rank, 0.1, 11.0, step=100) for rank in range(3)),
+        *(Done(10, rank, 100, 12.0) for rank in range(3)),
+        limits=SHARDED,
+    )  # fmt: skip
+    again = Membership(10, three)
+    assert commands == [
+        Recall(Membership(9, three)),
+        Form(again, 100, then_pause=True),
+        Finish(again, "succeeded"),
+    ]
+    assert isinstance(phase, Ending)
+
+
+def test_a_stopped_sharded_run_ends_as_stopped_although_the_journal_does_not_say_so():
+    _, phase, commands = play(
+        LEDGER, Running(ABC), Adopted(tuple(replace(s, step=40) for s in ENDED[1:]), 9.0),
+        *(Suspended(9, rank, 40, False, False, 10.0) for rank in range(3)),
+        *(Joined(10, rank, 0.1, 11.0, step=40) for rank in range(3)),
+        *(Paused(10, rank, 40, 12.0) for rank in range(3)),
+        limits=SHARDED,
+    )  # fmt: skip
+    assert commands[-1] == Finish(Membership(10, (1, 2, 3)), "stopped")
+    assert isinstance(phase, Ending)
+
+
+def test_whoever_has_the_whole_final_state_writes_it_under_a_new_rank():
+    ledger = replace(LEDGER, step=100)
+    three = Membership(9, (1, 2, 3))
+    _, phase, commands = play(ledger, Running(FOUR), Adopted(ENDED[1:], 9.0))
+    assert commands == [Finish(three, "succeeded")]
+    assert phase == Ending(three, "succeeded", "it ended", 39.0)
+
+
+def test_a_collective_that_fails_at_the_end_of_a_sharded_run_gives_the_generation_up():
+    failed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
+    ending = Ending(ABC, "succeeded", "", 30.0)
+    ledger = replace(LEDGER, step=100)
+    _, phase, commands = play(ledger, ending, failed, limits=SHARDED)
+    assert commands == [Abort(ABC)]
+    assert phase == Suspending(ABC, some(), 12.0, "Connection closed by peer")
+    assert play(ledger, ending, failed) == (ledger, ending, [])

@@ -40,6 +40,14 @@ def test_a_sharded_step_waits_for_every_rank_whatever_comes_first():
     assert told.recorded == [(1, 1), (1, 2)]
 
 
+def test_a_rank_whose_copies_are_held_sooner_puts_no_step_on_record_alone():
+    told = Told()
+    told.commit(1, 1, 2)
+    told.held(1, 0, 2)
+    told.held(1, 1, 1)
+    assert told.recorded == [(1, 1)]
+
+
 def test_a_generation_that_is_given_up_records_nothing_more_and_its_successor_says_it_again():
     told = Told()
     told.commit(1, 1)

@@ -25,7 +25,7 @@ from elastic.control.events import (
     Tick,
     WorkerReady,
 )
-from elastic.control.state import Forming, Pausing, Running, Waiting
+from elastic.control.state import Forming, Notice, Pausing, Running, Waiting
 from elastic.protocol.membership import Membership
 from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some, suspended
 
@@ -43,15 +43,15 @@ def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
     )
     new = Membership(8, (1, 2, 3))
     assert commands == [Form(new, 44)]
-    assert phase == Forming(new, 45.0)
+    assert phase == Forming(new, 45.0, newcomers=some(3))
     assert (ledger.ready, ledger.leaving) == (some(0), some(0)), "newcomers may still read from it"
     ledger, phase, commands = play(
         ledger, phase, *(Joined(8, rank, 0.0, 16.0) for rank in range(3)), limits=ONE
     )
     assert commands == [Retire((0,))]
     assert phase == Running(new)
-    times = {"leave_at": 25.0, "gone_at": 40.0}
-    assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, **times)
+    said = (Notice(0, 25.0, 40.0),)
+    assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, notices=said)
 
 
 def test_without_a_replacement_it_leaves_after_half_of_the_notice():
@@ -80,6 +80,28 @@ def test_a_shorter_notice_counts_and_a_longer_one_does_not():
     later = replace(NOTICE, deadline=99.0, at=12.0)
     _, phase, commands = play(LEDGER, Running(ABC), NOTICE, sigterm, later, Tick(16.0), limits=ONE)
     assert (phase, commands) == (Pausing(ABC), [Spawn((3,)), Pause(ABC)])
+
+
+def test_a_deadline_goes_with_its_worker_and_hurries_no_other():
+    limits = replace(LIMITS, min_workers=3, max_failures=0, is_sharded=True, can_save=True)
+    early = replace(NOTICE, worker=2, deadline=14.0)
+    late = replace(NOTICE, deadline=153.0, at=13.0)
+    ledger, phase, _ = play(
+        LEDGER,
+        Running(ABC),
+        *(early, late, lost(2, 14.5), suspended(0, 40, at=14.6), suspended(1, 40, at=14.6)),
+        *(WorkerReady(3, 15.0), Synced(3, 15.5)),
+        limits=limits,
+    )
+    three = Membership(8, (0, 1, 3))
+    assert phase == Forming(three, 45.5, newcomers=some(3))
+    joined = (Joined(8, rank, 0.0, 16.0, 40) for rank in range(3))
+    ledger, phase, commands = play(ledger, phase, *joined, Tick(82.5), limits=limits)
+    assert (phase, commands) == (Running(three), []), "half of its 140 s is left"
+    paused = (Paused(8, rank, 44, 84.0) for rank in range(3))
+    ledger, phase, commands = play(ledger, phase, Tick(83.0), *paused, limits=limits)
+    assert commands == [Pause(three), Keep(three)], "there is time to save its shard"
+    assert play(ledger, phase, Tick(152.9), limits=limits) == (ledger, phase, [])
 
 
 def test_whom_the_minimum_needs_trains_on_until_it_is_gone_which_is_no_failure():

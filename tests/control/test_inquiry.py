@@ -7,10 +7,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from elastic.control.events import CollectiveFailed
-from elastic.control.suspicion import Heartbeat, Watch
+from elastic.control.patience import Costly, Place
+from elastic.control.suspicion import Heartbeat, Watch, watch
 from elastic.on_ray.inquiry import Inquiry
-from elastic.protocol.membership import Membership
+from elastic.protocol.membership import Membership, NumberSet
+from workers.health.vitals import PHASES, WAITING
 
 HUNG = Heartbeat(1, 4, 9, "compute", 6.0, 0.1, False, "R")
 WAITS = replace(HUNG, worker=2, phase="reduce", phase_s=5.0, waits_for_peers=True)
@@ -39,6 +43,7 @@ class Cluster:
         self.answering, self.deaf = answering, deaf
         self.links = self.host = self
         self.inquiry = Inquiry(self)  # pyright: ignore[reportArgumentType]
+        self.places: tuple[Costly, ...] = ()
         self.happened: list = []
         self.work: list[asyncio.Task] = []
 
@@ -63,6 +68,12 @@ class Cluster:
         done = Future()
         done.set_result(None)
         return done
+
+    def costly(self) -> tuple[Costly, ...]:
+        return self.places
+
+    def on_slow(self, fields: dict) -> None:
+        self.happened.append(fields)
 
     def say(self, event) -> None:
         self.happened.append(event)
@@ -95,8 +106,23 @@ def test_everybodys_stacks_are_saved_before_the_suspect_is_lost():
             "stacks-g4-w1.txt": stood(1, "6.0 s in compute of step 10", "stacks of 1"),
             "stacks-g4-w2.txt": stood(2, "5.0 s in reduce of step 10", "stacks of 2"),
         },
-        (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0),
+        (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0, Place(9, "compute")),
     ]
+
+
+def test_who_is_slow_where_its_predecessor_was_ended_is_told_of_once_and_waited_for():
+    cluster = Cluster(HUNG, WAITS, answering=(1, 2))
+    cluster.places = (Costly(Place(9, "compute"), NumberSet.of((0,))),)
+    told = {"step": 9, "phase": "compute", "worker": "w1", "lost": ["w0"], "patience_s": 300.0}
+    assert cluster.look() == [{**told, "why": WHY}]
+
+
+def test_the_next_look_after_a_loss_is_patient_though_the_ledger_has_not_heard_of_it():
+    cluster = Cluster(HUNG, replace(HUNG, worker=3), WAITS, answering=(1, 2, 3))
+    assert [lost[0] for lost in cluster.look()[1:]] == [1]
+    del cluster.workers[1]
+    cluster.happened = []
+    assert [fields["worker"] for fields in cluster.look()] == ["w3"]
 
 
 def test_a_suspect_without_a_pulse_or_with_a_deaf_one_is_lost_all_the_same():
@@ -118,6 +144,38 @@ def test_who_does_not_answer_an_abort_is_asked_for_its_stacks_too():
     alone.inquiry.hear_answer(1)
     alone.happened, alone.work = [], []
     assert alone.look() == []
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_whoever_was_asked_is_watched_in_every_phase_by_its_own_usual_time(phase: str):
+    """Nothing else ends the wait for its answer, and no member may wait for it."""
+    beat = replace(HUNG, phase=phase, waits_for_peers=phase in WAITING, is_new_there=True)
+    for usual_s, limit_s in ((None, 300.0), (0.1, 30.0), (60.0, 300.0)):
+        for phase_s, lost in ((limit_s - 1, []), (limit_s + 1, [(1, "hung")])):
+            alone = asked(replace(beat, phase_s=phase_s, p95_s=usual_s), at=20.0 + phase_s)
+            assert [lost[:2] for lost in alone.look()[-1:]] == lost
+
+
+def test_whoever_was_asked_and_is_frozen_or_silent_is_lost_wherever_it_is():
+    beat = replace(HUNG, phase_s=1.0, p95_s=60.0)
+    stopped = replace(beat, process_state="T", stopped_s=3.1)
+    for watched, cause in (
+        (watch(None, stopped, 20.0), "hung"),
+        (Watch(beat, 13.9), "heartbeat_silent"),
+    ):
+        both = asked(beat, replace(HUNG, worker=2, phase="lobby", p95_s=None), at=20.0)
+        both.workers[1].watch, both.workers[1].peer_address = watched, None
+        assert both.look()[-1][:2] == (1, cause)
+
+
+def asked(*beats: Heartbeat, at: float) -> Cluster:
+    """To give their generation up, at 20 s."""
+    cluster = Cluster(*beats, answering=(1, 2))
+    cluster.inquiry.expect_answers(Membership(4, (1, 2)))
+    cluster.time = at
+    for slot in cluster.workers.values():
+        slot.watch = replace(slot.watch, heard_at=at)
+    return cluster
 
 
 def test_a_diverged_worker_is_lost_by_anybodys_word():

@@ -1,12 +1,13 @@
 """What the controller does about holders: it notices that one is frozen, and says so."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from elastic.on_ray import holders as on_ray
-from elastic.on_ray.holders import Holders, dial, listen
+from elastic.on_ray.holders import Holders, dial, listen, ping
 from elastic.on_ray.protection import Protection
 from elastic.protocol.waits import waits_of
 from tests.workers.frozen import FrozenHolder
@@ -102,7 +103,7 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
     async def run():
         start = lambda coroutine: work.append(asyncio.ensure_future(coroutine))  # noqa: E731
         heard = {1: SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=99.9))}
-        holders = Holders("t", DETECT_S, start, heard, None, None, lambda: 100.0)
+        holders = Holders("t", DETECT_S, start, None, heard, None, None, lambda: 100.0)
         holders._addresses["node0"] = address
         holders._started["node0"] = on_ray.Started("actor", 123)
         said = {"holder": ["node0", *address]}
@@ -122,7 +123,7 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
     frozen = FrozenHolder()
     slot = SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=0.0))
     slots = {1: slot}
-    holders = Holders("t", DETECT_S, None, slots, None, None, lambda: 100.0)
+    holders = Holders("t", DETECT_S, None, None, slots, None, None, lambda: 100.0)
 
     async def run():
         looking = asyncio.ensure_future(holders._look_again("node0", frozen.at[1:], SILENCE))
@@ -139,6 +140,33 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
 
     asyncio.run(run())
     frozen.close()
+
+
+@pytest.mark.parametrize("end", [EOFError("closed"), ConnectionResetError("reset")])
+def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
+    holder = HolderServer("127.0.0.1", "t")
+    holders = Holders("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+
+    async def run():
+        reader, writer = await holders._dial_again(holder.address, end)
+        await ping(reader, writer, 10.0, 0.0)
+        writer.close()
+
+    asyncio.run(run())
+    holder.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "after_s"), [(EOFError("closed"), 0.0), (ConnectionResetError("reset"), DETECT_S)]
+)
+def test_a_holder_that_closed_and_refuses_is_gone_and_one_that_was_reset_has_time(end, after_s):
+    holder = HolderServer("127.0.0.1", "t")
+    holder.close()
+    holders = Holders("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+    began = time.monotonic()
+    with pytest.raises(type(end), match=str(end)):
+        asyncio.run(holders._dial_again(holder.address, end))
+    assert time.monotonic() - began >= after_s
 
 
 def here(node):

@@ -9,7 +9,7 @@ from elastic.control.commands import Form
 from elastic.control.replay import replay
 from elastic.control.state import Finished
 from tests.control.fake_worker import Faults, Group
-from tests.control.sharded_cluster import RareSnapshots, Rows, ShardedCluster
+from tests.control.sharded_cluster import LargeStates, RareSnapshots, Rows, ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 
 NUM_SEEDS = 1200
@@ -41,6 +41,20 @@ def test_sharded_runs_with_faults_end_with_all_steps(
             assert not list(replay(run.journal))
     assert seen["succeeded"] > NUM_SEEDS * 0.98, seen
     assert seen["returned to copies"] > (100 if kind is RareSnapshots else -1), seen
+
+
+def test_runs_with_large_states_end_with_all_steps() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS // 4):
+        limits, faults = scenario(seed)
+        run = simulate(seed, replace(limits, is_sharded=True), faults, LargeStates)
+        check_end(run)
+        assert isinstance(run.phase, Finished)
+        seen[run.phase.outcome] += 1
+        seen["lost meanwhile"] += run.seen["Forming WorkerLost"] > 0
+        if run.phase.outcome != "succeeded":
+            assert run.phase.reason.startswith("no member"), (seed, run.phase)
+    assert seen["lost meanwhile"] > NUM_SEEDS // 40, seen
 
 
 class Hopeless(ShardedCluster):

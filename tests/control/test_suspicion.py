@@ -9,7 +9,6 @@ from elastic.control.suspicion import (
     Heartbeat,
     Watch,
     hear_cut,
-    is_awaited,
     last_move,
     suspects,
     suspicion,
@@ -116,32 +115,35 @@ def test_hang_detection_can_be_off():
 
 
 def test_who_waits_is_waited_for_only_by_those_ahead():
-    assert is_awaited(BEAT, WAITING)
-    assert not is_awaited(WAITING, BEAT)
-    assert not is_awaited(replace(WAITING, worker=3), WAITING)
-    assert is_awaited(replace(WAITING, worker=3, step=8), WAITING)
-    assert not is_awaited(replace(BEAT, generation=3), WAITING)
-    assert not is_awaited(WAITING, WAITING)
+    def late(worker: Heartbeat, peer: Heartbeat) -> list[int]:
+        watches = [Watch(replace(b, phase_s=99.0, p95_s=0.1), 10.0) for b in (worker, peer)]
+        return [w for w, _ in suspects(watches, 10.0, 3.0)]
+
+    assert late(BEAT, WAITING) == [1]
+    assert late(BEAT, replace(BEAT, worker=2)) == []
+    assert late(replace(WAITING, worker=3), WAITING) == []
+    assert late(replace(WAITING, worker=3, step=8), WAITING) == [3]
+    assert late(replace(BEAT, step=10), WAITING) == []
+    assert late(replace(BEAT, generation=3), WAITING) == []
 
 
-def test_suspects_agrees_with_the_rule_for_pairs():
+def test_who_waits_longest_tells_how_long_a_worker_is_awaited():
+    """In its own step or a later one, in its own generation."""
     beats = [
         BEAT,
         WAITING,
         replace(WAITING, worker=3, phase_s=9.0, p95_s=0.1),
-        replace(WAITING, worker=4, step=8, phase_s=9.0, p95_s=0.1),
+        replace(WAITING, worker=4, step=8, phase_s=12.0, p95_s=0.1),
         replace(BEAT, worker=5, generation=3, phase_s=99.0),
         replace(BEAT, worker=6, phase_s=2.0),
+        replace(BEAT, worker=7, step=10, phase_s=99.0),
+        replace(BEAT, worker=8, step=8, phase_s=99.0),
     ]
-    watches = [Watch(b, 10.0) for b in beats]
-    expected: dict[int, str] = {}
-    for w in watches:
-        waits = [p.phase_s for p in beats if is_awaited(w.heartbeat, p)]
-        why = suspicion(w, max(waits, default=None), 10.0, 3.0)
-        if why:
-            expected[w.heartbeat.worker] = why
-    assert dict(suspects(watches, 10.0, 3.0)) == expected
-    assert sorted(expected) == [1, 4]
+    found = dict(suspects([Watch(b, 10.0) for b in beats], 10.0, 3.0))
+    assert {worker: why.partition(";")[0] for worker, why in found.items()} == {
+        worker: f"others have waited for it for {awaited_s:.1f} s"
+        for worker, awaited_s in ((1, 9.0), (4, 9.0), (8, 12.0))
+    }
 
 
 def test_a_member_whose_loop_has_returned_while_others_wait_for_it_is_suspect():
@@ -154,9 +156,48 @@ def test_a_member_whose_loop_has_returned_while_others_wait_for_it_is_suspect():
     assert not dict(suspects(ended, 10.0, 3.0)), "all have returned"
 
 
+def test_a_member_that_has_done_the_last_step_is_not_what_those_wait_for_who_are_in_it():
+    """It passed a vote that a member which froze then, worker 3, kept the other one in."""
+    done = replace(BEAT, step=10, phase="done", phase_s=4.5, p95_s=0.0)
+    votes = replace(WAITING, phase="vote", phase_s=4.0)
+    frozen = replace(votes, worker=3, process_state="T")
+    watches = [Watch(done, 10.0), Watch(votes, 10.0), Watch(frozen, 10.0, stopped_since=6.0)]
+    assert dict(suspects(watches, 10.0, 3.0)) == {
+        3: "its process has been stopped for 4.0 s, in vote of step 10"
+    }
+
+
+@pytest.mark.parametrize("place", ["done", "lobby"])
+def test_a_member_that_hangs_behind_the_last_vote_is_awaited_by_those_who_are_through(place):
+    """They have returned from their loops, or are at the pause that the vote has told them of."""
+    through = replace(BEAT, step=10, phase=place, phase_s=4.5, p95_s=None)
+    rest = [Watch(replace(through, worker=w), 10.0) for w in (2, 3)]
+    for hangs in (
+        replace(BEAT, phase="apply", phase_s=4.5, p95_s=0.1),
+        replace(BEAT, phase="user", step=10, phase_s=301.0, p95_s=None),
+    ):
+        found = dict(suspects([Watch(hangs, 10.0), *rest], 10.0, 3.0))
+        assert list(found) == [1]
+        assert found[1].startswith("others have waited for it for 4.5 s")
+    for is_well in (
+        replace(BEAT, phase="user", step=10, phase_s=299.0, p95_s=None),
+        replace(BEAT, phase="save", step=10, phase_s=1e6, p95_s=None),
+        replace(through, phase_s=1e6),
+        replace(BEAT, step=11, phase_s=99.0),
+        replace(BEAT, generation=3, phase_s=99.0),
+    ):
+        assert not dict(suspects([Watch(is_well, 10.0), *rest], 10.0, 3.0))
+
+
+def test_nobody_waits_in_the_lobby_of_no_generation():
+    newcomers = replace(BEAT, generation=0, phase="lobby", phase_s=99.0, p95_s=None)
+    builds = replace(newcomers, worker=2, phase="starting")
+    assert not dict(suspects([Watch(b, 10.0) for b in (newcomers, builds)], 10.0, 3.0))
+
+
 def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
     """A second fault: one member is lost while another one hangs in its own code."""
-    peer = replace(WAITING, phase="lobby", waits_for_peers=False, p95_s=None)
+    peer = replace(WAITING, phase="lobby", phase_s=2.0, waits_for_peers=False, p95_s=None)
     watches = [Watch(b, 10.0) for b in (BEAT, peer)]
     assert dict(suspects(watches, 10.0, 3.0, {1: 6.9, 2: 6.9})) == {
         1: "others have waited for it for 3.1 s; 6.0 s in forward of step 10 (usually under 1.00 s)"
@@ -197,3 +238,26 @@ def test_a_cut_that_lasts_too_long_spares_nobody_any_more():
     assert cut is not None
     assert hear_cut(cut, silent, 40.1, 3.0) is None
     assert [w for w, _ in suspects(silent, 40.1, 3.0, cut=cut)] == [1, 2]
+
+
+# --- state that a generation needs ----------------------------------------------------
+PIECE = replace(BEAT, step=0, phase="restore", p95_s=None)
+"""Storage that never answers; the phase is entered again with each piece."""
+MEETS = replace(PIECE, worker=2, phase="exchange", waits_for_peers=True, phase_s=900.0)
+
+
+def test_of_those_who_get_their_state_the_one_that_gets_no_further_is_suspect_alone():
+    stuck, slow = replace(PIECE, phase_s=301.0), replace(PIECE, worker=3, phase_s=299.0)
+    watches = [Watch(beat, 10.0) for beat in (stuck, slow, MEETS)]
+    place = "301.0 s in restore of step 1 (no usual time known)"
+    assert dict(suspects(watches, 10.0, 3.0)) == {
+        1: f"others have waited for it for 900.0 s; {place}"
+    }
+
+
+def test_who_hangs_in_its_state_is_suspect_where_nobody_waits_for_it():
+    """All of them read from one storage, or there is no other member."""
+    assert list(suspects([Watch(replace(PIECE, phase_s=299.0), 10.0)], 10.0, 3.0)) == []
+    assert dict(suspects([Watch(replace(PIECE, phase_s=301.0), 10.0)], 10.0, 3.0)) == {
+        1: "it does not get on with its state; 301.0 s in restore of step 1 (no usual time known)"
+    }

@@ -11,6 +11,7 @@ from elastic.control.events import (
     Cancelled,
     CollectiveFailed,
     Committed,
+    Connected,
     Done,
     DrainNotice,
     Ended,
@@ -21,6 +22,7 @@ from elastic.control.events import (
     PartFailed,
     PartSaved,
     Paused,
+    StillSaving,
     StopRequested,
     Suspended,
     Synced,
@@ -68,6 +70,7 @@ SAMPLES: tuple[Event, ...] = (
     StopRequested("SIGINT", 1.0),
     UserFailed(0, "no", 1.0),
     Cancelled("stopped", "SIGINT twice", 1.0),
+    Connected(7, 0, 1.0),
     Joined(7, 0, 0.0, 1.0),
     Committed(7, 41, 0.1, 1.0),
     Paused(7, 0, 41, 1.0),
@@ -78,6 +81,7 @@ SAMPLES: tuple[Event, ...] = (
     Ended(7, 0, "ab", 1.0),
     PartSaved(7, 0, 40, 1.0),
     PartFailed(7, 0, 40, "disk full", 1.0),
+    StillSaving(7, 0, 1.0),
     Tick(1.0),
 )
 # A member answers only Abort with Suspended and only Finish with Ended, and by the order of its
@@ -86,8 +90,9 @@ SAMPLES: tuple[Event, ...] = (
 IMPOSSIBLE = {
     *((phase, Suspended) for phase in (Forming, Running, Pausing, Ending)),
     *((phase, Ended) for phase in (Forming, Running, Pausing, Suspending)),
-    *((Ending, event) for event in (Joined, Paused, Done)),
+    *((Ending, event) for event in (Connected, Joined, Paused, Done)),
     *((phase, Kept) for phase in (Forming, Running, Ending)),
+    *((phase, StillSaving) for phase in (Forming, Running, Pausing)),
 }
 
 

@@ -28,6 +28,7 @@ from elastic.control.events import (
     PartFailed,
     PartSaved,
     Paused,
+    StillSaving,
     StopRequested,
     Suspended,
     Synced,
@@ -101,7 +102,7 @@ def test_a_run_starts_at_min_and_grows_to_max():
     )
     two = Membership(1, (1, 0))
     assert commands == [Load(1), Sync(0, 1), Form(two, 0)]
-    assert phase == Forming(two, 33.0)
+    assert phase == Forming(two, 33.0, newcomers=some(0))
     ledger, phase, commands = play(
         ledger,
         phase,
@@ -114,8 +115,18 @@ def test_a_run_starts_at_min_and_grows_to_max():
     )
     three = Membership(2, (1, 0, 2))
     assert commands == [Sync(2, 0), Pause(two), Form(three, 3)]
-    assert phase == Forming(three, 37.0)
+    assert phase == Forming(three, 37.0, newcomers=some(2))
     assert ledger == Ledger(generation=2, step=3, next_worker=3)
+
+
+def test_a_resumed_run_goes_on_counting_generations():
+    decision = start(LIMITS, 0.0, earlier_generations=5)
+    ledger, phase, _ = play(
+        decision.ledger, decision.phase,
+        WorkerReady(1, 1.0), WorkerReady(0, 1.0), Loaded(1, 0, 2.0), Synced(0, 3.0),
+    )  # fmt: skip
+    assert phase == Forming(Membership(6, (1, 0)), 33.0, newcomers=some(0))
+    assert ledger.num_generations == 1
 
 
 def test_warm_standbys_wait_without_state():
@@ -157,7 +168,7 @@ def test_a_standby_takes_the_place_of_the_lost_in_the_same_regroup():
     assert isinstance(phase, Suspending), "the survivors wait for it"
     ledger, phase, commands = play(ledger, phase, Synced(3, 9.1))
     full = Membership(8, (1, 2, 3))
-    assert (commands, phase) == ([Form(full, 40)], Forming(full, 39.1))
+    assert (commands, phase) == ([Form(full, 40)], Forming(full, 39.1, newcomers=some(3)))
     assert not ledger.is_copy_slow
 
 
@@ -414,6 +425,20 @@ def test_a_run_whose_workers_never_start_fails():
     )
 
 
+def test_a_waiting_run_counts_those_workers_only_that_died_while_it_waits():
+    """A bad node, as often as it was tried while the others trained."""
+    ledger = replace(LEDGER, spawned=some(3), next_worker=4, stillborn=5, respawn_at=20.0)
+    two = Running(Membership(7, (0, 1)))
+    ledger, phase, _ = play(ledger, two, lost(1), suspended(0, 40))
+    assert isinstance(phase, Waiting)
+    assert (ledger.stillborn, ledger.respawn_at) == (0, 20.0)
+    ledger, phase, _ = play(ledger, phase, lost(3, 30.0), Tick(31.0), lost(4, 32.0))
+    assert isinstance(phase, Waiting)
+    _, phase, _ = play(ledger, phase, Tick(34.0), lost(5, 35.0))
+    assert isinstance(phase, Finished)
+    assert phase.reason.startswith("3 workers in a row died before they took part, the last w5")
+
+
 # --- generations that fail without a known loss -------------------------------------
 def test_a_failed_collective_waits_for_the_loss_that_explains_it():
     failed = CollectiveFailed(7, 1, "connection reset", 9.0)
@@ -423,12 +448,34 @@ def test_a_failed_collective_waits_for_the_loss_that_explains_it():
     assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
 
 
-def test_a_failed_collective_that_no_loss_explains_surfaces():
-    failed = CollectiveFailed(7, 1, "sizes differ", 9.0)
+def test_a_call_that_the_backend_refused_surfaces_if_no_loss_explains_it():
+    failed = CollectiveFailed(7, 1, "sizes differ", 9.0, is_refused=True)
     answers = [suspended(rank, 40) for rank in range(3)]
     _, phase, commands = play(LEDGER, Running(ABC), failed, *answers, Tick(11.9), Tick(12.0))
     assert phase == Finished("failed", "no worker is lost, but sizes differ")
     assert commands == [Abort(ABC), Retire((0, 1, 2))]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete",
+        "pair.cc:612] Application timeout caused pair closure",
+        "pair.cc:553] Connection closed by peer [127.0.0.1]:7603.",
+        "pair.cc:537] Read error [127.0.0.1]:5044: Connection reset by peer.",
+        "Gloo connectFullMesh failed with [pair.cc:144] no error",
+        "Wait timeout",
+        "Connect timeout [127.0.0.1]:5044",
+        "Failed to recv, got 0 bytes. Connection was likely closed.",
+        "Remote peer closed the connection.",
+        "words of a release to come",
+    ],
+)
+def test_whatever_a_backend_says_of_its_connections_the_same_members_try_again(said: str):
+    failed = CollectiveFailed(7, 1, said, 9.0)
+    answers = [suspended(rank, 40) for rank in range(3)]
+    _, _, commands = play(LEDGER, Running(ABC), failed, *answers, Tick(12.0))
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
 
 
 def test_a_connection_that_broke_between_the_living_is_made_again_but_not_for_ever():
@@ -467,12 +514,51 @@ def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever()
     )
 
 
-def test_who_does_not_answer_after_a_failed_collective_is_given_up():
-    failed = CollectiveFailed(7, 1, "connection reset", 9.0)
-    ledger, _, commands = play(
-        LEDGER, Running(ABC), failed, suspended(1, 40), suspended(2, 40), Tick(12.0)
-    )
-    assert commands == [Abort(ABC), Retire((0,)), Form(Membership(8, (1, 2)), 40)]
+def test_a_refused_call_is_told_though_its_consequences_were_heard_first():
+    closed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
+    refused = CollectiveFailed(7, 0, "sizes differ", 9.1, is_refused=True)
+    answers = [suspended(rank, 40) for rank in range(3)]
+    _, phase, _ = play(LEDGER, Running(ABC), closed, refused, *answers, Tick(12.0))
+    assert phase == Finished("failed", "no worker is lost, but sizes differ")
+
+
+TIMED_OUT = "unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete"
+ONE_COMPUTES = [CollectiveFailed(7, 1, TIMED_OUT, 9.0), suspended(1, 40), suspended(2, 40)]
+"""w0 is inside a long micro-batch, and cannot answer before it has ended."""
+LATER = [Tick(12.0), Tick(312.0), Tick(9e3)]
+"""Longer than any phase may take without a usual time."""
+
+
+def test_who_computes_while_a_collective_fails_is_waited_for_and_the_same_go_on():
+    """Whether it hangs is suspicion's to say, by its own usual time."""
+    ledger, phase, commands = play(LEDGER, Running(ABC), *ONE_COMPUTES, *LATER)
+    assert commands == [Abort(ABC)]
+    assert isinstance(phase, Suspending)
+    ledger, phase, commands = play(ledger, phase, suspended(0, 40))
+    assert commands == [Form(Membership(8, (0, 1, 2)), 40)]
+    assert ledger.failures == 1
+
+
+def test_what_was_refused_surfaces_once_who_computes_has_answered():
+    refused = CollectiveFailed(7, 1, "sizes differ", 9.0, is_refused=True)
+    answers = [suspended(1, 40), suspended(2, 40), *LATER, suspended(0, 40)]
+    _, phase, _ = play(LEDGER, Running(ABC), refused, *answers)
+    assert phase == Finished("failed", "no worker is lost, but sizes differ")
+
+
+@pytest.mark.parametrize("cause", ["process_died", "hung"])
+def test_who_computes_and_is_lost_after_all_explains_the_failure(cause: str):
+    gone = WorkerLost(0, cause, 9e3, 9e3)
+    ledger, _, commands = play(LEDGER, Running(ABC), *ONE_COMPUTES, *LATER, gone)
+    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
+    assert ledger.failures == 1
+
+
+def test_a_loss_explains_the_failure_though_others_answer_after_it():
+    refused = CollectiveFailed(7, 1, "sizes differ", 9.0, is_refused=True)
+    events = [refused, suspended(1, 40), *LATER, lost(0, 9e3), suspended(2, 40, at=9e3)]
+    ledger, _, commands = play(LEDGER, Running(ABC), *events)
+    assert commands == [Abort(ABC), Form(Membership(8, (1, 2)), 40)]
     assert ledger.failures == 1
 
 
@@ -521,6 +607,17 @@ def test_generations_that_never_get_their_state_end_the_run_with_the_reason():
 def test_a_newcomer_that_holds_the_step_counts_as_a_survivor():
     _, _, commands = play(LEDGER, Forming(ABC, 30.0), lost(0), suspended(1, 40), suspended(2, 40))
     assert commands[1] == Form(Membership(8, (1, 2)), 40)
+
+
+def test_who_is_two_steps_behind_cannot_roll_forward():
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        *(lost(2), suspended(0, 40, prepared=True), suspended(1, 42)),
+        limits=replace(LIMITS, min_workers=1),
+    )
+    assert commands == [Abort(ABC), Form(Membership(8, (1,)), 42)]
+    assert (ledger.step, ledger.ready) == (42, some(0))
 
 
 def test_the_step_falls_by_one_when_only_a_follower_of_the_lost_holder_is_left():
@@ -621,6 +718,17 @@ def test_the_run_succeeds_when_every_loop_has_returned():
     assert commands == [Finish(ABC, "succeeded")]
     why = "the training loop has returned after step 100"
     assert phase == Ending(ABC, "succeeded", why, 32.0)
+
+
+def test_members_that_get_further_with_the_final_state_have_more_time():
+    ending = Ending(ABC, "succeeded", "", 32.0)
+    ledger, phase, commands = play(
+        LEDGER, ending, StillSaving(7, 1, 30.0), StillSaving(6, 1, 50.0), Tick(59.9)
+    )
+    assert (phase, commands) == (Ending(ABC, "succeeded", "", 60.0), [])
+    _, phase, _ = play(ledger, phase, Tick(60.0))
+    assert isinstance(phase, Finished)
+    assert phase.reason == "no member said the hash of the final weights of step 40 in time"
 
 
 def test_when_a_member_is_lost_at_the_end_the_others_write_the_state_again():

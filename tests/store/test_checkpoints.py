@@ -3,11 +3,13 @@
 import builtins
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +23,12 @@ from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import (
     BLOCK_BYTES,
     MANIFEST,
+    Chunk,
     Manifest,
     Part,
     StoredFile,
     StoredTensor,
+    check_cover,
     decode,
     merge,
 )
@@ -106,6 +110,8 @@ def test_a_manifest_comes_back_equal_and_shows_every_alteration(catalogue: Catal
         ({"files": 3}, "not iterable"),
         ({"about": None}, "not iterable"),
         ({"files": [StoredFile("../part", 1, ())]}, "no file of this folder"),
+        ({"files": [StoredFile("pa\0rt", 1, (1,))]}, "no file of this folder"),
+        ({"files": [StoredFile("part", BLOCK_BYTES + 1, (1,))]}, "has 1 checksums"),
         ({"files": []}, "part"),
         ({"tensors": [StoredTensor("a", "float32", (2,), ())]}, "elements saved"),
     ],
@@ -230,6 +236,22 @@ def test_publishing_leaves_a_later_generation_alone_and_checks_what_it_names(
     assert_holds(catalogue, 10, seed=1)
 
 
+def test_a_sound_checkpoint_is_never_replaced_by_another_of_its_step(catalogue: Catalogue) -> None:
+    save(catalogue, 10, seed=1, generation=2)
+    kept = save(catalogue, 10, seed=9, generation=3, is_pinned=True)
+    assert (kept.generation, kept.about) == (2, {"seed": 1, "is_pinned": True})
+    assert catalogue.manifest(10) == kept
+    assert catalogue.strangers(10) == []
+    assert_holds(catalogue, 10, seed=1)
+
+
+def test_a_checkpoint_whose_files_are_gone_is_written_again(catalogue: Catalogue) -> None:
+    name = save(catalogue, 10, seed=1, generation=2).files[0].name
+    catalogue.of_step(10).delete(name)
+    save(catalogue, 10, seed=9, generation=3)
+    assert_holds(catalogue, 10, seed=9)
+
+
 def test_retention_counts_only_checkpoints_whose_files_are_there(catalogue: Catalogue) -> None:
     for step in (1, 2, 3):
         save(catalogue, step, seed=step)
@@ -249,17 +271,41 @@ def test_saves_that_were_never_whole_go_when_a_later_one_is_published(catalogue:
     assert catalogue.folder.folders() == ["step-00000020", "step-00000030"]
 
 
-def test_a_limit_of_this_process_is_no_damage(
-    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+SILENT_ERRORS = (errno.EMFILE, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
+"""What says nothing about a file: a limit of this process, a mount whose server is away."""
+
+
+@pytest.mark.parametrize("number", SILENT_ERRORS)
+def test_a_manifest_that_cannot_be_read_now_is_no_damage(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    for step in (10, 20):
+        save(catalogue, step, seed=1)
+
+    def fail(*_: object, **__: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    for look in (lambda: catalogue.manifest(20), lambda: newest_good(catalogue)):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            look()
+
+
+@pytest.mark.parametrize("number", SILENT_ERRORS)
+def test_blocks_that_cannot_be_read_now_are_no_damage(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     save(catalogue, 10, seed=1)
+    preadv, calls = os.preadv, itertools.count()
 
-    def too_many(*_: object, **__: object) -> bytes:
-        raise OSError(errno.EMFILE, "too many open files")
+    def fail_late(*arguments: Any) -> int:
+        if next(calls):
+            raise OSError(number, os.strerror(number))
+        return preadv(*arguments)
 
-    monkeypatch.setattr(Path, "read_bytes", too_many)
-    with pytest.raises(OSError, match="too many open files"):
-        catalogue.manifest(10)
+    monkeypatch.setattr(os, "preadv", fail_late)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        list(catalogue.verify(10))
 
 
 def test_parts_that_make_no_whole_are_refused(catalogue: Catalogue) -> None:
@@ -280,6 +326,20 @@ def part_tensors(manifest: Manifest, file: str):
         if chunks:
             found.append(type(t)(t.name, t.dtype, t.shape, chunks))
     return tuple(found)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_tensor_of_many_chunks_is_checked_in_time(dim: int) -> None:
+    count = 4000
+    shape = (count, 8) if dim == 0 else (8, count)
+    starts = [tuple(n if d == dim else 0 for d in (0, 1)) for n in range(count)]
+    chunk_shape = tuple(1 if d == dim else 8 for d in (0, 1))
+    chunks = tuple(Chunk("f", 0, start, chunk_shape) for start in starts)
+    began = time.process_time()
+    check_cover(StoredTensor("x", "int8", shape, chunks))
+    assert time.process_time() - began < 5
+    with pytest.raises(ValueError, match="saved twice"):
+        check_cover(StoredTensor("x", "int8", shape, (chunks[0], *chunks[:-1])))
 
 
 def test_a_dtype_without_a_word_is_refused_by_name(catalogue: Catalogue) -> None:

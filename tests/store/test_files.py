@@ -18,6 +18,7 @@ from elastic.store.files import (
     sees_probe,
     write_json,
 )
+from elastic.store.remote import is_refused
 
 
 @pytest.fixture(params=["local", "object store"])
@@ -87,3 +88,34 @@ def test_storage_that_is_a_file_is_wrong_input(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(WrongInput, match="cannot be written"):
         leave_probe(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("AWS Error NETWORK_CONNECTION during HeadBucket operation: curlCode: 7", False),
+        ("AWS Error SLOW_DOWN during GetObject operation", False),
+        ("AWS Error INTERNAL_FAILURE during GetObject operation: 500", False),
+        ("AWS Error ACCESS_DENIED during HeadObject operation: No response body.", True),
+        ("AWS Error NO_SUCH_BUCKET during PutObject operation", True),
+        ("Bucket 'nowhere' not found", True),
+    ],
+)
+def test_an_outage_is_told_from_what_no_waiting_mends(said: str, expected: bool):
+    assert is_refused(OSError(said)) == expected
+    assert is_refused(PermissionError("not yours"))
+
+
+def test_a_file_of_a_store_that_is_away_is_no_wrong_input():
+    class Away:
+        def open_input_file(self, path: str) -> None:
+            raise OSError(f"AWS Error NETWORK_CONNECTION during GetObject of {path}")
+
+    class Refuses:
+        def open_input_file(self, path: str) -> None:
+            raise OSError(f"AWS Error ACCESS_DENIED during GetObject of {path}")
+
+    with pytest.raises(OSError, match="NETWORK_CONNECTION"):
+        read_json(Folder(Away(), "f"), "config.json")
+    with pytest.raises(WrongInput, match=r"f/config.json cannot be read: AWS Error ACCESS_DENIED"):
+        read_json(Folder(Refuses(), "f"), "config.json")

@@ -1,18 +1,54 @@
 """Line files: torn ends, tails, and segments where storage cannot append."""
 
+import json
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow.fs as arrow_fs
 import pytest
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, open_folder
-from elastic.store.journal import LineFile, LineTail, lines_backwards, read_lines
+from elastic.store.journal import (
+    LineFile,
+    LineTail,
+    lines_backwards,
+    read_backwards,
+    read_lines,
+    segment_name,
+)
 
 
 def object_store(path: Path) -> Folder:
     path.mkdir(exist_ok=True)
     return Folder(arrow_fs.SubTreeFileSystem(str(path), arrow_fs.LocalFileSystem()), "")
+
+
+@dataclass(frozen=True)
+class Told(Folder):
+    """An object store that tells what was read of it, and what happens before that."""
+
+    reads: list[str] = field(default_factory=list[str])
+    before: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def read(self, name: str) -> bytes:
+        self._tell(name)
+        return super().read(name)
+
+    def open(self, name: str) -> Any:
+        self._tell(name)
+        return super().open(name)
+
+    def _tell(self, name: str) -> None:
+        self.reads.append(name)
+        self.before.pop(name, int)()
+
+
+def told(path: Path) -> Told:
+    folder = object_store(path)
+    return Told(folder.filesystem, folder.path)
 
 
 def lines(count: int, start: int = 0) -> list[dict[str, int]]:
@@ -49,6 +85,27 @@ def test_lines_come_backwards_with_their_offsets_across_blocks(tmp_path):
         (6, b"\n"),
         (0, b"first\n"),
     ]
+
+
+def test_a_torn_last_line_of_many_blocks_is_read_once(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"n":0}\n' + b"\0" * (64 << 20))
+    began = time.process_time()
+    file = LineFile(path)
+    file.close()
+    assert (path.read_bytes(), time.process_time() - began < 10) == (b'{"n":0}\n', True)
+
+
+@pytest.mark.parametrize("foreign", [b"[1]", b"7", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_line_that_is_no_object_is_damage_wherever_it_is(tmp_path, foreign):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"n":0}\n' + foreign + b'\n{"n":1}\n')
+    with pytest.raises(WrongInput, match=r"journal\.jsonl line 2 is damaged"):
+        read_lines(open_folder(str(tmp_path)), path.name)
+    path.write_bytes(b'{"n":0}\n' + foreign + b"\n")
+    file = LineFile(path)
+    file.close()
+    assert path.read_bytes() == b'{"n":0}\n'
 
 
 def test_a_line_is_in_the_file_when_append_returns(tmp_path):
@@ -117,3 +174,67 @@ def test_truncating_takes_back_what_was_uploaded(tmp_path):
     file.append({"n": 2})
     file.close()
     assert read_lines(remote, "m.jsonl") == lines(3)
+
+
+def test_reading_backwards_takes_the_newest_segments_only_then_the_file(tmp_path):
+    remote = told(tmp_path / "remote")
+    file = LineFile(tmp_path / "m.jsonl", remote, is_new=True)
+    file.append({"n": 0})
+    file.join()
+    for n in range(1, 300):
+        file.append({"n": n})
+        if n % 3 == 0:
+            file.upload()
+    file.upload()
+    remote.write(segment_name("m.jsonl", 12), b'{"n":-1}\n')  # left by a join, part of it by now
+    found = read_backwards(remote, "m.jsonl")
+    assert [next(found)["n"] for _ in range(5)] == [299, 298, 297, 296, 295]
+    assert len(remote.reads) == 2
+    assert [line["n"] for line in found] == list(range(294, -1, -1))
+    assert (len(remote.reads), remote.reads[-1]) == (101, "m.jsonl")
+
+
+def test_a_long_file_in_a_bucket_is_read_backwards_in_parts(tmp_path):
+    remote = object_store(tmp_path / "remote")
+    content = b"".join(b'{"n":%d,"text":"%s"}\n' % (n, b"x" * 5_000) for n in range(1_000))
+    remote.write("m.jsonl", content)
+    found = [line["n"] for line in read_backwards(remote, "m.jsonl")]
+    assert found == list(range(999, -1, -1))
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 4])
+def test_a_file_that_is_joined_while_it_is_read_backwards_gives_each_line_once(tmp_path, num_taken):
+    remote = told(tmp_path / "remote")
+    file = LineFile(tmp_path / "m.jsonl", remote)
+    for start in (0, 3, 6):
+        for line in lines(3, start):
+            file.append(line)
+        file.upload()
+    found = read_backwards(remote, "m.jsonl")
+    taken = [next(found) for _ in range(num_taken)]
+    file.join()
+    assert [*taken, *found] == lines(9)[::-1]
+    assert list(read_backwards(remote, "none.jsonl")) == []
+
+
+@pytest.mark.parametrize("name", ["m.jsonl", "m.jsonl.000000000000024"])
+def test_a_file_that_is_joined_while_it_is_read_is_whole(tmp_path, name):
+    remote = told(tmp_path / "remote")
+    file = LineFile(tmp_path / "m.jsonl", remote)
+    for start in (0, 3):
+        for line in lines(3, start):
+            file.append(line)
+        file.upload()
+    remote.before[name] = file.join
+    assert read_lines(remote, "m.jsonl") == lines(6)
+    assert not remote.before
+
+
+def test_many_segments_are_joined_in_linear_time(tmp_path):
+    remote = told(tmp_path / "remote")
+    line = json.dumps({"text": "x" * 20_000}).encode() + b"\n"
+    for n in range(3_000):
+        remote.write(segment_name("m.jsonl", n * len(line)), line)
+    began = time.process_time()
+    assert len(read_lines(remote, "m.jsonl")) == 3_000
+    assert time.process_time() - began < 10

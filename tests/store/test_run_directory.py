@@ -151,6 +151,15 @@ def test_opening_again_finds_the_last_step_and_levels_both_files(run, tmp_path):
     assert steps_in(again.directory / "samples.jsonl") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_record_that_ends_with_a_foreign_line_is_not_gone_on_from(run, tmp_path, name):
+    record(run, range(1, 3))
+    with (run.directory / name).open("ab") as file:
+        file.write(b'{"name": "not ours"}\n')
+    with pytest.raises(WrongInput, match=rf"{name} has a damaged line: .*not ours"):
+        RunDirectory(str(tmp_path), "r")
+
+
 def test_a_roll_back_that_was_killed_half_way_is_finished_when_the_run_is_opened(run, tmp_path):
     record(run, range(1, 6))
     kept = (run.directory / "metrics.jsonl").read_bytes().splitlines(keepends=True)

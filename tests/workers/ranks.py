@@ -62,10 +62,20 @@ class Ranks:
     def pause(self) -> None:
         """Wait until the test has done something."""
         self._sender.send(PAUSED)
-        store = TCPStore("127.0.0.1", self._port, None, False, wait_for_workers=False)
-        store.wait([f"resume/{self.index}"])
+        self._store().wait([f"resume/{self.index}"])
 
-    def form(self, generation: int, members: list[int]) -> groups.AnyGroup:
+    def meet(self, members: list[int]) -> None:
+        """Wait for these, once, without a collective."""
+        store = self._store()
+        store.set(f"here/{self.index}", "")
+        store.wait([f"here/{i}" for i in members])
+
+    def _store(self) -> TCPStore:
+        return TCPStore("127.0.0.1", self._port, None, False, wait_for_workers=False)
+
+    def form(
+        self, generation: int, members: list[int], operation_timeout_s: float = 60
+    ) -> groups.AnyGroup:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
             return groups.Alone()
@@ -77,7 +87,7 @@ class Ranks:
             host="127.0.0.1",
             device=torch.device("cpu"),
             join_timeout_s=60,
-            operation_timeout_s=60,
+            operation_timeout_s=operation_timeout_s,
         ).wait(60)
 
 

@@ -48,6 +48,7 @@ class FakeLink:
         self.commands = queue.SimpleQueue()
         self.recorded_step = 0
         self.num_controllers = 1
+        self.concluded_saves = {}
         self.sent = []
 
     def send(self, kind, payload=b"", **fields):
@@ -65,10 +66,9 @@ def spec(reduction="bitwise", **changes):
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
         reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
-        has_checkpoints=False, max_nonfinite=1,
+        max_nonfinite=1,
         detect_s=3.0, heartbeat_s=0.5, silence_s=3.0, join_timeout_s=5.0,
-        operation_timeout_s=60.0, lease_s=30.0,
-        **changes,
+        operation_timeout_s=60.0, **{"has_checkpoints": False, "lease_s": 30.0, **changes},
     )  # fmt: skip
 
 

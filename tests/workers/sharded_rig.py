@@ -18,6 +18,7 @@ from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import share
 from workers.digest import weights_sha256
 from workers.groups import AnyGroup
+from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding
 from workers.parallel.strategy import new_reducer
 from workers.peer import as_bytes
@@ -140,7 +141,9 @@ def enter(
     generation: int = 1,
 ) -> None:
     if replica.sharded is not None:
-        replica.sharded.enter(group, step, catalogue, raise_it, nullcontext, generation=generation)
+        pieces = Pieces(group, CPU, lambda: None, round_s=30.0)
+        where = group, step, catalogue, raise_it, nullcontext
+        replica.sharded.enter(*where, pieces=pieces, generation=generation)
 
 
 def train(

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,8 @@ from elastic.data.record import open_record
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
 from tests.data.histories import write_rows
+from tests.object_store import uri
+from workers.data import agreement
 from workers.data.agreement import keep_comparing, watch_length
 from workers.data.loader import Loader
 
@@ -48,7 +51,7 @@ def test_a_hugging_face_dataset_is_map_style():
 def test_the_first_length_stays_on_record_and_another_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     refused = []
-    keep_comparing(open_folder(str(tmp_path)), 21, refused.append)
+    keep_comparing(partial(open_folder, str(tmp_path)), 21, refused.append)
     assert json.loads((tmp_path / "data.json").read_text()) == {"num_rows": 21}
     watch_length(str(tmp_path), 21, refused.append)
     with pytest.raises(WrongInput, match=r"dataset\(\) has 20 samples here, and 21 in another"):
@@ -61,7 +64,7 @@ def test_of_two_workers_that_differ_at_the_same_time_one_is_refused(tmp_path):
     refused = []
     threads = [
         threading.Thread(
-            target=keep_comparing, args=(open_folder(str(tmp_path)), size, refused.append)
+            target=keep_comparing, args=(partial(open_folder, str(tmp_path)), size, refused.append)
         )
         for size in (20, 21)
     ]
@@ -80,3 +83,38 @@ def test_a_run_does_not_change_between_a_feed_and_a_dataset(tmp_path):
     (tmp_path / "data.json").write_text('{"plan_sha256": "x"}')
     with pytest.raises(WrongInput, match="the run began with data from a feed"):
         watch_length(str(tmp_path), 21, lambda _: None)
+
+
+def test_a_store_that_is_away_when_a_worker_starts_is_asked_again(
+    s3, s3_server, monkeypatch, capsys
+):
+    place = uri(s3_server.new_bucket(), "runs/a", s3.port)
+    folder = open_folder(place)
+    folder.write("config.json", b"{}")
+    folder.write("data.json", b'{"num_rows": 21}')
+    refused, has_refused = [], threading.Event()
+
+    def refuse(error: WrongInput) -> None:
+        refused.append(str(error))
+        has_refused.set()
+
+    monkeypatch.setattr(agreement, "LOOK_REMOTE_S", 0.1)
+    s3.faults.is_unreachable = True
+    watch_length(place, 20, refuse)
+    assert refused == []
+    assert 'storage is away pause_s=0.1 reason="' in capsys.readouterr().err
+    s3.faults.heal()
+    assert has_refused.wait(DEADLINE_S), "it goes on comparing"
+    assert "has 20 samples here, and 21 in another" in refused[0]
+
+
+def test_a_store_that_stays_away_is_not_asked_for_ever(capsys):
+    asked = []
+
+    def reach():
+        asked.append(True)
+        raise OSError("no such host")
+
+    keep_comparing(reach, 20, asked.append, pauses_s=(0.0, 0.0))
+    assert asked == [True] * 3
+    assert 'length is not compared reason="no such host"' in capsys.readouterr().err

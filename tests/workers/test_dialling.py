@@ -1,5 +1,7 @@
 """Which addresses can be reached from here."""
 
+import os
+import resource
 import socket
 import time
 
@@ -29,3 +31,16 @@ def test_an_answer_is_waited_for_no_longer_than_it_takes_or_than_there_is_time()
         assert 0.25 < time.monotonic() - began < 5
         for other in others:
             other.close()
+
+
+def test_a_process_may_have_thousands_of_files_open():
+    had = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(had[0], 4096), had[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            assert reached({"a": listener.getsockname()}, 5) == {"a"}
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, had)

@@ -1,12 +1,16 @@
 """What a worker says of an error: the place in the stream, and in whose words."""
 
 import math
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elastic.protocol.errors import UnfitNode, UserError, WrongInput
-from tests.workers.session_rig import Rig, Tiny
+from tests.workers.session_rig import CPU, Rig, Tiny, spec
+from workers.build import build_replica, check_threads
 from workers.worker import Worker
 
 ROW = 25
@@ -153,3 +157,40 @@ def test_a_node_that_cannot_serve_stays_unfit_at_any_time():
     assert reporting.rig.session.step == 0
     reporting.train = lambda: raise_(UnfitNode("no storage here"))
     assert reporting.said()[1:] == ("wrong_input", "no storage here")
+
+
+def test_a_workload_that_sets_another_number_of_threads_is_refused_where_bits_count():
+    class Threaded(Tiny):
+        def build_model(self):
+            torch.set_num_threads(2)
+            return super().build_model()
+
+    before, one = torch.get_num_threads(), spec("bitwise")
+    two = replace(one, num_threads=2)
+    try:
+        build_replica(Threaded(), one, CPU)
+        check_threads(two, CPU)
+        check_threads(replace(one, reduction="fast"), CPU)
+        with pytest.raises(WrongInput, match=r"set 2 intra-op threads, .* cpus_per_worker=1: "):
+            check_threads(one, CPU)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_worker_without_memory_for_the_state_is_a_loss_with_words():
+    """And no user's error, which would end the run."""
+    script = """
+import types
+from workers.out_of_memory import OutOfMemory
+from workers.worker import Worker
+def copy():
+    raise OutOfMemory("out of memory while it copied the state")
+worker = object.__new__(Worker)
+worker._link = types.SimpleNamespace(send=lambda kind, **said: print(kind, said, flush=True))
+worker._keep_log = lambda: None
+worker._tell_of_errors(copy)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    said = "last_words {'why': 'out of memory while it copied the state'}\n"
+    assert (done.returncode, done.stdout) == (73, said)

@@ -5,6 +5,7 @@ import torch
 
 from elastic.on_ray.evaluations import Evaluations
 from tests.workers.session_rig import Rig
+from workers.evaluation import _evaluate_ids
 from workers.worker import Worker
 
 
@@ -123,3 +124,14 @@ def test_the_controller_takes_the_results_of_steps_done_again():
     evaluations.hear(0, None, result(5, 0), b"")
     evaluations.hear(0, None, result(10, 0), b"")
     assert taken == [result(5, 0), result(10, 0), result(10, 0)]
+
+
+def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
+    where = (rig.member, rig.workload, rig.spec, [0.0] * 6)
+    drawn = []
+    for rank in (0, 1):
+        rig.member.rank = rank
+        rows = _evaluate_ids(*where, lambda model, batch: float(torch.rand(())), range(2), [])
+        drawn.append(rows)
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0][1] != drawn[0][1][1]

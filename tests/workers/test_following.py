@@ -1,15 +1,19 @@
 """A newcomer that follows a source, and what it can say when the source is lost."""
 
+import errno
 import socket
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import Rig
 from workers.digest import weights_sha256
+from workers.out_of_memory import OutOfMemory, told_as_loss
 
 
 @pytest.fixture
@@ -110,3 +114,40 @@ def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pa
     with pytest.raises(PeerLost, match="cannot reach step 2"):
         newcomer.member._copying.catch_up(2, lambda: False)
     assert time.monotonic() - began < 5 * newcomer.spec.detect_s
+
+
+def offer_too_much(listener: socket.socket) -> None:
+    """A source whose state is larger than any memory."""
+    connection, _ = listener.accept()
+    wire.receive(connection)
+    wire.send(connection, {"type": "snapshot", "queued": 0, "tensors": [["w", "float32", [2**46]]]})
+
+
+def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():
+    """As if it had been killed for it: no error of the user's, which would end the run."""
+    newcomer, listener = Rig("bitwise"), socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=offer_too_much, args=(listener,), daemon=True).start()
+    sync = {"type": "sync", "address": list(listener.getsockname())}
+    newcomer.member.wake = lambda: None
+    newcomer.member._obey(sync, b"")
+    assert newcomer.member._copying._following.arrived.wait(30)
+    newcomer.link.commands.put(({"type": "log_to", "folder": ""}, b""))
+    with pytest.raises(OutOfMemory, match=r"it copied the state: .*can't allocate memory"):
+        newcomer.member.wait_for_generation()
+    assert newcomer.link.sent == []
+    newcomer.loader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_shortage"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("the size of tensor a must match"), False),
+    ],
+)
+def test_only_a_shortage_of_memory_is_a_loss(error, is_shortage):
+    with pytest.raises(OutOfMemory if is_shortage else type(error)), told_as_loss("it slept"):
+        raise error

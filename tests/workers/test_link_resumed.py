@@ -1,7 +1,9 @@
-"""A worker's link that is unanswered goes on over a second connection to the same controller."""
+"""A worker's link that is unanswered, or whose connection has ended, goes on over a second one to
+the same controller."""
 
 import asyncio
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -24,12 +26,15 @@ class Controller:
     def __init__(self) -> None:
         self.heard, self.closed = [], []
         self.loop = asyncio.new_event_loop()
-        self.links = LinkServer("secret", self._on_frame, self.closed.append)
+        self.links = LinkServer("secret", self._on_frame, self._on_ended)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.address = self.do(self.links.open("127.0.0.1"))
 
     def _on_frame(self, worker: int, header: dict, payload: bytes) -> None:
         self.heard.append((worker, header["type"], header.get("step"), bytes(payload)))
+
+    def _on_ended(self, worker: int, was_reset: bool) -> None:
+        self.closed.append((worker, was_reset))
 
     def do(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
@@ -44,12 +49,23 @@ class Relay:
 
     def __init__(self, to: tuple[str, int]) -> None:
         self._to, self.num_dialled = to, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = self._listener.getsockname()
+        self._joined: list[socket.socket] = []
+        self.address = ("127.0.0.1", 0)
+        self._is_turning_away = False
         self._way = threading.Event()  # of the connections that exist
         self._is_open = threading.Event()
         self.mend()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.listen()
+
+    def listen(self) -> None:
+        self._listener = socket.create_server(self.address)
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def refuse(self) -> None:
+        """New connections, as a firewall may."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # a thread that accepts would keep it open
+        self._listener.close()
 
     def cut(self) -> None:
         self._is_open.clear()
@@ -60,15 +76,40 @@ class Relay:
         self._way.set()
         self._is_open.set()
 
-    def _accept(self) -> None:
+    def turn_away(self, is_so: bool) -> None:
+        """End new connections without a word."""
+        self._is_turning_away = is_so
+
+    def reset(self) -> None:
+        """All connections that exist, at both ends, as a firewall that forgets them."""
+        joined, self._joined, way = self._joined, [], self._way
+        self._way = threading.Event()
+        self._way.set()
+        way.clear()  # what is on its way is lost, and no end is passed on
+        for end in joined:
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)  # a thread that reads would keep it open
+        for end in joined:
+            end.close()
+
+    def _accept(self, listener: socket.socket) -> None:
         while True:
-            near, _ = self._listener.accept()
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
             self.num_dialled += 1
+            if self._is_turning_away:
+                near.recv(4096)  # else it would be a reset
+                near.close()
+                continue
             threading.Thread(target=self._join, args=(near,), daemon=True).start()
 
     def _join(self, near: socket.socket) -> None:
         self._is_open.wait()
         far, way = socket.create_connection(self._to), self._way
+        self._joined += [near, far]
         for ends in ((near, far), (far, near)):
             threading.Thread(target=self._pass, args=(*ends, way), daemon=True).start()
 
@@ -101,9 +142,9 @@ def ends():
         worker=3,
         silence_s=SILENCE_S,
         lease_s=LEASE_S,
-        find=lambda: None,
+        find=lambda: relay.address,
         on_command=commands.append,
-        on_found=lambda address: {},
+        on_found=lambda address: {"kind": "working"},
     )
     return controller, relay, link
 
@@ -210,10 +251,13 @@ def test_words_are_no_silence_and_tell_what_was_heard(ends):
         threading.Event().wait(0.1)
     until(lambda: link.recorded_step == 19)
     assert relay.num_dialled == 1
-    assert len(link._outbox._sent) <= 1, "the last word may have been quicker"
+    until(lambda: len(heard(controller)) == 20)
+    controller.send(type="word", recorded_step=20, formed=0)
+    until(lambda: link.recorded_step == 20)
+    assert not link._outbox._sent
 
 
-def test_the_end_of_the_newest_connection_is_the_end_of_the_worker(ends):
+def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_not(ends):
     controller, relay, link = ends
     link.send("committed", step=0)
     until(lambda: heard(controller) == [0])
@@ -228,10 +272,116 @@ def test_the_end_of_the_newest_connection_is_the_end_of_the_worker(ends):
         connection = link._connection
         if connection is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        return controller.closed == [3]
+                connection.shutdown(socket.SHUT_WR)
+        return controller.closed[:1] == [(3, False)]
 
     until(end_newest)
+    link.send("committed", step=2)
+    until(lambda: heard(controller) == [0, 1, 2])
+
+
+def test_what_was_said_over_connections_that_are_reset_arrives_once_and_in_order(ends):
+    controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])  # there is a link
+    controller.send(type="go", step=0)
+    told_steps: list[int] = []
+    for step in range(1, 40):
+        link.send("committed", b"x" * 100_000, step=step)
+        controller.send(type="go", step=step)
+        if step % 8 == 7:
+            relay.reset()
+            until(lambda: link._connection is not None)
+    until(lambda: len(heard(controller)) >= 40)
+    until(lambda: told_steps.extend(told(link)) or len(told_steps) >= 40)
+    assert (heard(controller), told_steps) == ([*range(40)], [*range(40)])
+    assert link.num_controllers == 1, "it is the same one"
+    assert (3, True) in controller.closed
+
+
+def test_new_connections_that_end_without_a_word_are_no_news_of_the_link(ends):
+    """As at a full house. The controller is the same, and what it has not heard is kept for it."""
+    controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    for step, silence in enumerate((relay.cut, relay.reset), start=1):
+        relay.turn_away(True)
+        silence()
+        num_dialled = relay.num_dialled
+        link.send("committed", step=step)
+        controller.send(type="go", step=step)
+        until(lambda n=num_dialled: relay.num_dialled > n + 1)
+        relay.turn_away(False)
+        relay.mend()
+        until(lambda n=step: heard(controller) == [*range(n + 1)])
+        until(lambda n=step: link.commands.qsize() == n)
+    assert told(link) == [1, 2]
+    assert link.num_controllers == 1
+
+
+def test_a_path_that_is_silent_and_refuses_new_connections_for_a_while_loses_nothing(ends):
+    controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])  # there is a link
+    controller.send(type="go", step=0)
+    until(lambda: link.commands.qsize() == 1)
+    relay.cut()
+    relay.refuse()
+    link.send("committed", step=1)
+    controller.send(type="go", step=1)
+    threading.Event().wait(4 * SILENCE_S)
+    relay.listen()
+    relay.mend()
+    until(lambda: heard(controller) == [0, 1] and link.commands.qsize() == 2)
+    assert (told(link), link.num_controllers) == ([0, 1], 1)
+    assert controller.closed == []
+
+
+def test_a_controller_that_is_slow_is_not_left_while_new_connections_are_refused(ends):
+    controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    relay.refuse()
+    threading.Event().wait(4 * SILENCE_S)
+    link.send("committed", step=1)
+    controller.send(type="go", step=1)
+    until(lambda: heard(controller) == [0, 1] and told(link) == [1])
+    assert (relay.num_dialled, controller.closed) == (1, [])
+
+
+def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere():
+    """Its controller has died, and no word of that came through."""
+    controller, successor = Controller(), Controller()
+    relay, found = Relay(controller.address), []
+    link = ControllerLink(
+        relay.address, token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S,
+        find=lambda: successor.address if found else None,
+        on_command=print, on_found=lambda address: {"kind": "working"},
+    )  # fmt: skip
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    relay.cut()
+    relay.refuse()
+    threading.Event().wait(2 * SILENCE_S)
+    began = time.monotonic()
+    found.append(True)
+    until(lambda: [kind for _, kind, *_ in successor.heard] == ["standing"])
+    assert time.monotonic() - began < SILENCE_S + 1
+    link.send("committed", step=1)
+    until(lambda: heard(successor) == [1])
+
+
+def test_a_controller_that_says_it_does_not_know_the_link_is_introduced_to(ends):
+    """As a successor that listens where its predecessor did."""
+    controller, relay, link = ends
+    link.send("committed", step=0)
+    until(lambda: heard(controller) == [0])
+    controller.loop.call_soon_threadsafe(controller.links._links.clear)
+    relay.reset()
+    until(lambda: "standing" in [kind for _, kind, *_ in controller.heard])
+    link.send("committed", step=1)
+    until(lambda: heard(controller) == [0, 1])
+    assert link.num_controllers == 2
 
 
 def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
@@ -270,6 +420,9 @@ def test_a_worker_that_was_lost_during_a_cut_is_told_so_when_it_dials():
             assert wire.receive(second)[0] == {"type": "leave"}
         with socket.create_connection(controller.address, timeout=20) as stranger:
             wire.send(stranger, {**hello, "worker": 4, "resumes": True})
+            assert wire.receive(stranger)[0] == {"type": "unknown"}
+        with socket.create_connection(controller.address, timeout=20) as stranger:
+            wire.send(stranger, {**hello, "token": "guess", "worker": 4, "resumes": True})
             with pytest.raises(wire.ConnectionClosed):
                 wire.receive(stranger)
     assert controller.closed == []

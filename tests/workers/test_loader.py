@@ -294,6 +294,10 @@ def test_wrong_datasets_are_refused_in_one_line(make: Any) -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(WrongInput, match="map-style"):
         _ = make(Workload(iter([1]))).num_rows
+    with pytest.raises(WrongInput, match=r"return elastic\.data\.parquet\('data/train'\)"):
+        _ = make(Workload("data/train")).num_rows
+    with pytest.raises(WrongInput, match="a dict, whose keys are no positions"):
+        _ = make(Workload({"a": 1})).num_rows
 
 
 def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:

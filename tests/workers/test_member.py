@@ -1,11 +1,15 @@
 """A step whose vote only some have seen complete: the others roll forward to the same bits."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.workers.fake_groups import Done
 from tests.workers.session_rig import Rig, Tiny
 from workers import groups
 from workers.digest import weights_sha256
@@ -59,15 +63,46 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     assert list(records[0]) == [1, 2, 3]
 
 
-def test_who_rolls_forward_comes_to_its_evaluation_before_it_pauses(rigs):
-    committed, behind = rigs
-    for rig in rigs:
+def leave_behind(committed, behind):
+    """One has committed step 2, whose vote the other has lost; what the first one says of it."""
+    for rig in (committed, behind):
         rig.step()
     committed.step()
     behind.member.group = LosesVote()
     behind.session._reducer_of = (0, ())
-    fields, payload = committed.link.of("committed")[-1]
     behind.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    return committed.link.of("committed")[-1]
+
+
+def test_who_is_recalled_from_a_generation_it_was_never_told_of_answers_and_rolls_forward(
+    rigs, monkeypatch
+):
+    """Its Form waited for a rendezvous, and it was given up meanwhile."""
+    committed, behind = rigs
+    fields, payload = leave_behind(committed, behind)
+    recall = {"type": "recall", "generation": 2, "rank": 1, "world_size": 2}
+    say = behind.link.send
+
+    def send(kind, *payload, **fields):
+        if kind == "suspended" and fields["generation"] == 1:
+            behind.member.interrupt(recall)
+        return say(kind, *payload, **fields)
+
+    monkeypatch.setattr(behind.link, "send", send)
+    behind.link.commands.put((recall, b""))
+    behind.form(generation=3, step=2, vote=fields["vote"], payload=payload)
+    assert behind.step().committed
+    said = [fields for fields, _ in behind.link.of("suspended")]
+    assert [(f["generation"], f["rank"], f["step"], f["is_prepared"]) for f in said] == [
+        (1, 0, 1, True),
+        (2, 1, 1, True),
+    ]
+    assert weights_sha256(committed.replica.model) == weights_sha256(behind.replica.model)
+
+
+def test_who_rolls_forward_comes_to_its_evaluation_before_it_pauses(rigs):
+    committed, behind = rigs
+    fields, payload = leave_behind(committed, behind)
     behind.form(generation=2, step=2, vote=fields["vote"], payload=payload, then_pause=True)
     behind.form(generation=3, step=2)
     assert behind.step().committed
@@ -97,6 +132,63 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     for rig in rigs:
         rig.step()
     assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
+
+
+class AbandonedInVote(groups.Alone):
+    """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
+
+    def all_reduce(self, tensor):
+        self.abandon()
+        return Done()
+
+
+def test_a_vote_of_a_generation_that_was_given_up_meanwhile_commits_nothing(rigs):
+    rig, _ = rigs
+    rig.step()
+    before = weights_sha256(rig.replica.model)
+    rig.member.group = AbandonedInVote()
+    rig.session._reducer_of = (0, ())
+    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.form(generation=2, step=1)
+    assert not rig.step().committed
+    assert (rig.session.step, weights_sha256(rig.replica.model)) == (1, before)
+    suspended, _ = rig.link.of("suspended")[-1]
+    assert (suspended["step"], suspended["is_prepared"]) == (1, True), "others may have seen it"
+
+
+def test_gradients_of_a_generation_are_not_those_of_the_next(rigs):
+    """It did not roll forward: the step is done again, and is prepared once it is."""
+    rig, _ = rigs
+    rig.step()
+    rig.member.group = LosesVote()
+    rig.session._reducer_of = (0, ())
+    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.form(generation=2, step=1)
+    assert not rig.step().committed
+    assert rig.session.generation == 2
+    rig.member._obey({"type": "abort", "generation": 2}, b"")
+    said = [(f["generation"], f["is_prepared"]) for f, _ in rig.link.of("suspended")]
+    assert said == [(1, True), (2, False)]
+
+
+def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
+    rig, _ = rigs
+    rig.step()
+    saver, is_allowed = rig.member.saver, threading.Event()
+
+    class Slow(Catalogue):
+        def prepare(self, step):
+            assert is_allowed.wait(30)
+            return super().prepare(step)
+
+    saver.catalogue = Slow(open_folder(str(tmp_path)))
+    saver.begin(rig.replica, rig.member)
+    rig.member._obey({"type": "abort", "generation": 1}, b"")
+    rig.form(generation=2, step=1)
+    rig.member.wait_for_generation()
+    is_allowed.set()
+    saver._wait()
+    assert rig.link.of("part_saved") == []
 
 
 class Counts(Tiny):

@@ -106,6 +106,42 @@ def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         assert run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
 
 
+class InFlight:
+    """A group that counts the collectives which nobody has waited for yet."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank, group.world_size
+        self.now = self.most = 0
+
+    def all_to_all(self, outputs: Any, inputs: Any) -> "InFlight":
+        return self._launched(self._group.all_to_all(outputs, inputs))
+
+    def all_gather(self, outputs: Any, tensor: Any) -> "InFlight":
+        return self._launched(self._group.all_gather(outputs, tensor))
+
+    def _launched(self, done: Any) -> "InFlight":
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return self
+
+    def wait(self) -> None:
+        self.now -= 1
+
+
+def test_few_pieces_travel_at_a_time_however_large_the_buffers_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = run_threads(1, lambda g: _reduced(g, 7))[0]
+    monkeypatch.setattr("workers.reduction.tree.PIECE_ELEMENTS", 2)
+
+    def body(group: Any) -> tuple[list[bytes], int, bool]:
+        counting = InFlight(group)
+        return _reduced(counting, 7), counting.now, counting.most <= 6
+
+    assert run_threads(2, body) == [(expected, 0, True)] * 2
+
+
 def test_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:
     layout = _layout(1)
     fold = TreeFold(layout, range(7), 7)

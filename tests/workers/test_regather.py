@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.groups import Alone
+from workers.parallel.pieces import Pieces
 from workers.parallel.regather import Regather, is_whole
 from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import RowsLost
@@ -39,9 +41,50 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [HolderAt("n", *server.address)]
-    search = Regather(Alone(), Mesh("fsdp", 1), [], where, "t", torch.device("cpu"), RowMemory())
+    pieces = Pieces(Alone(), torch.device("cpu"), lambda: None, 30.0)
+    mesh, device = Mesh("fsdp", 1), torch.device("cpu")
+    search = Regather(Alone(), mesh, [], where, "t", device, RowMemory(), pieces)
     with pytest.raises(RowsLost):
         search.run(7, 7, dict)
+    server.close()
+
+
+class Abandoning(HolderServer):
+    """The generation is given up while a copy is on its way."""
+
+    def __init__(self, group):
+        self._group = group
+        super().__init__("127.0.0.1", "t")
+
+    def _read(self, connection, asked):
+        self._group.abandon()
+        super()._read(connection, asked)
+
+
+def test_a_generation_given_up_while_copies_are_read_is_left():
+    group, content = Alone(), bytearray(4)
+    server, piece = Abandoning(group), Slice("model/w", "float32", (1,), True, 0, 1, 4)
+    server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
+    where, device = [HolderAt("n", *server.address)], torch.device("cpu")
+    pieces = Pieces(group, device, lambda: None, 30.0)
+    search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
+    with pytest.raises(PeerLost):
+        search.run(7, 7, dict)
+    server.close()
+
+
+def test_a_step_that_nobody_could_report_is_not_gone_on_from():
+    """Holders have it, the record ends before it, and who knew the steps between is lost."""
+    server, content = HolderServer("127.0.0.1", "t"), bytearray(4)
+    piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
+    sums = (crc32(memoryview(content)),)
+    server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
+    group, where, device = Alone(), [HolderAt("n", *server.address)], torch.device("cpu")
+    pieces = Pieces(group, device, lambda: None, 30.0)
+    search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
+    with pytest.raises(RowsLost, match="up to step 6"):
+        search.run(7, 6, dict)
+    assert search.run(7, 7, dict).label == (7, 1)
     server.close()
 
 

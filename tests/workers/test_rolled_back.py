@@ -69,7 +69,7 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     loader = Loader(Tiny(), 3, 12, 3)
     worker = object.__new__(Worker)  # its loop alone, without the process around it
     worker._spec, worker._replica, worker._member = settings, replica, member
-    worker._link, worker._vitals = link, vitals
+    worker._link, worker._vitals, worker._returned_at = link, vitals, STEPS
     load = {"type": "load", "place": place, "recorded_step": 0}
     finish = {
         "type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None,

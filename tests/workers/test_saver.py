@@ -1,17 +1,21 @@
 """The shares of a replicated state, and a state that goes through files and comes back."""
 
 import json
+import os
+import tempfile
 import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from elastic.protocol.manifest import check_cover, merge, part_from_json
-from elastic.store.catalogue import Catalogue
+from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.files import open_folder
+from elastic.store.remote import patiently
 from tests.workers.session_rig import spec
-from workers.checkpoint.load import load_newest, patiently
+from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver, share
 from workers.digest import weights_sha256
 from workers.replica import Replica
@@ -196,3 +200,48 @@ def test_a_storage_that_is_away_for_a_moment_is_waited_for():
     answers = iter([OSError("away"), OSError("still away")])
     with pytest.raises(OSError, match="still away"):
         patiently(read, pauses_s=(0.0,))
+
+
+@pytest.fixture
+def in_memory():
+    """A folder that no busy disk holds up."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield folder
+
+
+def test_a_final_save_that_gets_further_may_take_as_long_as_it_takes(in_memory) -> None:
+    link, told = Link(), []
+    saver = Saver(link, spec(stall_s=1.5, lease_s=0.1, has_checkpoints=True))  # type: ignore[arg-type]
+    saver.open(in_memory)
+    take, pause = saver._memory.take, threading.Event()
+
+    def slowly(*arguments):
+        pause.wait(0.15)
+        return take(*arguments)
+
+    saver._memory.take = slowly  # type: ignore[method-assign]
+    replica, began = make(0), time.monotonic()
+    saver.save_now(replica, By(0, 1), lambda: told.append(True))  # type: ignore[arg-type]
+    assert time.monotonic() - began > 1.5, "longer than a save that hangs"
+    assert [kind for kind, _, _ in link.said] == ["part_saved"]
+    assert len(told) > 3
+
+
+def test_a_final_save_to_a_storage_that_hangs_fails_and_is_told(tmp_path) -> None:
+    """A FIFO without a reader hangs whoever opens it, as a network mount without its server."""
+    link, by = Link(), By(0, 1)
+    saver = Saver(link, spec(stall_s=0.5, has_checkpoints=True))  # type: ignore[arg-type]
+    saver.open(str(tmp_path))
+    assert saver.catalogue is not None
+    folder = saver.catalogue.prepare(9)
+    assert folder.local is not None
+    fifo = folder.local / file_name(by.generation, by.rank, by.world_size, saver.catalogue.launch)
+    os.mkfifo(fifo)
+    saver.save_now(make(0), by)  # type: ignore[arg-type]
+    ((kind, fields, _),) = link.said
+    assert (kind, fields["generation"], fields["step"]) == ("part_failed", 4, 9)
+    assert fields["message"] == "the storage hangs in step 9: nothing was written for 0.5 s"
+    back = os.open(fifo, os.O_RDWR)  # too late; a reader that stays: the file may be opened twice
+    saver._wait()
+    os.close(back)
+    assert len(link.said) == 1

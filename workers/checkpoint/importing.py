@@ -21,6 +21,7 @@ from workers.checkpoint.stream import OnBytes, ignore
 from workers.digest import plain_name, tensor_bytes
 from workers.peer import as_bytes
 from workers.replica import Replica
+from workers.trial import step_undone
 
 SHOWN = 3
 """Names in a message."""
@@ -204,18 +205,14 @@ def _by_name(source: Foreign, given: OptimizerState, groups: list[list[str]]) ->
 def _try_step(replica: Replica, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
     """What the optimizer keeps for each parameter, from a step that is undone."""
     optimizer = replica.optimizer
-    values = [p.detach().clone() for p in replica.parameters]
     options = [
         copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         for group in optimizer.param_groups
     ]
     for p in replica.parameters:
         p.grad = torch.zeros_like(p)
-    optimizer.step()
+    step_undone(optimizer, replica.parameters)
     replica.drop_gradients()
-    with torch.no_grad():
-        for p, value in zip(replica.parameters, values, strict=True):
-            p.copy_(value)
     kept = {
         names[cast(nn.Parameter, p)]: dict(state)
         for p, state in optimizer.state.items()
@@ -245,7 +242,7 @@ def _fitted(
             if value.shape != like.shape or not is_same:
                 what = f"{value.dtype}{list(value.shape)}, here {like.dtype}{list(like.shape)}"
                 raise _unfit(source, f"{key!r} of {name!r} is {what}")
-            value = value.to(like.dtype, copy=True)
+            value = torch.empty_like(like).copy_(value)
         found[key] = value
     return found
 

@@ -4,13 +4,9 @@ Every byte is verified before it is used, and nothing is unpickled. Writing is i
 """
 
 import math
-import sys
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,26 +21,15 @@ from workers.replica import Replica
 
 READERS = 4
 """Threads that read: one alone does not use a disk's or an object store's bandwidth."""
-AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
-
-T = TypeVar("T")
 
 
-def patiently(read: Callable[[], T], pauses_s: Sequence[float] = AWAY_PAUSES_S) -> T:
-    """`read()`, once more after each pause while the storage does not answer; then its OSError."""
-    for pause_s in pauses_s:
-        try:
-            return read()
-        except OSError as error:
-            print(
-                f'storage is away pause_s={pause_s} reason="{error}"', file=sys.stderr, flush=True
-            )
-            time.sleep(pause_s)
-    return read()
+def nothing() -> None:
+    """Nobody asks how far a reader is."""
 
 
-def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
+def load_newest(
+    catalogue: Catalogue, replica: Replica, begin_piece: Callable[[], None] = nothing
+) -> list[Damage]:
     """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
 
     An initial state's memory is read into, so that damage found on the way leaves nothing of it; a
@@ -58,7 +43,7 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
             manifest = catalogue.manifest(step)
             replica.settle()
             into = None if replica.step else replica.tensors()
-            tensors = read_tensors(catalogue, manifest, into=into)
+            tensors = read_tensors(catalogue, manifest, into=into, begin_piece=begin_piece)
         except DamagedCheckpoint as error:
             damaged.append(Damage(step, str(error)))
             continue
@@ -69,7 +54,9 @@ def load_newest(catalogue: Catalogue, replica: Replica) -> list[Damage]:
     return damaged
 
 
-def find_newest(catalogue: Catalogue) -> tuple[int | None, list[Damage]]:
+def find_newest(
+    catalogue: Catalogue, begin_piece: Callable[[], None] = nothing
+) -> tuple[int | None, list[Damage]]:
     """The step of the newest good checkpoint, verified as a whole, and the damaged ones before it.
 
     Nothing is kept of it: the members of a sharded run each read their own rows. WrongInput if
@@ -79,7 +66,8 @@ def find_newest(catalogue: Catalogue) -> tuple[int | None, list[Damage]]:
     for step in reversed(catalogue.steps()):
         try:
             catalogue.manifest(step)
-            deque(catalogue.verify(step), maxlen=0)
+            for _ in catalogue.verify(step):
+                begin_piece()
         except DamagedCheckpoint as error:
             damaged.append(Damage(step, str(error)))
             continue
@@ -102,12 +90,14 @@ def read_tensors(
     prefixes: tuple[str, ...] = ("",),
     into: Mapping[str, Tensor] | None = None,
     rows: Mapping[str, range] | None = None,
+    begin_piece: Callable[[], None] = nothing,
 ) -> dict[str, Tensor]:
     """Name to tensor, on the host, of those whose names begin with one of `prefixes`.
 
     into: tensors to be filled and given back where dtype, shape and device are right; undefined if
     this raises. rows: the elements of dim 0 that are wanted, all where it says nothing; found[name]
-    has those only. Raises DamagedCheckpoint.
+    has those only. begin_piece: called before each piece; what it raises ends the reading. Raises
+    DamagedCheckpoint.
     """
     wanted = [t for t in manifest.tensors if t.name.startswith(prefixes)]
     wanted_rows = {t.name: (rows or {}).get(t.name) for t in wanted}
@@ -126,7 +116,7 @@ def read_tensors(
                 detours.append((box, plain))
             if plain.numel():
                 ranges.setdefault(chunk.file, []).append((offset, as_bytes(plain)))
-    read_ranges(catalogue, manifest, ranges)
+    read_ranges(catalogue, manifest, ranges, begin_piece)
     for box, plain in detours:
         box.copy_(plain)
     return found
@@ -157,7 +147,12 @@ def _part(
     return (first - rows.start, *chunk.start[1:]), (count, *chunk.shape[1:]), offset
 
 
-def read_ranges(catalogue: Catalogue, manifest: Manifest, wanted: dict[str, list[Range]]) -> None:
+def read_ranges(
+    catalogue: Catalogue,
+    manifest: Manifest,
+    wanted: dict[str, list[Range]],
+    begin_piece: Callable[[], None] = nothing,
+) -> None:
     """Fill memory from the checkpoint's files, by name; several blocks at a time.
 
     Raises DamagedCheckpoint.
@@ -172,6 +167,7 @@ def read_ranges(catalogue: Catalogue, manifest: Manifest, wanted: dict[str, list
                     tasks.append(pool.submit(reader.read_block, index, pieces))
         try:
             for task in tasks:
+                begin_piece()
                 task.result()
         finally:
             pool.shutdown(cancel_futures=True)  # before the readers are closed

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,8 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
-from elastic.store.files import open_folder
+from elastic.store.files import reach_folder
+from elastic.store.remote import patiently
 from workers.checkpoint.snapshot import Arena, Snapshot
 from workers.link import ControllerLink
 from workers.parallel.shards import is_shard, local
@@ -45,10 +47,19 @@ class _Job:
     snapshot: Snapshot
     is_pinned: bool
     is_given_up: bool = False
+    progress: int = 0
+    """Tensors copied and blocks written so far."""
 
     def copy(self) -> dict[str, Tensor]:
         """Everything, before anything is written: the disk must not hold up the next step."""
-        return {box.name: self.snapshot.take(box.name) for box in self.boxes}
+        copies: dict[str, Tensor] = {}
+        for box in self.boxes:
+            copies[box.name] = self.snapshot.take(box.name)
+            self.advance()
+        return copies
+
+    def advance(self) -> None:
+        self.progress += 1
 
     def contents(self, copies: Mapping[str, Tensor]) -> Iterator[memoryview]:
         for box in self.boxes:
@@ -96,7 +107,7 @@ class Saver:
 
     def open(self, place: str) -> None:
         """place: the run directory."""
-        folder = open_folder(place).at("checkpoints")
+        folder = patiently(partial(reach_folder, place)).at("checkpoints")
         self.catalogue = Catalogue(folder, launch_of(self._spec.run_id))
 
     @property
@@ -114,7 +125,7 @@ class Saver:
             self.begin(replica, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
             tensors = replica.tensors()
-            pieces = share(tensors, by.rank, by.world_size, _mesh_of(replica))
+            pieces = share(tensors, by.rank, by.world_size, _mesh_of(replica, by))
             mine = [(t.dtype, t.shape) for _, t in pieces]
             touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
             touch.start()
@@ -142,7 +153,7 @@ class Saver:
         boxes: list[Box] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            pieces = share(tensors, rank, world_size, _mesh_of(replica))
+            pieces = share(tensors, rank, world_size, _mesh_of(replica, by))
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
@@ -167,12 +178,41 @@ class Saver:
         if self._job is not None and self._job.generation <= generation:
             self._job.is_given_up = True
 
-    def save_now(self, replica: Replica, by: Standing) -> None:
-        """Return once this state's part is written or has failed; an older save ends first."""
-        self._wait()
-        if self._spec.has_checkpoints and self._saved != (by.generation, replica.step):
+    def save_now(
+        self, replica: Replica, by: Standing, tell: Callable[[], None] = lambda: None
+    ) -> None:
+        """Return once this state's part is written or has failed; an older save ends first. It has
+        failed, too, where the storage hangs.
+
+        tell: called now and then while it gets further.
+        """
+        is_over = self._wait_moving(tell)
+        if is_over and self._spec.has_checkpoints and self._saved != (by.generation, replica.step):
             self.begin(replica, by)
-            self._wait()
+            is_over = self._wait_moving(tell)
+        if not is_over and self._job is not None:
+            self._job.is_given_up = True
+            stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
+            where = {"generation": by.generation, "rank": by.rank, "step": replica.step}
+            log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
+            self._say("part_failed", {}, {"message": f"the storage hangs in {stuck}", **where})
+
+    def _wait_moving(self, tell: Callable[[], None]) -> bool:
+        """False where the saver gets no further. In an object store it always does: there every
+        request has a limit of its own, and how far they have come cannot be seen."""
+        is_remote = self.catalogue is not None and self.catalogue.folder.local is None
+        seen, moved_at, told_at = -1, time.monotonic(), time.monotonic()
+        while self._thread is not None and self._job is not None and self._thread.is_alive():
+            self._thread.join(_POLL_S)
+            now, progress = time.monotonic(), self._job.progress
+            if is_remote or progress != seen:
+                seen, moved_at = progress, now
+            if now - moved_at > self._spec.stall_s:
+                return False
+            if now - told_at > self._spec.lease_s and moved_at > told_at:
+                told_at = now
+                tell()
+        return True
 
     def _wait(self) -> None:
         """The deadline is the controller's: it gives up a run that does not end."""
@@ -188,7 +228,10 @@ class Saver:
             folder = self.catalogue.prepare(job.step)
             launch = self.catalogue.launch
             name = file_name(job.generation, job.rank, job.world_size, launch)
-            part = write_part(folder, name, job.boxes, job.contents(copies))
+            contents = job.contents(copies)
+            part = write_part(folder, name, job.boxes, contents, on_block=job.advance)
+            if job.is_given_up:
+                raise _GivenUp
             state = job.snapshot.header if job.rank == 0 else None
             said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
             self._say("part_saved", said, where)
@@ -203,8 +246,10 @@ class Saver:
             self._memory.give(copies)
 
 
-def _mesh_of(replica: Replica) -> Mesh | None:
-    return None if replica.sharded is None else replica.sharded.mesh
+def _mesh_of(replica: Replica, by: Standing) -> Mesh | None:
+    if replica.sharded is None:
+        return None
+    return replica.sharded.mesh_of_rows(by.rank, by.world_size)
 
 
 def share(

@@ -4,12 +4,15 @@ The sample order is a function of it. It is kept in the run's `data.json`, where
 plan (elastic/data/record.py).
 """
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, open_folder, read_json, write_json
+from elastic.store.files import Folder, reach_folder, read_json, write_json
+from elastic.store.remote import AWAY_PAUSES_S, patiently, tell_away
 
 NAME, KEY = "data.json", "num_rows"
 LOOK_S, LOOK_REMOTE_S = 0.5, 5.0
@@ -32,8 +35,21 @@ def compare(folder: Folder, num_rows: int) -> bool:
     return True
 
 
-def keep_comparing(folder: Folder, num_rows: int, refuse: Callable[[WrongInput], None]) -> None:
-    """In a thread, until the length has been found on record twice."""
+def keep_comparing(
+    reach: Callable[[], Folder],
+    num_rows: int,
+    refuse: Callable[[WrongInput], None],
+    pauses_s: Sequence[float] = AWAY_PAUSES_S,
+) -> None:
+    """In a thread, until the length has been found on record twice. Not at all if the store cannot
+    be reached for longer than this worker waits for it anywhere."""
+    try:
+        folder = patiently(reach, pauses_s=pauses_s)
+    except OSError as error:
+        print(f'length is not compared reason="{error}"', file=sys.stderr, flush=True)
+        return None
+    except WrongInput as error:
+        return refuse(error)
     pause, seen = threading.Event(), 0
     while seen < 2:
         pause.wait(LOOK_S if folder.local else LOOK_REMOTE_S)
@@ -50,10 +66,11 @@ def keep_comparing(folder: Folder, num_rows: int, refuse: Callable[[WrongInput],
 
 def watch_length(place: str, num_rows: int, refuse: Callable[[WrongInput], None]) -> None:
     """WrongInput if the run began with another length; `refuse` is told what is found later."""
-    folder = open_folder(place)
-    is_known = False
-    with suppress(OSError):
-        is_known = compare(folder, num_rows)
+    reach, is_known = partial(reach_folder, place), False
+    try:
+        is_known = compare(reach(), num_rows)
+    except OSError as error:  # a store that is away: later
+        tell_away(error, LOOK_REMOTE_S)
     if not is_known:
-        arguments = (folder, num_rows, refuse)
+        arguments = (reach, num_rows, refuse)
         threading.Thread(target=keep_comparing, args=arguments, name="length", daemon=True).start()

@@ -10,6 +10,8 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,16 @@ def _refusal(dataset: Any) -> str | None:
             f"dataset() returned a {kind}, an IterableDataset: its order depends on who iterates "
             "it, and it cannot go on at a given sample; return a map-style dataset, "
             "elastic.data.parquet(...) or a ray.data.Dataset"
+        )
+    if isinstance(dataset, str | bytes | PathLike):
+        return (
+            f"dataset() returned {dataset!r}, a {kind}: for the Parquet files there return "
+            f"elastic.data.parquet({dataset!r})"
+        )
+    if isinstance(dataset, Mapping):
+        return (
+            f"dataset() returned a {kind}, whose keys are no positions; return one of its values "
+            "(a split), or a list of them"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return (

@@ -3,10 +3,10 @@
 Standard library only: the pulse dials.
 """
 
-import select
+import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 Address = tuple[str, int]
@@ -52,7 +52,7 @@ def _settle(open_: dict[socket.socket, str], found: set[str], until: float) -> N
     """Hear what becomes of the connections, until all have answered or it is late."""
     while open_:
         left_s = max(0.0, until - time.monotonic())
-        done = select.select([], list(open_), [], left_s)[1]
+        done = _connected(open_, left_s)
         for connection in done:
             name = open_.pop(connection)
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
@@ -63,3 +63,12 @@ def _settle(open_: dict[socket.socket, str], found: set[str], until: float) -> N
             connection.close()
         if not done:
             return
+
+
+def _connected(connections: Iterable[socket.socket], limit_s: float) -> list[socket.socket]:
+    """Those whose connecting has ended, once there are any. Whatever number their files have:
+    select() takes the first 1,024 of a process only."""
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            selector.register(connection, selectors.EVENT_WRITE, connection)
+        return [key.data for key, _ in selector.select(limit_s)]

@@ -28,16 +28,20 @@ PHASES = (
     "gather",
     "done",
     "compile",
+    "restore",
+    "exchange",
 )
 """`lobby`: between generations; `done`: likewise, but the user's loop has returned; `feed`: data
 that others read is late; `user`: the user's code outside steps; `compute`: forward and backward;
-`gather`: a sharded pass waits for its peers' part of a parameter or gradient. A worker in `reduce`,
-`vote`, `form` or `gather` waits for its peers."""
+`gather`: a sharded pass waits for its peers' part of a parameter or gradient; `restore`: a piece of
+the state is read, initialised or copied, and the next one enters it again; `exchange`: it comes
+from peers, or they are not as far. Who is in one of WAITING waits for its peers."""
 
-WAITING = ("reduce", "vote", "form", "gather")
+WAITING = ("reduce", "vote", "form", "gather", "exchange")
 OWN = ("data", "compute")
 """A rank's own part of a step, in which it is as fast as its machine."""
-UNUSUAL = ("starting", "lobby", "feed", "save", "user", "form", "compile")
+FORMING = ("form", "restore", "exchange")
+UNUSUAL = ("starting", "lobby", "feed", "save", "user", "compile", *FORMING)
 """Phases without a usual time."""
 UNEVEN = ("evaluate",)
 """Phases of which a few passes tell little about the next: it may be of much more data."""
@@ -102,6 +106,8 @@ class Vitals:
     def waits_in(self, number: int, collective: str, size: int, part: str = "") -> None:
         """The main thread waits for the collective of this number of its generation's group, or of
         a part of it."""
+        if self.phase == "restore":
+            self.enter("exchange")
         kind = part.rstrip("0123456789")
         which = int(part.removeprefix(kind) or 0)
         what = (number, COLLECTIVES.index(collective), size)

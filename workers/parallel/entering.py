@@ -4,13 +4,19 @@ holder from then on.
 Which rows those are is sharded.py's and regather.py's, what a member does else is member.py's.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic.protocol.errors import DamagedCheckpoint, PeerLost
+from workers.exchange import gather_json
+from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
 
 if TYPE_CHECKING:
     from workers.member import Member
+
+ROUND_OF_JOINING = 0.5
+"""Ranks that are apart meet after this part of what a generation has for forming."""
 
 
 def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
@@ -24,6 +30,10 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
         return True
     assert group is not None
     member.hear_holders(header)
+    say_alive = partial(member.vitals.enter, "restore")
+    round_s = member.spec.join_timeout_s * ROUND_OF_JOINING
+    pieces = Pieces(group, member.device, say_alive, round_s)
+    said: dict[str, Any] = {"generation": member.generation, "rank": member.rank}
     try:
         sharded.enter(
             group,
@@ -31,9 +41,13 @@ def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
             member.saver.catalogue,
             member.collective_failed,
             member.vitals.gathering,
+            pieces=pieces,
+            on_connected=lambda: member.link.send("connected", **said),
             generation=member.generation,
             known_step=member.records.known_step,
         )
+        frame = member.records.to_frame() if group.rank == 0 else None
+        member.records.learn(gather_json(group, frame, member.device)[0])
     except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
         sharded.forget()
         member.link.send("sync_failed", reason=str(error))

@@ -34,10 +34,12 @@ class Initial:
         mesh: Mesh,
         rank: int,
         values: Mapping[str, Tensor] | None,
+        begin_piece: Callable[[], None],
     ) -> None:
         """Make `replica`, whose shards are those of `rank`, the state of step 0.
 
-        values: the whole parameters by name, if they are at hand.
+        values: the whole parameters by name, if they are at hand. begin_piece: called before each
+        piece of it; what it raises ends it.
         """
         targets = {name: p for name, p in replica.model.named_parameters()}
 
@@ -51,14 +53,14 @@ class Initial:
         others = dict(self._others)
         if self.is_deferred:
             assert initialise is not None
-            initialise_modules(replica.model, initialise, self._seed, put)
+            initialise_modules(replica.model, initialise, self._seed, put, begin_piece)
             others |= {f"model/{n}": b.clone() for n, b in replica.model.named_buffers()}
-        elif values is None:
-            for name, whole in self._build_model().named_parameters():
-                put(name, whole.detach())
         else:
-            for name, whole in values.items():
-                put(name, whole)
+            begin_piece()
+            made = self._build_model().named_parameters() if values is None else values.items()
+            for name, whole in made:
+                begin_piece()
+                put(name, whole.detach())
         current = {n: t for n, t in replica.tensors().items() if n.startswith("model/")}
         tensors = current | {n: t.clone() for n, t in others.items()}
         replica.restore(dict(self._header), tensors)
@@ -70,6 +72,7 @@ def initialise_modules(
     initialise: Callable[[nn.Module, str], None],
     seed: int,
     put: Callable[[str, Tensor], None],
+    begin_piece: Callable[[], None] = lambda: None,
 ) -> None:
     """Give `put` every parameter of a model whose own may be on the meta device or sharded.
 
@@ -82,6 +85,7 @@ def initialise_modules(
         own = {key: p for key, p in module._parameters.items() if p is not None}
         if not own and not module._buffers:
             continue
+        begin_piece()
         try:
             for key, p in own.items():
                 whole = torch.zeros(p.shape, dtype=p.dtype)

@@ -20,6 +20,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
+from workers.parallel.pieces import Pieces
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of
 from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, RowsLost, is_shard
@@ -98,12 +99,13 @@ class Regather:
         token: str,
         device: torch.device,
         memory: RowMemory,
+        pieces: Pieces,
     ) -> None:
         """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live rows, or
-        unused."""
+        unused. pieces: of this search."""
         self._group, self._new, self._offers = group, new, offers
         self._holders, self._token, self._device = holders, token, device
-        self._memory = memory
+        self._memory, self._pieces = memory, pieces
         self._sources: list[_Source] = []
         self._damaged: set[int] = set()
         """Of this rank's offers."""
@@ -215,9 +217,11 @@ class Regather:
         speaker = max(source.owner, 0)
         said: Any = None
         for i, offer in enumerate(self._offers):
+            self._pieces.begin()
             if offer.label == source.label and i not in self._damaged and not offer.is_intact():
                 log.error("step=%d this rank's own copy is damaged and not used", offer.label.step)
                 self._damaged.add(i)
+        self._pieces.begin()
         if self._group.rank == speaker:
             if source.copy is None:
                 header, kinds = self._offers[source.index].describe()
@@ -258,7 +262,7 @@ class Regather:
                     connections[holder] = connect(holder[1:], self._token, HOLDER_S)
                     watch_host(connections[holder], HOLDER_S, is_sender=False)
                 connections[holder].settimeout(silence_s(sources[index].size_bytes))
-                _read_pieces(connections[holder], key, pieces)
+                self._read_pieces(connections[holder], key, pieces)
             except (OSError, LookupError, DamagedCopy) as error:
                 log.error('a copy is not used reason="%s"', error)
                 failed.append(index)
@@ -270,11 +274,26 @@ class Regather:
         where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
         try:
             where_to = self._group, self._device, memory, freed
-            rows = exchange(kinds, plans, where, self._new, *where_to)
+            begin = self._pieces.begin
+            rows = exchange(kinds, plans, where, self._new, *where_to, begin_piece=begin)
+            if any(sources[m.source].owner == COPY for plan in plans for m in plan):
+                self._pieces.wait_for_all()
         finally:
             for connection in connections.values():
                 connection.close()
         return rows, failed
+
+    def _read_pieces(
+        self, connection: socket.socket, key: Key, pieces: list[tuple[Kind, range, Tensor]]
+    ) -> None:
+        asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
+        is_hosted = all(t.device.type == "cpu" for *_, t in pieces)
+        hosted = [t if is_hosted else torch.empty_like(t, device="cpu") for *_, t in pieces]
+        into = [as_bytes(t) if t.numel() else memoryview(b"") for t in hosted]
+        read_rows(connection, key, asked, into, self._pieces.begin_apart)
+        for (_, _, target), rows in zip(pieces, hosted, strict=True):
+            if not is_hosted:
+                target.copy_(rows)
 
 
 def drop_rows(live: dict[str, Tensor]) -> None:
@@ -321,16 +340,3 @@ def newest_whole(
         ranks.setdefault((step, origin, world_size), set()).add(rank)
     whole = [step for (step, _, n), found in ranks.items() if is_whole(Mesh(parallel, n), found)]
     return max((step for step in whole if step <= at_most), default=None)
-
-
-def _read_pieces(
-    connection: socket.socket, key: Key, pieces: list[tuple[Kind, range, Tensor]]
-) -> None:
-    asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
-    is_hosted = all(t.device.type == "cpu" for *_, t in pieces)
-    hosted = [t if is_hosted else torch.empty_like(t, device="cpu") for *_, t in pieces]
-    into = [as_bytes(t) if t.numel() else memoryview(b"") for t in hosted]
-    read_rows(connection, key, asked, into)
-    for (_, _, target), rows in zip(pieces, hosted, strict=True):
-        if not is_hosted:
-            target.copy_(rows)

@@ -97,13 +97,14 @@ def exchange(
     device: torch.device,
     memory: RowMemory,
     freed: dict[str, Tensor] | None = None,
+    begin_piece: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
     """This rank's rows under `new` of every tensor, not where any were. A collective.
 
     plans: the `moves_of` each kind. freed: where this rank's live rows are, by name, emptied on the
     way so that nobody ever has all of the old and the new. memory: for rows on the host, or where
-    those of `freed` may be. Raises PeerLost, and what `sources.read` raises once all collectives
-    are over.
+    those of `freed` may be. begin_piece: called before each piece. Raises what that raises,
+    PeerLost, and what `sources.read` raises once all collectives are over.
     """
     found: dict[str, Tensor] = {}
     if freed is None:  # all at first, or what comes and goes meanwhile leaves holes between them
@@ -115,6 +116,7 @@ def exchange(
     wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
     rooms = _Room(device), _Room(device)
     for batch in _batches(kinds):
+        begin_piece()
         of_batch = [(kinds[i], plans[i]) for i in batch]
         _exchange_batch(of_batch, sources, new, group, rooms, found, wanted)
         if freed is not None:

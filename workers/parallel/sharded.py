@@ -18,8 +18,9 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
+from elastic.store.remote import patiently
 from workers import state
-from workers.checkpoint.load import find_newest, patiently, read_tensors
+from workers.checkpoint.load import find_newest, read_tensors
 from workers.digest import hash_of
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
@@ -28,6 +29,7 @@ from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
+from workers.parallel.pieces import Pieces
 from workers.parallel.regather import Label, Offer, Regather, newest_whole
 from workers.parallel.reshard import Place
 from workers.parallel.row_memory import RowMemory
@@ -97,7 +99,12 @@ class Sharded:
         return self._is_untouched and self.collectives is None
 
     # --- what this worker holds --------------------------------------------------------
-    def load(self, catalogue: Catalogue, recorded_step: int = 0) -> list[Damage]:
+    def load(
+        self,
+        catalogue: Catalogue,
+        recorded_step: int = 0,
+        begin_piece: Callable[[], None] = lambda: None,
+    ) -> list[Damage]:
         """Stand for the state on record if holders have all of it, else for the newest good
         checkpoint, else for the initial state, without reading it into memory. Gives the damaged
         checkpoints; WrongInput if all are."""
@@ -105,7 +112,7 @@ class Sharded:
         if self.keeper is not None and recorded_step and not self._distrusts_copies:
             where = self.keeper.holders, self._spec.token, self._spec.parallel
             held = newest_whole(*where, recorded_step)
-        step, damaged = (None, []) if held == recorded_step else find_newest(catalogue)
+        step, damaged = (None, []) if held == recorded_step else find_newest(catalogue, begin_piece)
         self.holding = Holding("initial") if step is None else Holding("checkpoint", step)
         if held is not None and held > self.holding.step:
             self.holding = Holding("copies", held)
@@ -117,6 +124,14 @@ class Sharded:
         """Neither rows nor shadows of them."""
         has_shadows = self.keeper is not None and bool(self.keeper.shadows)
         return self.holding.kind == "nothing" and not has_shadows
+
+    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
+        """The mesh that tells which rows this worker holds, as `rank` of `world_size` ranks: under
+        another rank they would go on record as rows that they are not."""
+        held, mesh = self.holding, self.mesh
+        assert held.kind == "rows", held
+        assert (held.world_size, held.position) == (world_size, mesh.position(rank)), (held, rank)
+        return mesh
 
     def forget(self) -> None:
         """What it holds is of no generation any more."""
@@ -134,15 +149,18 @@ class Sharded:
         say_lost: Callable[[PeerLost], None],
         gathering: Callable[[], AbstractContextManager[None]],
         *,
+        pieces: Pieces,
+        on_connected: Callable[[], None] = lambda: None,
         generation: int = 1,
         known_step: int | None = None,
     ) -> None:
         """Get this rank's shard of the newest state of at most `step` steps that is whole, and
         connect FSDP2. A collective.
 
-        say_lost: tells the controller that a collective failed in a forward or backward.
-        known_step: see `Regather.run`. Raises PeerLost and RowsLost, after which this worker may
-        hold nothing.
+        say_lost: tells the controller that a collective failed in a forward or backward. pieces: of
+        the work that grows with the state. on_connected: all groups of all ranks have formed, and
+        that work begins. known_step: see `Regather.run`. Raises PeerLost and RowsLost, after which
+        this worker may hold nothing.
         """
 
         def on_lost(error: PeerLost) -> NoReturn:
@@ -152,20 +170,20 @@ class Sharded:
         mesh = self.mesh = self._new_mesh(group)
         device = self.model.device
         self._note_steps()
-        claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
         shards = self._form_axes(mesh, group)  # while all are here: getting rows takes its time
+        claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
+        on_connected()
+        pieces.begin()
         self.model.reset()
         origin, self.is_held = generation, False
         references = [c for c in claims if c.kind in ("checkpoint", "initial") and c.step == step]
-        if any(c.kind == "checkpoint" for c in references):
-            assert catalogue is not None
-            self._take_checkpoint(catalogue, step, mesh, group.rank)
-        elif references:
-            self._take_initial(mesh, group.rank)
+        kinds = {c.kind for c in references}
+        if kinds:
+            kind = "checkpoint" if "checkpoint" in kinds else "initial"
+            self._take_reference(Holding(kind, step), catalogue, mesh, group.rank, pieces)
         else:
             known_step = step if known_step is None else known_step
-            step, origin = self._take_rows(claims, step, known_step, mesh, group)
-        self._is_untouched = False
+            step, origin = self._take_rows(claims, step, known_step, mesh, group, pieces)
         self._generation = generation
         position = mesh.position(group.rank)
         self.holding = Holding("rows", step, position, group.world_size, origin)
@@ -193,14 +211,33 @@ class Sharded:
         self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
         return shards
 
-    def _take_initial(self, mesh: Mesh, rank: int) -> None:
-        values = self.local_parameters() if self._is_untouched else None
-        self._place(mesh, rank)
-        self._initial.fill(self._replica, self._initialise, mesh, rank, values)
+    def _take_reference(
+        self, held: Holding, catalogue: Catalogue | None, mesh: Mesh, rank: int, pieces: Pieces
+    ) -> None:
+        """Where it breaks off, this rank stands for all of that state, as others did before."""
+        try:
+            if held.kind == "checkpoint":
+                assert catalogue is not None
+                self._take_checkpoint(catalogue, held.step, mesh, rank, pieces)
+            else:
+                self._take_initial(mesh, rank, pieces)
+            pieces.wait_for_all()
+        except PeerLost:
+            self.holding, self._replica.step = held, held.step
+            raise
 
-    def _take_checkpoint(self, catalogue: Catalogue, step: int, mesh: Mesh, rank: int) -> None:
+    def _take_initial(self, mesh: Mesh, rank: int, pieces: Pieces) -> None:
+        values = self.local_parameters() if self._is_untouched else None
+        self._is_untouched = False  # from here on its parameters are shards
         self._place(mesh, rank)
-        manifest = patiently(partial(catalogue.manifest, step))
+        self._initial.fill(self._replica, self._initialise, mesh, rank, values, pieces.begin_apart)
+
+    def _take_checkpoint(
+        self, catalogue: Catalogue, step: int, mesh: Mesh, rank: int, pieces: Pieces
+    ) -> None:
+        self._is_untouched = False
+        self._place(mesh, rank)
+        manifest = patiently(partial(catalogue.manifest, step), pieces.rest)
         parameters = dict(self.model.model.named_parameters())
         patterns = {t.name: pattern_of(t.name, t.shape, parameters) for t in manifest.tensors}
         rows = {
@@ -209,7 +246,8 @@ class Sharded:
             if patterns[t.name] is not None
         }
         into = {name: local(t) for name, t in self._replica.tensors().items()}
-        found = patiently(partial(read_tensors, catalogue, manifest, into=into, rows=rows))
+        read = partial(read_tensors, into=into, rows=rows, begin_piece=pieces.begin_apart)
+        found = patiently(partial(read, catalogue, manifest), pieces.rest)
         self._install(manifest.state, found, {t.name: t.shape for t in manifest.tensors})
 
     def _note_steps(self) -> None:
@@ -219,7 +257,13 @@ class Sharded:
             self.holding = replace(self.holding, step=step, origin=self._generation)
 
     def _take_rows(
-        self, claims: list[Holding], step: int, known_step: int, mesh: Mesh, group: AnyGroup
+        self,
+        claims: list[Holding],
+        step: int,
+        known_step: int,
+        mesh: Mesh,
+        group: AnyGroup,
+        pieces: Pieces,
     ) -> Label:
         first = claims[0]
         rows = replace(first, kind="rows", world_size=mesh.world_size)
@@ -228,9 +272,11 @@ class Sharded:
         device, keeper = self.model.device, self.keeper
         holders = () if keeper is None else keeper.holders
         offers, token = self._offers(mesh), self._spec.token
-        gather = Regather(group, mesh, offers, holders, token, device, self._memory)
+        gather = Regather(group, mesh, offers, holders, token, device, self._memory, pieces)
         found = gather.run(step, known_step, self._give_up_rows)
+        pieces.begin()  # the last exchange is over, and what came is no garbage of an abort
         self._live, self._memory = {}, found.memory
+        self._is_untouched = False
         self._place(mesh, group.rank, found.rows)
         shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
         self._install(found.header, found.rows, shapes)
@@ -371,8 +417,11 @@ class Sharded:
         return norm_of_rows(torch.cat([of_rank[i] for i in range(len(rows)) for of_rank in parts]))
 
     # --- the end ------------------------------------------------------------------------------
-    def weights_sha256(self) -> str:
-        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
+    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
+        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective.
+
+        tell: called after each tensor.
+        """
         assert self._group is not None
         group, mesh = self._group, self.mesh
         names, device = state.weight_names(self.model.model), self.model.device
@@ -381,5 +430,5 @@ class Sharded:
             (name, whole_on_first(tensors[names[name]], mesh, group, device))
             for name in sorted(names)
         )
-        sha256 = hash_of(whole)
+        sha256 = hash_of(whole, tell)
         return str(gather_json(group, sha256, self.model.device)[0])

@@ -26,6 +26,7 @@ from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.parallel.device_mesh import shard_mesh
 from workers.precision import keeps_precision
+from workers.strides import is_channels_last
 
 
 class ShardedModel:
@@ -210,8 +211,12 @@ def _wrapped(model: nn.Module, *, is_half: bool) -> list[tuple[nn.Module, bool]]
 
 def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if not parameter.is_contiguous():
-            raise WrongInput(f"parameter {name!r} is not contiguous, which cannot be sharded")
+        if not parameter.is_contiguous() or is_channels_last(parameter):
+            raise WrongInput(
+                f"parameter {name!r} has strides {parameter.stride()}, and rows can be sharded "
+                "only if they lie one behind the other: leave out memory_format=channels_last, or "
+                "a transposition, or use parallel='ddp'"
+            )
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise WrongInput("build_model() returned a container without forward(), not a model")
     kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad})

@@ -10,11 +10,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from elastic.protocol import wire
+from workers.admission import Admission
 from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
 
 log = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ class HolderServer:
 
     def __init__(self, host: str, token: str) -> None:
         self.shelf = Shelf()
-        self._token, self._lock = token, threading.Lock()
+        self._lock = threading.Lock()
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
         self._used_at = time.monotonic()
-        threading.Thread(target=self._accept, name="holder", daemon=True).start()
+        admission = Admission(self._listener, token, self._serve)
+        threading.Thread(target=admission.run, name="holder", daemon=True).start()
 
     def wait_until_left(self, lease_s: float) -> None:
         """Return once nobody has been connected for `lease_s`."""
@@ -54,23 +56,10 @@ class HolderServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, _hello: wire.Header) -> None:
         with self._lock:
             self._open.add(connection)
         try:
-            connection.settimeout(10)
-            hello, _ = wire.receive(connection)
-            if hello.get("token") != self._token:
-                return
-            connection.settimeout(None)  # a trainer between steps is silent; its loss closes
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             mapped: dict[int, memoryview] = {}
             while True:
@@ -219,8 +208,11 @@ def read_rows(
     key: Key,
     pieces: Sequence[tuple[str, int, int]],
     into: Sequence[memoryview],
+    begin_piece: Callable[[], None] = lambda: None,
 ) -> None:
-    """Rows of a copy into memory of their sizes. Raises OSError, LookupError and DamagedCopy."""
+    """Rows of a copy into memory of their sizes. begin_piece: called before each; what it raises
+    ends the reading. Raises OSError, LookupError and DamagedCopy."""
+    begin_piece()
     asked = {"type": "read", "key": list(key), "pieces": [list(p) for p in pieces]}
     wire.send(connection, asked)
     answer, size_bytes = wire.receive_header(connection)
@@ -229,6 +221,7 @@ def read_rows(
     if size_bytes != sum(len(view) for view in into):
         raise LookupError(f"{size_bytes} bytes came")
     for view in into:
+        begin_piece()
         wire.receive_into(connection, view)
     for (name, *_), view, expected in zip(pieces, into, answer["sums"], strict=True):
         if crc32(view) != expected:

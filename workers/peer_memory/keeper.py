@@ -18,6 +18,7 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from elastic.protocol.seams import WorkerSpec
 from elastic.protocol.waits import waits_of
+from workers.out_of_memory import OutOfMemory, says_no_memory
 from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect
 from workers.peer_memory.shadow import Shadow, bytes_of, is_older
 from workers.peer_memory.shared import SharedArena
@@ -176,11 +177,14 @@ class Keeper:
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that
-        is silent for too long counts as lost. RuntimeError if the copy cannot be made."""
+        is silent for too long counts as lost. OutOfMemory if there is none for the copy,
+        RuntimeError if it cannot be made."""
         with self._changed:
             while self._num_open and not is_over() and self._error is None:
                 self._changed.wait(_POLL_S)
         if self._error is not None:
+            if says_no_memory(self._error):
+                raise OutOfMemory("out of memory while it copied its shard") from self._error
             raise RuntimeError("this rank's shard could not be copied") from self._error
 
     def forget(self) -> None:

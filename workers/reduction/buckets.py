@@ -10,6 +10,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from workers.reduction.tree import Group, Pending
+from workers.strides import dense_strides
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 
@@ -23,7 +24,7 @@ class _Bucket:
         sizes = [parameters[i].numel() for i in members]
         self.flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
         self.views = [
-            piece.view(parameters[i].shape)
+            piece.as_strided(parameters[i].shape, dense_strides(parameters[i]))
             for i, piece in zip(members, self.flat.split(sizes), strict=True)
         ]
         self.num_missing = len(members)

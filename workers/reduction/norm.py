@@ -5,10 +5,13 @@ a shard has another number of rows. Clipping is multiplying by `clip_coefficient
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Of the float64 squares that are at hand at a time, however large the gradients are."""
 
 
 def row_squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -16,26 +19,34 @@ def row_squares(gradients: Sequence[Tensor]) -> Tensor:
 
     A shard of whole rows gives exactly its part of this vector.
     """
-    sums: list[Tensor] = [torch.empty(0)] * len(gradients)
-    by_width: dict[int, list[int]] = {}
-    for i, gradient in enumerate(gradients):
-        rows = gradient.shape[0] if gradient.dim() else 1
-        width = gradient.numel() // rows if rows else 0
-        by_width.setdefault(width, []).append(i)
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    matrices = [g if g.dim() else g.reshape(1) for g in gradients]
+    counts = [m.shape[0] for m in matrices]
+    total = matrices[0].new_zeros(sum(counts), dtype=torch.float64)
+    sums = total.split(counts)
+    by_width: dict[int, list[tuple[int, int]]] = {}
+    for i, matrix in enumerate(matrices):
+        if width := matrix.shape[1:].numel():
+            by_width.setdefault(width, []).append((i, counts[i]))
+    limit = PIECE_ELEMENTS.get(total.device.type, 1 << 23)
+    most_of = {
+        width: min(max(limit // width, 1), sum(count for _, count in members))
+        for width, members in by_width.items()
+    }
+    memory = total.new_empty(max((w * most for w, most in most_of.items()), default=0))
     for width, members in by_width.items():
-        matrices = [_real(gradients[i]).reshape(-1, width) if width else None for i in members]
-        for i, matrix in zip(members, matrices, strict=True):
-            if matrix is None:
-                sums[i] = gradients[i].new_zeros(
-                    gradients[i].shape[0] if gradients[i].dim() else 1, dtype=torch.float64
-                )
-        present = [m for m in matrices if m is not None]
-        if present:
-            stacked = present[0] if len(present) == 1 else torch.cat(present)
-            folded = _folded_squares(stacked).split([m.shape[0] for m in present])
-            for i, part in zip(members, folded, strict=True):
-                sums[i] = part
-    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+        squares = memory[: width * most_of[width]].view(-1, width)
+        for piece in _pieces(members, most_of[width]):
+            at = 0
+            for i, rows in piece:
+                taken = _real(matrices[i][rows.start : rows.stop])
+                squares[at : at + len(rows)].view(taken.shape).copy_(taken)
+                at += len(rows)
+            folded = _fold(squares[:at].square_()).split([len(rows) for _, rows in piece])
+            for (i, rows), part in zip(piece, folded, strict=True):
+                sums[i][rows.start : rows.stop] = part
+    return total
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
@@ -57,13 +68,28 @@ def _real(gradient: Tensor) -> Tensor:
     return gradient.abs() if gradient.is_complex() else gradient
 
 
-def _folded_squares(matrix: Tensor) -> Tensor:
-    """Row sums of squares by halving the columns."""
-    squares = matrix.double()
-    squares = squares.square_() if squares is not matrix else squares.square()
-    width = squares.shape[1]
+def _pieces(counts: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, range]]]:
+    """Rows of matrices (index, number of rows), one after the other, at most so many at a time."""
+    piece: list[tuple[int, range]] = []
+    room = most
+    for i, count in counts:
+        first = 0
+        while first < count:
+            rows = range(first, min(first + room, count))
+            piece.append((i, rows))
+            first, room = rows.stop, room - len(rows)
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
+
+
+def _fold(matrix: Tensor) -> Tensor:
+    """Row sums by halving the columns; overwrites them."""
+    width = matrix.shape[1]
     while width > 1:
         half = (width + 1) // 2
-        squares[:, : width - half] += squares[:, half:width]
+        matrix[:, : width - half] += matrix[:, half:width]
         width = half
-    return squares[:, 0].clone()
+    return matrix[:, 0]

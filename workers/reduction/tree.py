@@ -5,6 +5,7 @@ a node with one child is that child. Whoever adds, and where, the additions are 
 Gradient buckets of the fast mode are in buckets.py; process groups in groups.py.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,8 +17,11 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
+from workers.strides import dense_strides, plain_strides
 
 PIECE_ELEMENTS = 1 << 22  # one collective's share of a flat buffer, so that folding overlaps
+PIECES_IN_FLIGHT = 3
+"""Of each kind of collective; every piece on its way takes several times its own memory."""
 
 Flats = list[Tensor]  # one flat buffer per part of a FlatLayout
 
@@ -86,8 +90,9 @@ class FlatPart:
 class FlatLayout:
     """Where the tensors of one micro-batch (gradients, then floating buffers) stand when flat.
 
-    Half precision gradients are added in float32. Buffers are added in float64, where the mean
-    of equal float32 values is that value: a buffer that nothing changed does not drift.
+    A gradient lies there in its parameter's order (workers/strides.py), a buffer row by row. Half
+    precision gradients are added in float32. Buffers are added in float64, where the mean of equal
+    float32 values is that value: a buffer that nothing changed does not drift.
     """
 
     def __init__(
@@ -99,6 +104,10 @@ class FlatLayout:
         buffers = buffers or {}
         self.names = (*gradients, *buffers)
         self.shapes = tuple(t.shape for t in (*gradients.values(), *buffers.values()))
+        self._strides = (
+            *(dense_strides(t) for t in gradients.values()),
+            *(plain_strides(t.shape) for t in buffers.values()),
+        )
         self.num_gradients = len(gradients)
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, t in enumerate(gradients.values()):
@@ -131,7 +140,7 @@ class FlatLayout:
         for part, flat in zip(self.parts, flats, strict=True):
             sizes = [self.shapes[i].numel() for i in part.leaves]
             for i, piece in zip(part.leaves, flat[: part.size].split(sizes), strict=True):
-                views[i] = piece.view(self.shapes[i])
+                views[i] = piece.as_strided(self.shapes[i], self._strides[i])
         return views
 
 
@@ -250,17 +259,17 @@ def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
     ]
     assert list(blocks[group.rank]) == [block for block, _ in sums]
     result = fold.new_flats()
-    exchanges = [
-        _Exchange(
-            group,
-            blocks,
-            [flats[part][at : at + size] for _, flats in sums],
-            result[part][at : at + size],
-        )
-        for part in range(len(result))
-        for at, size in _pieces(result[part].numel(), world_size)
-    ]
-    gathering = [exchange.fold_and_gather() for exchange in exchanges]
+    exchanges: deque[_Exchange] = deque()
+    gathering: deque[Pending] = deque()
+    for part in range(len(result)):
+        for at, size in _pieces(result[part].numel(), world_size):
+            if len(exchanges) == PIECES_IN_FLIGHT:
+                gathering.append(exchanges.popleft().fold_and_gather())
+            if len(gathering) == PIECES_IN_FLIGHT:
+                gathering.popleft().wait()
+            partials = [flats[part][at : at + size] for _, flats in sums]
+            exchanges.append(_Exchange(group, blocks, partials, result[part][at : at + size]))
+    gathering.extend(exchange.fold_and_gather() for exchange in exchanges)
     for pending in gathering:
         pending.wait()
     return result

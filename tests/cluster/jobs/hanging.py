@@ -170,3 +170,33 @@ class Slow(Watched):
         if self.is_slow:
             time.sleep(4 * self.sleep)
         return super().loss(model, batch)
+
+
+class OneSlowSample(Samples):
+    """`slow` takes far longer than the others, wherever it is loaded."""
+
+    def __init__(self, count, slow, slow_s):
+        super().__init__(count)
+        self.slow, self.slow_s = slow, slow_s
+
+    def __getitem__(self, i):
+        if i == self.slow:
+            time.sleep(self.slow_s)
+        return super().__getitem__(i)
+
+
+class SlowOnce(Watched):
+    """A slow sample, and a slow micro-batch in step `slow_step`, for whoever is rank 1 there."""
+
+    def __init__(self, slow, slow_step, slow_s, **settings):
+        super().__init__(**settings)
+        self.slow, self.slow_step, self.slow_s = slow, slow_step, slow_s
+
+    def dataset(self):
+        return OneSlowSample(self.count, self.slow, self.slow_s)
+
+    def loss(self, model, batch):
+        at = (0, 0) if self.session is None else (self.session.step + 1, self.session.rank)
+        if at == (self.slow_step, 1):
+            time.sleep(self.slow_s)
+        return super().loss(model, batch)

@@ -96,6 +96,44 @@ class Still(Toy):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+class Large(Still):
+    """As large as its state takes: to initialise, and to restore."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds = seconds
+
+    def build_model(self):
+        model = super().build_model()
+        model.add_module("slow", Restored(self.seconds))
+        return model
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            time.sleep(self.seconds / 2)
+            nn.init.normal_(module.weight)
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=0.01)
+
+
+class Restored(nn.Module):
+    """It takes its time to be restored."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        return x
+
+    def get_extra_state(self):
+        return {}
+
+    def set_extra_state(self, state):
+        time.sleep(self.seconds)
+
+
 class Hashed(Toy):
     """Writes the hash of its weights whenever it would evaluate."""
 

@@ -1,0 +1,192 @@
+"""A run that somebody looks at: whatever becomes of the look, the run goes on."""
+
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from elastic.cli import main
+from elastic.commands.progress import Progress
+from elastic.on_ray.submission import Lease
+from elastic.run import wait
+from elastic.store.files import open_folder, write_json
+from elastic.store.run_directory import RunDirectory
+from tests.cli.test_progress import METRICS, STATUS, decision
+from tests.object_store import FaultProxy, S3Server, uri
+
+ANSWER = {"outcome": "succeeded"}
+POLLS = 5
+BLOCKED_S = 20.0
+MILLION = 1_000_000
+ENOUGH_BYTES = 8 << 20
+"""Of the 100 MB that the files of a million short steps have."""
+
+
+class Driver:
+    """A driver whose run is at its end once it was asked about it, and its lease renewed, often."""
+
+    def __init__(self, place: str, at_the_end: Callable[[], object] = int) -> None:
+        self.place, self._at_the_end = place, at_the_end
+        self.polls, self.renewals = 0, threading.Semaphore(0)
+        self.lease = Lease(self.renewals.release)
+
+    def poll(self, timeout_s: float) -> dict[str, Any] | None:
+        self.polls += 1
+        assert self.renewals.acquire(timeout=10)
+        if self.polls < POLLS:
+            return None
+        self._at_the_end()
+        return ANSWER
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., Driver]]:
+    drivers: list[Driver] = []
+
+    def attach(place: Any, show: Callable[[str], object], at_the_end: Any = int) -> Driver:
+        drivers.append(Driver(str(place), at_the_end))
+        assert wait(drivers[-1], show, detach=False) == ANSWER
+        return drivers[-1]
+
+    yield attach
+    for driver in drivers:
+        driver.lease.end()
+
+
+def test_a_display_that_blocks_holds_up_neither_the_lease_nor_the_end_of_the_run(attach):
+    is_free, was_freed = threading.Event(), list[bool]()
+    driver = attach("r", lambda _: was_freed.append(is_free.wait(BLOCKED_S)), is_free.set)
+    assert (driver.polls, was_freed[0]) == (POLLS, True)
+
+
+def test_a_display_that_fails_is_one_line_and_not_the_end_of_the_run(attach, capsys):
+    def show(_: str) -> None:
+        raise OSError("the terminal is gone")
+
+    assert attach("r", show).polls == POLLS
+    said = "elastic: progress cannot be shown: the terminal is gone\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_bucket_that_is_silent_holds_up_neither_the_lease_nor_the_end_of_the_run(
+    attach, s3: FaultProxy, s3_server: S3Server
+):
+    place = uri(s3_server.new_bucket(), "runs/r", s3.port)
+    write_json(open_folder(place), "status.json", STATUS)
+    s3.faults.is_silent = True
+    progress = Progress(Console(file=io.StringIO(), force_terminal=True))
+    assert attach(place, progress).polls == POLLS
+    progress.close()
+    s3.faults.heal()
+
+
+def test_a_store_that_cannot_be_read_is_one_line_and_is_looked_at_again(tmp_path):
+    (tmp_path / "status.json").symlink_to("status.json")  # reading it is ELOOP
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=False))
+    for is_away in (True, True, False):
+        if not is_away:
+            (tmp_path / "status.json").unlink()
+            write_json(open_folder(str(tmp_path)), "status.json", {**STATUS, "step": 3})
+        progress._looked_at = -10.0
+        progress(str(tmp_path))
+    progress.close()
+    trouble, *shown = text.getvalue().splitlines()
+    assert trouble.startswith("the run cannot be looked at now: ")
+    assert shown == ["step=3/9 loss=- step_s=0.000 world_size=2 generation=1"]
+
+
+def test_a_look_at_a_bucket_reads_only_the_segments_that_are_new(
+    s3: FaultProxy, s3_server: S3Server, tmp_path: Path
+):
+    place = uri(s3_server.new_bucket(), "runs", s3.port)
+    run = RunDirectory(place, "r", spool=tmp_path)
+    progress = Progress(Console(file=io.StringIO(), force_terminal=False))
+
+    def look(step: int) -> list[str]:
+        run.append_journal(json.loads(decision(step, "2 of 2 joined", 0, 1)))
+        run.record_step({**METRICS, "step": step}, sample(step))
+        run.write_status({**STATUS, "step": step})
+        run.flush()
+        s3.seen.clear()
+        progress._looked_at = -10.0
+        view = progress(run.place)
+        assert view is not None
+        assert view.metrics["step"] == step
+        return sorted(file for line in s3.seen if (file := got(line)))
+
+    look(1)
+    for step in range(2, 6):
+        offsets = [size(run.folder, name) for name in ("journal.jsonl", "metrics.jsonl")]
+        read = [name for name in look(step) if "jsonl." in name]
+        assert read == [f"journal.jsonl.{offsets[0]:015d}", f"metrics.jsonl.{offsets[1]:015d}"]
+    run.close()
+
+
+def got(request: str) -> str:
+    """The file that is read; empty for a listing."""
+    method, path, _ = request.split()
+    return path.rpartition("/")[2] if method == "GET" and "?" not in path else ""
+
+
+def sample(step: int) -> dict[str, Any]:
+    return {"step": step, "first": 0, "count": 1, "sha256": ""}
+
+
+def size(folder: Any, name: str) -> int:
+    """Of the file and the segments that follow it, which here begins with nothing."""
+    return sum(size for n, size in folder.sizes().items() if n.startswith(name))
+
+
+@pytest.fixture
+def million(tmp_path: Path) -> Path:
+    """The run directory of a run that has gone on for long."""
+    step = b'{"step":999999,"loss":1.0,"step_s":0.1,"x":"so many"}\n'
+    old = b'{"at":1.0,"phase":"running","generation":1,"step":12}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(step * MILLION)
+    told = decision(MILLION, "2 of 2 joined", 0, 1).encode()
+    (tmp_path / "journal.jsonl").write_bytes(old * MILLION + told)
+    folder = open_folder(str(tmp_path))
+    write_json(folder, "config.json", {"steps": 2 * MILLION})
+    write_json(folder, "status.json", {**STATUS, "step": MILLION, "steps": 2 * MILLION})
+    return tmp_path
+
+
+def read_bytes() -> int:
+    """What this process has read from files so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+def test_the_first_look_at_a_million_steps_reads_their_end(million, attach):
+    text, before = io.StringIO(), read_bytes()
+    progress = Progress(Console(file=text, force_terminal=False))
+    attach(million, progress)
+    progress.close()
+    assert read_bytes() - before < ENOUGH_BYTES
+    assert text.getvalue().splitlines() == [
+        'generation=2 step=1000000 size=2 phase=forming reason="2 of 2 joined"',
+        "step=1000000/2000000 loss=1.0000 step_s=0.100 world_size=2 generation=1",
+    ]
+
+
+@pytest.mark.parametrize(("command", "status"), [("status", 0), ("watch", 1)])
+def test_commands_that_look_at_a_million_steps_read_their_end(million, capsys, command, status):
+    before = read_bytes()
+    if command == "watch":
+        result = {"outcome": "stopped", "steps": MILLION, "loss": 1.0}
+        write_json(open_folder(str(million)), "result.json", {**RESULT, **result})
+    assert main([command, str(million)]) == status
+    assert read_bytes() - before < ENOUGH_BYTES
+    assert f"{MILLION}" in capsys.readouterr().out
+
+
+RESULT: dict[str, Any] = {
+    "outcome": "stopped", "steps": 3, "loss": 0.5, "weights_sha256": "ab", "generations": 1,
+    "lost_steps": 0, "goodput": 1.0, "badput": {}, "recoveries": [],
+}  # fmt: skip

@@ -1,0 +1,42 @@
+"""What a controller does when its driver is gone: without Ray."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from elastic.on_ray import actors
+from elastic.on_ray.actors import ControllerActor
+
+
+def left_alone(*, detect_s: float | None, is_stopping: bool) -> list[str]:
+    """-> why the run is ended at once; nothing: it ends by itself."""
+    actor, ended = object.__new__(ControllerActor), []  # its constructor asks Ray who it is
+    actor._order = {"config": SimpleNamespace(detect_s=detect_s)}
+    actor._wishes, actor._is_stopping, actor._heard = (
+        {"end_now": ended.append},
+        is_stopping,
+        -math.inf,
+    )
+    asyncio.run(asyncio.wait_for(actor._watch_driver(), 10))
+    return ended
+
+
+@pytest.mark.parametrize("detect_s", [None, 3.0])
+def test_a_run_whose_driver_dies_is_ended_at_once(detect_s):
+    assert left_alone(detect_s=detect_s, is_stopping=False) == ["the driver is gone"]
+
+
+def test_a_run_that_stops_already_goes_on_to_its_end(monkeypatch):
+    monkeypatch.setattr(actors, "STOP_ALONE_S", 0.01)
+    assert left_alone(detect_s=3.0, is_stopping=True) == []
+
+
+def test_a_run_that_finds_no_hangs_has_so_long_to_stop_alone(monkeypatch):
+    """A step that hangs would keep its processes for ever: nobody is there to end it."""
+    assert actors.STOP_ALONE_S == 600.0
+    monkeypatch.setattr(actors, "STOP_ALONE_S", 0.01)
+    (why,) = left_alone(detect_s=None, is_stopping=True)
+    said = "the driver is gone, and the run has not stopped for 0.01 s; detect_s is None"
+    assert why == said

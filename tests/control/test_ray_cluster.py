@@ -1,0 +1,222 @@
+"""What the controller's hands make of a worker's report; without Ray."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from elastic.control.commands import Abort, Form
+from elastic.control.events import Cancelled, CollectiveFailed, Joined, UserFailed, WorkerLost
+from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.slots import Slot
+from elastic.protocol.membership import Membership
+from elastic.protocol.waits import waits_of
+
+NOTHING: Any = None
+
+
+class WithoutRay(RayCluster):
+    def _fence(self, record: Slot) -> None:
+        """There is no actor to end."""
+
+
+def reported(kind: str, header: dict[str, Any], *, state: str, recorded_step: int = 0):
+    """-> the events, and the steps that the record went back to."""
+    went_back: list[int] = []
+
+    async def run() -> list[Any]:
+        host: Any = SimpleNamespace(
+            on_evaluation=NOTHING, on_unprotected=NOTHING, on_rolled_back=went_back.append
+        )
+        cluster = WithoutRay("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
+        cluster.has_formed, cluster.recorded_step = True, recorded_step
+        cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state=state)
+        if kind == "failed":
+            cluster.user_failed(4, header["message"])
+        else:
+            cluster._handlers[kind](4, cluster.workers[4], header, b"")
+            cluster._handlers[kind](4, cluster.workers[4], header, b"")
+        return [cluster.events.get_nowait() for _ in range(cluster.events.qsize())]
+
+    return asyncio.run(run()), went_back
+
+
+def test_a_generation_that_begins_behind_the_record_takes_the_record_back_once():
+    header = {"type": "joined", "generation": 3, "rank": 0, "state_s": 0.1, "step": 7}
+    events, went_back = reported("joined", header, state="ready", recorded_step=9)
+    assert went_back == [7]
+    assert events == [Joined(3, 0, 0.1, 5.0, 7)] * 2
+    assert reported("joined", header, state="ready", recorded_step=7)[1] == []
+
+
+@pytest.mark.parametrize("state", ["pending", "standby"])
+def test_what_fails_in_a_newcomer_is_its_node_s_fault(state: str):
+    (event,), _ = reported("failed", {"message": "no such\n  file"}, state=state)
+    assert event == WorkerLost(4, "start_failed", event.last_seen, 5.0, "no such file")
+
+
+def test_what_fails_in_a_member_ends_the_run():
+    (event,), _ = reported("failed", {"message": "ValueError: no"}, state="training")
+    assert event == UserFailed(4, "ValueError: no", 5.0)
+
+
+class Rendezvous:
+    """Opens a store when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, asyncio.Future[tuple[str, int]]] = {}
+        self.open = SimpleNamespace(remote=self._open)
+
+    def _open(self, generation: int) -> "asyncio.Future[tuple[str, int]]":
+        self.asked[generation] = asyncio.get_running_loop().create_future()
+        return self.asked[generation]
+
+    def answer(self, generation: int) -> None:
+        self.asked[generation].set_result(("host", generation))
+
+
+@dataclass
+class Forming:
+    """A cluster whose rendezvous has not answered; what it tells its workers is kept."""
+
+    cluster: WithoutRay
+    rendezvous: Rendezvous = field(default_factory=Rendezvous)
+    told: list[tuple[int, str, int, Any]] = field(default_factory=list[tuple[int, str, int, Any]])
+    """worker, type, generation, store"""
+
+    def tell(self, worker: int, header: dict[str, Any], payload: bytes = b"") -> None:
+        self.told.append((worker, header["type"], header["generation"], header.get("store")))
+
+
+def forming(**host: Any) -> Forming:
+    told = {"on_evaluation": NOTHING, "on_unprotected": NOTHING, **host}
+    rendezvous: Any = Rendezvous()
+    seams: Any = SimpleNamespace(**told)
+    scene = Forming(WithoutRay("t", 3.0, rendezvous, NOTHING, seams, lambda: 5.0), rendezvous)
+    scene.cluster.links.send = scene.tell
+    return scene
+
+
+def form_of(generation: int, step: int = 0) -> Form:
+    return Form(Membership(generation, (4, 7)), step)
+
+
+def told_of(generation: int) -> list[tuple[int, str, int, Any]]:
+    return [(w, "form", generation, ["host", generation]) for w in (4, 7)]
+
+
+async def settled() -> None:
+    for _ in range(20):  # what can happen happens, without time
+        await asyncio.sleep(0)
+
+
+def test_events_are_taken_while_the_rendezvous_opens_the_store():
+    async def run() -> None:
+        scene = forming()
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        scene.cluster.cancel("stopped", "the driver is gone")
+        assert await scene.cluster.next_event() == Cancelled("stopped", "the driver is gone", 5.0)
+        assert scene.told == []
+        scene.rendezvous.answer(1)
+        await settled()
+        assert scene.told == told_of(1)
+
+    asyncio.run(run())
+
+
+def test_a_store_that_was_opened_ahead_costs_its_generation_no_pass_of_the_loop():
+    async def run() -> None:
+        scene = forming()
+        await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        scene.rendezvous.answer(2)
+        await settled()
+        scene.told.clear()
+        with pytest.raises(StopIteration):  # it waits for nothing
+            scene.cluster.execute(form_of(2)).send(None)
+        assert scene.told == told_of(2)
+
+    asyncio.run(run())
+
+
+def test_members_that_were_told_of_no_form_are_recalled_from_it_and_never_told_of_it():
+    """An abort of a generation that they do not know would get no answer."""
+
+    async def run() -> None:
+        scene = forming()
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        assert scene.told == [(4, "recall", 1, None), (7, "recall", 1, None)]
+        scene.rendezvous.answer(1)
+        await settled()
+        scene.told.clear()
+        await scene.cluster.execute(form_of(2))
+        scene.rendezvous.answer(2)
+        await settled()
+        await scene.cluster.execute(Abort(Membership(2, (4, 7))))
+        assert scene.told == [*told_of(2), (4, "abort", 2, None), (7, "abort", 2, None)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_up: bool):
+    async def run() -> list[Any]:
+        scene = forming()
+        waits = waits_of(0.5)
+        scene.cluster._waits = replace(waits, join_s=waits.confirm_s + 0.05)
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        if is_given_up:
+            await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        await asyncio.sleep(0.2)
+        events = [scene.cluster.events.get_nowait() for _ in range(scene.cluster.events.qsize())]
+        await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        assert [kind for _, kind, _, _ in scene.told[:2]] == ["recall", "recall"]
+        return events
+
+    why = "generation 1: the rendezvous opened no store within 0.05 s; its node may be out of CPU "
+    why += "or memory, a larger detect_s gives it longer"
+    failed = CollectiveFailed(1, 0, why, 5.0, is_stall=True)
+    assert asyncio.run(run()) == ([] if is_given_up else [failed])
+
+
+def test_a_rendezvous_that_cannot_open_a_store_costs_a_try_and_not_the_run():
+    async def run() -> Any:
+        scene = forming()
+        await scene.cluster.execute(form_of(1))
+        scene.rendezvous.asked[1].set_exception(RayError("no port is free"))
+        return await asyncio.wait_for(scene.cluster.events.get(), 10)
+
+    why = "generation 1: no port is free"
+    assert asyncio.run(run()) == CollectiveFailed(1, 0, why, 5.0, is_stall=True)
+
+
+def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
+    """The generation stands behind the record: its last holder is lost."""
+    goes_on, went_back = asyncio.Event(), []
+
+    async def on_loaded(step: int, _damaged: Any) -> None:
+        went_back.append(step)
+        await goes_on.wait()
+
+    async def run() -> None:
+        scene = forming(on_loaded=on_loaded)
+        scene.cluster.recorded_step = 9
+        await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 10)
+        scene.rendezvous.answer(1)
+        await settled()
+        assert (scene.told, went_back) == ([], [8])
+        await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        await scene.cluster.execute(form_of(2, step=7))
+        scene.rendezvous.answer(2)
+        await settled()
+        assert (went_back, list(scene.rendezvous.asked)) == ([8], [1, 2])
+        scene.told.clear()
+        goes_on.set()
+        await settled()
+        assert (scene.told, went_back) == (told_of(2), [8, 7])
+        assert scene.cluster.recorded_step == 7
+
+    asyncio.run(run())

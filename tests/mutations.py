@@ -1,0 +1,337 @@
+"""One-line bugs that somebody could write, and the tests that must find them: a check of the tests.
+
+`make test-mutations` plants one after another in a copy of the tree. What each of them breaks is
+its name; that their places still exist, tests/test_mutations.py looks at in every `make test`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("elastic", "workers", "tests")
+TIMEOUT_S = 300
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    old: str
+    """Must occur once."""
+    new: str
+    tests: str
+    """Files, one of whose tests must fail."""
+
+
+ADOPTION = "elastic/control/adoption.py"
+RECOVERY = "elastic/control/recovery.py"
+CAPACITY = "elastic/control/capacity.py"
+COMMITS = "elastic/on_ray/commits.py"
+CLUSTER = "elastic/on_ray/cluster.py"
+MEMBER = "workers/member.py"
+WORKER = "workers/worker.py"
+SHARDED = "workers/parallel/sharded.py"
+
+MUTATIONS = (
+    Mutation(
+        "a vote is believed although its generation was given up",
+        "workers/ballot.py",
+        "        if group.is_abandoned:  #",
+        "        if False:  #",
+        "tests/workers/test_member.py",
+    ),
+    Mutation(
+        "a new controller gives a generation's number again",
+        ADOPTION,
+        "generation=max([ledger.generation, *(s.generation for s in standings)]),",
+        "generation=ledger.generation,",
+        "tests/control/test_adoption.py",
+    ),
+    Mutation(
+        "a generation that begins behind the record leaves the record as it is",
+        CLUSTER,
+        'if is_first and header["step"] < self.recorded_step:',
+        'if is_first and header["step"] < 0:',
+        "tests/control/test_ray_cluster.py",
+    ),
+    Mutation(
+        "gradients of a generation are taken for those of the next",
+        MEMBER,
+        "        self.prepared = None\n        self.replica.forget_unagreed()\n",
+        "        self.replica.forget_unagreed()\n",
+        "tests/workers/test_member.py",
+    ),
+    Mutation(
+        "a new controller is told the last step only",
+        "workers/records.py",
+        "[0 if is_new else -1 :]",
+        "[-1:]",
+        "tests/workers/test_records.py",
+    ),
+    Mutation(
+        "a sharded state is gone on from although nobody can report the steps before it",
+        "workers/parallel/regather.py",
+        'limit = min(step, said[0]["known"])',
+        "limit = step",
+        "tests/workers/test_regather.py",
+    ),
+    Mutation(
+        "saves outlive their generation",
+        MEMBER,
+        "        self.group = None\n        self.saver.give_up(self.generation - 1)\n",
+        "        self.group = None\n",
+        "tests/workers/test_member.py",
+    ),
+    Mutation(
+        "an evaluation draws by rank",
+        "workers/evaluation.py",
+        "EVALUATION_SEED_SALT, member.replica.step, i)",
+        "EVALUATION_SEED_SALT, member.replica.step, i + member.rank)",
+        "tests/workers/test_evaluation_memory.py",
+    ),
+    Mutation(
+        "what fails in a newcomer ends the run",
+        CLUSTER,
+        "        return self.has_formed and (record.is_unfit",
+        "        return False and (record.is_unfit",
+        "tests/control/test_ray_cluster.py",
+    ),
+    Mutation(
+        "a new controller names a step that it has no vote for",
+        ADOPTION,
+        "return min(s.step for s in holding if s.step >= newest - 1)",
+        "return max(s.step for s in holding if s.step >= newest - 1)",
+        "tests/control/test_adoption.py",
+    ),
+    Mutation(
+        "a new controller takes an old generation for the one at work",
+        ADOPTION,
+        "    newest = max((s.generation for s in holding), default=0)\n",
+        "    newest = min((s.generation for s in holding), default=0)\n",
+        "tests/control/test_adoption.py tests/control/test_close_faults.py",
+    ),
+    Mutation(
+        "two parts of a sharded state are given up while copies make up for one",
+        ADOPTION,
+        "newest.world_size - num_members) <= 1",
+        "newest.world_size - num_members) <= 2",
+        "tests/control/test_adoption.py",
+    ),
+    Mutation(
+        "who is two steps behind counts as one step behind",
+        RECOVERY,
+        "    if step == ledger.step + 1:\n        stale =",
+        "    if step >= ledger.step + 1:\n        stale =",
+        "tests/control/test_transition.py",
+    ),
+    Mutation(
+        "who has no reduced gradient rolls forward",
+        RECOVERY,
+        "rolling = phase.behind & phase.prepared",
+        "rolling = phase.behind",
+        "tests/control/test_transition.py tests/control/test_simulation.py",
+    ),
+    Mutation(
+        "losses after a notice count against the budget",
+        RECOVERY,
+        "failures = ledger.failures + len(lost - ledger.leaving)",
+        "failures = ledger.failures + len(lost)",
+        "tests/control/test_drain.py",
+    ),
+    Mutation(
+        "the budget of losses begins anew with no step",
+        "elastic/control/lobby.py",
+        "return replace(ledger, step=step, failures=0,",
+        "return replace(ledger, step=step,",
+        "tests/control/test_transition.py",
+    ),
+    Mutation(
+        "falls are forgotten when the step that they fell from is reached again",
+        "elastic/control/lobby.py",
+        "ledger.falls if step <= ledger.fallen_from else 0",
+        "ledger.falls if step < ledger.fallen_from else 0",
+        "tests/control/test_transition.py",
+    ),
+    Mutation(
+        "nobody gives a save up when those it is for should be gone",
+        CAPACITY,
+        "any(n.gone_at > at for n in",
+        "any(n.gone_at > 0 for n in",
+        "tests/control/test_drain.py",
+    ),
+    Mutation(
+        "a sharded step is on record once one rank's copy of it is held",
+        COMMITS,
+        "safe = min(self._held.values())",
+        "safe = max(self._held.values())",
+        "tests/control/test_commits.py",
+    ),
+    Mutation(
+        "a pause is not carried by the vote",
+        "workers/vote.py",
+        "vector[:_COUNTS] = wants_pause, not is_finite,",
+        "vector[:_COUNTS] = 0, not is_finite,",
+        "tests/workers/test_member.py",
+    ),
+    Mutation(
+        "a report of the generation that was just given up goes on record",
+        COMMITS,
+        "if generation <= self._given_up or",
+        "if generation < self._given_up or",
+        "tests/control/test_commits.py",
+    ),
+    Mutation(
+        "an optimizer's state is tried by nobody before step 1",
+        WORKER,
+        "self._try_microbatch(newest, with_optimizer=True)",
+        "self._try_microbatch(newest)",
+        "tests/workers/test_worker_start.py",
+    ),
+    Mutation(
+        "threads that the workload has set change the bits",
+        WORKER,
+        "        check_threads(spec, device)\n",
+        "",
+        "tests/workers/test_worker_start.py",
+    ),
+    Mutation(
+        "a round's number is believed although its generation was given up",
+        "workers/parallel/pieces.py",
+        "        if self._group.is_abandoned:  # an",
+        "        if False:  # an",
+        "tests/workers/test_pieces.py",
+    ),
+    Mutation(
+        "nobody waits for who is longer in getting its part",
+        SHARDED,
+        "            pieces.wait_for_all()\n",
+        "",
+        "tests/workers/test_pieces.py",
+    ),
+    Mutation(
+        "ranks that read their parts do not meet on the way",
+        SHARDED,
+        "begin_piece=pieces.begin_apart)",
+        "begin_piece=pieces.begin)",
+        "tests/workers/test_pieces.py",
+    ),
+    Mutation(
+        "ranks that make their initial weights do not meet on the way",
+        SHARDED,
+        "values, pieces.begin_apart)",
+        "values, pieces.begin)",
+        "tests/workers/test_pieces.py",
+    ),
+    Mutation(
+        "a newcomer of a sharded run learns of no step that is not on record",
+        "workers/parallel/entering.py",
+        "        member.records.learn(gather_json(group, frame, member.device)[0])\n",
+        "",
+        "tests/workers/test_entering.py",
+    ),
+    Mutation(
+        "what a worker knew before it fell back goes on record",
+        MEMBER,
+        "            self.records.forget()\n            self.standing",
+        "            self.standing",
+        "tests/workers/test_entering.py",
+    ),
+    Mutation(
+        "no memory for a shard ends the run",
+        MEMBER,
+        'with told_as_loss("it got its part of the state")',
+        "if True",
+        "tests/workers/test_shortage.py",
+    ),
+    Mutation(
+        "no memory to load the state ends the run",
+        MEMBER,
+        'with told_as_loss("it loaded the state")',
+        "if True",
+        "tests/workers/test_shortage.py",
+    ),
+    Mutation(
+        "a part is reported although its generation is over",
+        "workers/checkpoint/saver.py",
+        "            if job.is_given_up:\n                raise _GivenUp\n            state",
+        "            state",
+        "tests/workers/test_untold_saves.py",
+    ),
+    Mutation(
+        "rows are saved as those of another rank",
+        SHARDED,
+        "        assert (held.world_size, held.position) ==",
+        "        assert True or (held.world_size, held.position) ==",
+        "tests/workers/test_untold_saves.py",
+    ),
+)
+
+
+def lacks(mutation: Mutation) -> str:
+    """Why it cannot be planted; empty if it can."""
+    count = (ROOT / mutation.file).read_text().count(mutation.old)
+    if count == 1:
+        return ""
+    return f"{mutation.file} has {mutation.old!r} {count} times; the mutation needs a new place"
+
+
+def plant(mutation: Mutation, tree: Path) -> str:
+    """Run its tests on the mutated tree -> "found", or what happened instead."""
+    path = tree / mutation.file
+    before = path.read_text()
+    path.write_text(before.replace(mutation.old, mutation.new))
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
+    try:
+        done = subprocess.run(
+            [*pytest, *mutation.tests.split()],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not found within {TIMEOUT_S} s"
+    finally:
+        path.write_text(before)
+    if done.returncode == 1 and " failed" in done.stdout:
+        return "found"
+    return "survived" if done.returncode == 0 else f"no test ran: {done.stdout[-500:]}"
+
+
+def main() -> int:
+    """The status is that of the tests: 0 if all were found."""
+    wanted = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not wanted or any(word in m.name for word in wanted)]
+    num_missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        for mutation in chosen:
+            began = time.monotonic()
+            outcome = lacks(mutation) or plant(mutation, tree)
+            num_missed += outcome != "found"
+            print(f"{time.monotonic() - began:6.1f} s  {mutation.name}: {outcome}", flush=True)
+    print(f"{len(chosen) - num_missed} of {len(chosen)} mutations found")
+    return int(num_missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Who may ask Ray's head and wait for its answer: a stopped head stops no event loop.
+
+Checked from the source text: each function with such a call is listed with where it runs, and none
+that is for a thread beside a loop is called on one.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from tests.test_architecture import ROOT
+
+WAITS = {
+    "cluster_resources",
+    "get",
+    "get_actor",
+    "get_draining_nodes",
+    "init",
+    "list_named_actors",
+    "nodes",
+    "wait",
+}
+"""Of Ray's functions; an actor that is made (`ray.remote(...)`) waits for the head, too."""
+ELSEWHERE = {
+    "on_ray/actors.py find_controller",  # a worker's thread
+    "on_ray/actors.py start_controller",  # the driver
+    "on_ray/feed.py end_when_alone",  # through find_actor: the feed's own loop
+    "on_ray/feed.py note",  # the same
+    "on_ray/feed.py read_task",  # a task
+    "on_ray/feed.py start_feed",  # a worker's thread
+    "on_ray/feed.py within_stores",  # the feed's own loop, at its start
+    "on_ray/feed.py FeedActor._open",  # a task is declared, nothing is made
+    "on_ray/feed_client.py RayFeed._get",  # a worker's thread
+    "on_ray/feed_client.py RayFeed._first_of",
+    "on_ray/feed_client.py RayFeed._start_again",
+    "on_ray/remote_faults.py join",  # a command's process
+    "on_ray/remote_faults.py signal_process",
+    "on_ray/remote_run.py ask_to_end",
+}
+DRIVER = "on_ray/submission.py "
+BESIDE_THE_LOOP = {
+    "on_ray/actors.py find_workers",
+    "on_ray/actors.py spawn_worker",
+    "on_ray/actors.py start_rendezvous",
+    "on_ray/drain.py draining_nodes",
+    "on_ray/feed.py end_feed",
+    "on_ray/feed.py find_actor",
+    "on_ray/holders.py Holders._start",
+}
+CALLERS = {
+    "on_ray/actors.py ControllerActor.start_anew",  # in an executor
+    "supervisor.py Supervisor._spawn",  # in HeadCalls
+    *BESIDE_THE_LOOP,
+    *ELSEWHERE,
+}
+"""Who may call what is beside the loop: who is there himself, or in another process."""
+
+
+def functions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, list[ast.Call]]]:
+    """Each function with the calls in it, those in functions within it included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            calls = [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+            yield place + node.name, calls
+        elif isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{node.name}.")
+
+
+def all_functions() -> Iterator[tuple[str, list[ast.Call]]]:
+    base = ROOT / "elastic"
+    for path in sorted(base.rglob("*.py")):
+        for name, calls in functions(ast.parse(path.read_text())):
+            yield f"{path.relative_to(base)} {name}", calls
+
+
+def waits_for_the_head(call: ast.Call) -> bool:
+    asked = ast.unparse(call.func)
+    of_ray = asked.startswith("ray.") and asked.rpartition(".")[2] in {*WAITS, "remote"}
+    return of_ray or asked.endswith((".get_draining_nodes", ".drain_node"))
+
+
+def test_who_waits_for_the_head_is_listed_with_where_it_runs():
+    found = {place for place, calls in all_functions() if any(map(waits_for_the_head, calls))}
+    found = {place for place in found if not place.startswith(DRIVER)}
+    listed = ELSEWHERE | BESIDE_THE_LOOP | {"on_ray/remote_faults.py drain"}
+    assert found - listed == set(), "does it run on the controller's loop? See head_calls.py"
+
+
+def test_nobody_on_a_loop_calls_what_waits_for_the_head():
+    waiting = {place.rpartition(" ")[2].rpartition(".")[2] for place in BESIDE_THE_LOOP}
+    waiting.add("start_anew")
+    for place, calls in all_functions():
+        called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+        if place not in CALLERS and not place.startswith(DRIVER):
+            assert not called & waiting, f"{place}: through HeadCalls, or an executor"

@@ -1,0 +1,215 @@
+"""The recorder and storage that is away: it waits where it must, and the controller never does."""
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic.config import RunConfig
+from elastic.control.events import Cancelled
+from elastic.limits import limits_of
+from elastic.on_ray.cluster import RayCluster
+from elastic.recorder import Recorder
+from elastic.store.catalogue import Damage
+from elastic.store.files import open_folder
+from elastic.store.journal import read_lines
+from elastic.store.remote import StoreAway
+from tests.object_store import FaultProxy, S3Server, uri
+from tests.store.test_run_directory import metrics, samples
+
+NOTHING: Any = None
+
+
+@pytest.fixture
+def place(s3: FaultProxy, s3_server: S3Server) -> str:
+    return uri(s3_server.new_bucket(), "runs", s3.port)
+
+
+def recorder(storage: str, pauses_s: Any = (), **order: Any) -> Recorder:
+    """In a running loop."""
+    config = RunConfig(workers=1, steps=9, global_batch=4, micro_batch=4, storage=storage, name="r")
+    order = {
+        "storage": storage,
+        "name": "r",
+        "probe": None,
+        "content": {"steps": 9},
+        "run_id": "elastic-12345678",
+        "config": config,
+        **order,
+    }
+    made = Recorder(
+        order,
+        limits_of(config),
+        now=lambda: 5.0,
+        fail=NOTHING,
+        tell_of_save=NOTHING,
+        pauses_s=pauses_s,
+    )
+    made.writer.loop = asyncio.get_running_loop()
+    return made
+
+
+def record(opened: Recorder, *steps: int) -> None:
+    for step in steps:
+        opened.record_step({"metrics": metrics(step), "samples": samples(step)})
+
+
+async def settled(opened: Recorder) -> None:
+    await opened.writer.settle()
+    await asyncio.sleep(0)  # what the writer's thread tells the loop
+
+
+async def close(opened: Recorder) -> None:
+    """As the end of a run, without its last lines."""
+    if opened.directory is not None:
+        await asyncio.get_running_loop().run_in_executor(
+            opened.writer.executor, opened.directory.close
+        )
+    opened.writer.executor.shutdown()
+
+
+def back_after_a_pause(s3: FaultProxy) -> Iterator[float]:
+    yield 0.0  # before the first try
+    s3.faults.heal()
+    yield 0.0
+
+
+def test_a_store_that_is_away_when_the_run_directory_is_made_is_waited_for(place, s3, capsys):
+    async def run() -> None:
+        opened = recorder(place, back_after_a_pause(s3))
+        opened.note("early", {"n": 1})
+        s3.faults.is_unreachable = True
+        told = await opened.open_at(0, [])
+        opened.note("late", {"n": 2})
+        assert (told, opened.committed) == (opened.place, None)
+        await close(opened)
+
+    asyncio.run(run())
+    assert capsys.readouterr().err.count("storage is away") == 1
+    lines = read_lines(open_folder(place).at("r"), "journal.jsonl")
+    assert lines == [{"at": 5.0, "early": {"n": 1}}, {"at": 5.0, "late": {"n": 2}}]
+
+
+def test_a_store_that_stays_away_ends_the_run_with_a_line_and_no_internal_error(place, s3):
+    async def run() -> list[Any]:
+        opened = recorder(place, (0.0,))
+        host: Any = SimpleNamespace(
+            on_evaluation=NOTHING, on_unprotected=NOTHING, on_loaded=opened.open_at
+        )
+        cluster = RayCluster("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
+        cluster.workers[0] = slot = SimpleNamespace(state="loading")  # type: ignore
+        cluster._loading = 0
+        s3.faults.is_unreachable = True
+        cluster._on_loaded(0, slot, {"damaged": [], "step": 0}, b"")  # type: ignore
+        events = [await cluster.events.get()]
+        assert (cluster.wrong_input, opened.directory) == (None, None)
+        await close(opened)
+        return events
+
+    (event,) = asyncio.run(run())
+    assert event == Cancelled("failed", event.reason, 5.0)
+    assert event.reason.startswith(f"storage failed: {place.partition('?')[0]}/r")
+    assert "cannot be used now" in event.reason
+    assert "internal error" not in event.reason
+
+
+def test_a_run_that_goes_back_waits_for_no_store(place, s3):
+    async def run() -> None:
+        opened = recorder(place)
+        await opened.open_at(0, [])
+        assert opened.directory is not None
+        assert opened.checkpoints is not None
+        record(opened, 1, 2, 3)
+        await settled(opened)
+        opened.directory.flush()
+        assert opened.safe_step == 3
+        opened.checkpoints._known = {2, 3}
+        opened.checkpoints.committed = 3
+        s3.faults.is_silent = True  # a request takes half a minute
+        assert await asyncio.wait_for(opened.open_at(2, []), 1) == opened.place
+        assert opened.safe_step == 2, "what storage has not heard of is not safe"
+        assert opened.lost_steps == 1, "the result has it, whenever the run ends"
+        record(opened, 3)
+        s3.faults.heal()
+        await settled(opened)
+        assert (opened.committed, opened.lost_steps) == (2, 1)
+        await close(opened)
+
+    asyncio.run(run())
+    run_folder = open_folder(place).at("r")
+    assert read_lines(run_folder, "metrics.jsonl") == [metrics(s) for s in (1, 2, 3)]
+    assert read_lines(run_folder, "metrics.rolledback.jsonl") == [metrics(3)]
+
+
+def test_a_controller_that_goes_back_while_the_store_is_away_decides_on(tmp_path):
+    """A local folder whose listing fails: a mount whose server is away."""
+
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open_at(0, [])
+        record(opened, 1, 2)
+        await settled(opened)
+        checkpoints = tmp_path / "r" / "checkpoints"
+        with contextlib.suppress(FileNotFoundError):
+            checkpoints.rmdir()
+        checkpoints.write_text("no folder")
+        await opened.open_at(1, [])
+        await settled(opened)
+        assert opened.directory is not None
+        assert (opened.directory.last_step, opened.lost_steps) == (1, 1)
+        os.remove(checkpoints)
+        await close(opened)
+
+    asyncio.run(run())
+
+
+def test_the_next_worker_does_not_open_what_the_first_one_waits_for(place, s3):
+    async def run() -> None:
+        opened = recorder(place, back_after_a_pause(s3))
+        s3.faults.is_unreachable = True
+        await asyncio.gather(opened.open_at(0, []), opened.open_at(0, []))
+        claims = [re.search(r"^PUT \S*/.claims/(\d+-\w+)", line) for line in s3.seen]
+        assert len({claim[1] for claim in claims if claim}) == 1, "opened once"
+        await close(opened)
+
+    asyncio.run(run())
+
+
+def test_an_end_of_the_run_ends_the_waiting(place, s3):
+    async def run() -> None:
+        opened = recorder(place, (100.0,))
+        s3.faults.is_unreachable = True
+        opening = asyncio.ensure_future(opened.open_at(0, []))
+        await asyncio.sleep(0)
+        await opened.close(dict, {})
+        with pytest.raises(StoreAway):
+            await opening
+        opened.writer.executor.shutdown()
+
+    asyncio.run(run())
+
+
+def test_damaged_checkpoints_are_aside_before_the_run_goes_on(tmp_path: Path):
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open_at(0, [])
+        assert opened.checkpoints is not None
+        for step in (2, 4):
+            folder = tmp_path / "r" / "checkpoints" / f"step-{step:08d}"
+            folder.mkdir(parents=True)
+            (folder / "manifest.json").write_text("{}")
+        opened.checkpoints.take_over()
+        assert opened.committed == 4
+        await opened.open_at(2, [Damage(4, "torn")])
+        assert opened.committed == 2
+        aside = tmp_path / "r" / "checkpoints" / "step-00000004.damaged"
+        assert aside.is_dir()
+        await close(opened)
+
+    asyncio.run(run())

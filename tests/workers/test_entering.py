@@ -1,0 +1,93 @@
+"""Two sharded members form a generation: what the one that comes learns, and what it forgets."""
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import open_folder
+from tests.workers.ranks import run_ranks
+from tests.workers.session_rig import CPU, FakeLink
+from tests.workers.sharded_rig import Work, spec, train
+from workers.build import build_replica
+from workers.checkpoint.saver import Saver
+from workers.health.vitals import Vitals
+from workers.member import Member
+from workers.peer import PeerServer
+
+
+class Looking(Work):
+    """Its scheduler sees the phase in which it is given its state."""
+
+    def __init__(self) -> None:
+        self.vitals, self.phases = Vitals(), []
+
+    def build_scheduler(self, optimizer):
+        return Looks(self, optimizer)
+
+
+class Looks(StepLR):
+    def __init__(self, work: Looking, optimizer) -> None:
+        super().__init__(optimizer, 1, 0.9)
+        self._look = lambda: work.phases.append(work.vitals.phase)
+
+    def state_dict(self):
+        return {k: v for k, v in super().state_dict().items() if k != "_look"}
+
+    def load_state_dict(self, state_dict):
+        self._look()
+        super().load_state_dict(state_dict)
+
+
+def member_of(work: Looking, place: str) -> Member:
+    settings = spec("fsdp")
+    replica, link = build_replica(work, settings, CPU), FakeLink()
+    catalogue = Catalogue(open_folder(place).at("checkpoints"))
+    peers = PeerServer("127.0.0.1", "t", lambda: None, 3.0)
+    return Member(
+        settings, replica, link, peers, Saver(link, settings), work.vitals, CPU,
+        on_load=lambda place, step: replica.sharded.load(catalogue),
+        on_log_to=lambda place: None, on_finish=lambda member, place: "",
+    )  # fmt: skip
+
+
+def lines(generation: int, *steps: int) -> dict[str, Any]:
+    """What is known of steps that are not on record."""
+    said = [{"metrics": {"step": step, "generation": generation}} for step in steps]
+    return {"steps": said, "vote": [{"log_names": []}, ""]}
+
+
+def form(generation: int, rank: int, world_size: int, port: int, step: int) -> dict[str, Any]:
+    return {
+        "type": "form", "generation": generation, "rank": rank, "world_size": world_size,
+        "step": step, "store": ("127.0.0.1", port), "then_pause": False, "recorded_step": 0,
+        "evaluation": None, "vote": None, "holders": [],
+    }  # fmt: skip
+
+
+def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_nothing_else(tmp_path):
+    """It may be the last one who can report those steps. What it knew is of steps that were done
+    again since, or never will be."""
+
+    def body(ranks):
+        torch.set_num_threads(1)
+        work = Looking()
+        member = member_of(work, str(tmp_path))
+        if ranks.index == 0:
+            member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
+            assert member._obey(form(1, 0, 1, 0, 0), b"")
+            train(member.replica, member.group, "fsdp", 2, work=work)
+            member.records.take(lines(1, 1, 2))
+        else:
+            member.records.take(lines(0, 1, 2))
+            member._obey({"type": "sync", "address": None}, b"")
+        before = member.records.to_frame()
+        assert member._obey(form(2, ranks.index, 2, ranks._port, 2), b"")
+        return before, member.step, member.records.to_frame(), work.phases[-1]
+
+    told = run_ranks(2, body)
+    assert [before["steps"] for before, *_ in told] == [lines(1, 1, 2)["steps"], []]
+    for _, step, frame, phase in told:
+        assert (step, frame) == (2, lines(1, 1, 2))
+        assert phase == "restore", "its own work, for which nobody is waited"

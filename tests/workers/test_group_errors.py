@@ -1,0 +1,58 @@
+"""What a backend raises: of its connections, or of the call itself."""
+
+import time
+
+import pytest
+import torch
+
+from elastic.protocol.errors import CollectiveRefused, PeerLost
+from tests.workers.ranks import Ranks, run_ranks
+from workers import groups
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("pair.cc:612] Application timeout caused pair closure", PeerLost),
+        ("unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation", PeerLost),
+        ("NCCL error ... ncclRemoteError: A call failed possibly due to a network error", PeerLost),
+        ("NCCL error ... ncclSystemError: System call (e.g. socket, malloc) failed", PeerLost),
+        ("NCCL error ... ncclInvalidUsage: This usually reflects invalid usage", CollectiveRefused),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", CollectiveRefused),
+    ],
+)
+def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str, kind: type):
+    assert type(groups.failure_of(RuntimeError(said))) is kind
+
+
+def test_an_error_of_this_device_is_no_loss():
+    assert type(groups.failure_of(torch.AcceleratorError("device-side assert"))) is (
+        CollectiveRefused
+    )
+
+
+LIMIT_S = 2.0
+"""The backend's own, for one collective."""
+
+
+def failures(ranks: Ranks) -> list[str]:
+    """Of a wrong call, and of one that a peer is too late for."""
+    group = ranks.form(1, [0, 1], operation_timeout_s=LIMIT_S)
+    ranks.meet([0, 1])
+    group.all_reduce(torch.ones(4)).wait()
+    kinds: list[str] = []
+    try:
+        group.all_gather_flat(torch.ones(7), torch.ones(3)).wait()
+    except PeerLost as error:
+        kinds.append(type(error).__name__)
+    if ranks.index == 1:
+        time.sleep(2 * LIMIT_S)
+    try:
+        group.all_reduce(torch.ones(4)).wait()
+    except PeerLost as error:
+        kinds.append(type(error).__name__)
+    return kinds
+
+
+def test_gloo_refuses_a_wrong_call_and_loses_a_peer_that_is_too_late():
+    assert run_ranks(2, failures) == [["CollectiveRefused", "PeerLost"]] * 2

@@ -1,0 +1,139 @@
+"""Pieces of work between collectives: what a member shows meanwhile, and whether all meet."""
+
+import time
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any
+
+import pyarrow.fs
+import pytest
+import torch
+from torch import nn
+
+from elastic.protocol.errors import PeerLost
+from elastic.store.catalogue import Catalogue
+from elastic.store.files import Folder
+from tests.workers.ranks import run_ranks
+from tests.workers.session_rig import Tiny
+from tests.workers.sharded_rig import build, raise_it
+from tests.workers.test_restoring import ReadBy, publish
+from workers.digest import weights_sha256
+from workers.groups import Group
+from workers.health.vitals import Vitals
+from workers.parallel.pieces import Pieces
+from workers.parallel.sharded import Holding
+
+CPU = torch.device("cpu")
+
+
+class Launched:
+    """A collective that NCCL has launched: to the host it is done when its kernel is."""
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        return True
+
+
+class Backend:
+    """NCCL's interface; all members have said that they are done."""
+
+    def allreduce(self, tensors):
+        tensors[0].fill_(2)
+        return Launched()
+
+    def abort(self):
+        pass
+
+
+def test_who_begins_a_piece_is_at_work_also_when_a_round_has_just_ended():
+    vitals, group, now = Vitals(), Group(Backend(), "nccl", 0, 2), [0.0]
+    group.on_wait = vitals.waits_in
+    pieces = Pieces(group, CPU, lambda: vitals.enter("restore"), 1.0, lambda: now[0])
+    phases = []
+    for at in (0.0, 1.5, 2.0, 2.1):  # a round begins in the second, and ends in the third
+        now[0] = at
+        pieces.begin_apart()
+        phases.append(vitals.phase)
+    assert phases == ["restore"] * 4
+
+
+class AbortedWhileRead(Group):
+    """The generation is given up between the wait, which is of the stream, and the read."""
+
+    def check_nccl(self):
+        super().check_nccl()
+        self.is_abandoned = True
+
+
+def test_a_round_of_a_generation_that_was_given_up_meanwhile_says_nothing():
+    group = AbortedWhileRead(Backend(), "nccl", 0, 2)
+    with pytest.raises(PeerLost):
+        Pieces(group, CPU, lambda: None, 1.0).wait_for_all()
+
+
+LIMIT_S = 3.0
+"""Of the backend, for one collective."""
+
+
+class Layers(Tiny):
+    """Initialised module by module, which takes its time."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def build_model(self):
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 1))
+
+    def init_weights(self, module, name):
+        if isinstance(module, nn.Linear):
+            time.sleep(self._pause_s)  # this is the work
+            nn.init.normal_(module.weight)
+
+
+class OneByOne:
+    """A storage that reads one block at a time, and slowly; as Folder asks pyarrow's."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s, self._lock = pause_s, Lock()
+        self._local = pyarrow.fs.LocalFileSystem()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def open_input_file(self, path: str) -> Any:
+        stream = self._local.open_input_file(path)
+
+        def read_at(size_bytes, offset):
+            with self._lock:
+                time.sleep(self._pause_s)  # this is the work
+            return stream.read_at(size_bytes, offset)
+
+        return ReadBy(stream, read_at)
+
+
+def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
+    """The slowest takes longer for it than the backend lets a collective wait."""
+    place = str(tmp_path)
+    expected = [weights_sha256(build("ddp", workload=Layers(0)).model), publish(place, Layers(0))]
+
+    def body(ranks):
+        found, taken_s = [], []
+        share = (0.0, 0.3, 1.0)[ranks.index]
+        for generation, kind, pause_s in ((1, "initial", 0.6), (2, "checkpoint", 1.2)):
+            group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
+            replica = build("fsdp", workload=Layers(share * pause_s))
+            replica.sharded.holding = Holding(kind)
+            catalogue = Catalogue(Folder(OneByOne(share * pause_s), f"{place}/checkpoints"))
+            pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
+            began = time.monotonic()
+            where = group, 0, catalogue, raise_it, nullcontext
+            replica.sharded.enter(*where, pieces=pieces, generation=generation)
+            taken_s.append(time.monotonic() - began)
+            found.append(replica.sharded.weights_sha256())
+        return found, min(taken_s)
+
+    for found, taken_s in run_ranks(3, body):
+        assert found == expected
+        assert taken_s > LIMIT_S, "else this shows nothing"

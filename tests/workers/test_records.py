@@ -1,0 +1,55 @@
+"""Committed steps that are not on record: who says which of them, and to whom."""
+
+from types import SimpleNamespace
+
+from tests.workers.session_rig import FakeLink
+from workers.records import Records
+
+LOWEST = SimpleNamespace(generation=2, rank=0, world_size=2)
+
+
+def steps_told(link: FakeLink) -> list[list[int]]:
+    return [[s["metrics"]["step"] for s in fields["steps"]] for fields, _ in link.of("committed")]
+
+
+def test_the_last_step_is_told_and_all_that_are_not_on_record_to_a_new_controller():
+    link = FakeLink()
+    records = Records(link, 12)
+    lines = [{"metrics": {"step": step}} for step in (1, 2, 3)]
+    records.take({"steps": lines, "vote": [{"log_names": []}, ""]})
+    records.tell(LOWEST)
+    link.num_controllers = 2
+    records.tell(LOWEST)
+    records.tell(LOWEST)
+    assert steps_told(link) == [[3], [1, 2, 3], [3]]
+    records.tell(SimpleNamespace(generation=2, rank=1, world_size=2))
+    assert len(link.sent) == 3
+
+
+def test_whoever_learns_from_the_lowest_rank_can_say_every_step_in_order():
+    """A newcomer may be the last one of a generation that knows them."""
+    link = FakeLink()
+    records = Records(link, 12)
+    newer, older = (
+        [{"metrics": {"step": step}} for step in steps] for steps in ((3, 4), (1, 2, 3))
+    )
+    records.take({"steps": newer, "vote": [None, ""]})
+    records.learn({"steps": older, "vote": [{"log_names": []}, ""]})
+    records.repeat(LOWEST, recorded_step=1)
+    assert records.known_step == 4
+    assert steps_told(link) == [[2, 3, 4]]
+
+
+def test_of_a_step_that_both_know_the_lowest_ranks_line_counts():
+    """This one may have fallen back, and the step was done again without it."""
+    link = FakeLink()
+    records = Records(link, 12)
+    mine, theirs = (
+        [{"metrics": {"step": step, "generation": generation}} for step in steps]
+        for generation, steps in ((1, (2, 3)), (4, (1, 2)))
+    )
+    records.take({"steps": mine, "vote": [None, ""]})
+    records.learn({"steps": theirs, "vote": [{"log_names": []}, ""]})
+    records.repeat(LOWEST, recorded_step=0)
+    ((fields, _),) = link.of("committed")
+    assert fields["steps"] == [*theirs, mine[1]]

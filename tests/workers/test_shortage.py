@@ -1,0 +1,73 @@
+"""A worker without memory for its state, or for a copy of it that it makes for others."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elastic.protocol.mesh import Mesh
+from tests.workers.places import Place
+from tests.workers.session_rig import Rig, Tiny
+from tests.workers.sharded_rig import spec
+from tests.workers.test_rolled_back import form
+from workers.checkpoint.snapshot import Snapshot
+from workers.out_of_memory import OutOfMemory
+from workers.parallel.sharded import Holding
+from workers.peer import Follower
+from workers.peer_memory.keeper import Keeper
+
+DEADLINE_S = 30.0
+LARGE = {"w": torch.empty(2**46, device="meta")}
+"""256 TiB, which no host has."""
+
+
+def test_a_shard_that_no_memory_is_left_for_loses_its_worker_and_not_the_run():
+    keeper = Keeper(spec("fsdp"), lambda kind, **fields: None)
+    replica = SimpleNamespace(
+        step=0,
+        sharded=SimpleNamespace(mesh=Mesh("fsdp", 1)),
+        snapshot=lambda select, memory: Snapshot({}, select(LARGE), memory),
+    )
+    keeper.begin(replica, 1, Place(1))
+    with pytest.raises(OutOfMemory, match="out of memory while it copied its shard"):
+        keeper.wait(lambda: False)
+
+
+@pytest.mark.parametrize("what", ["snapshot", "update"])
+def test_a_newcomer_whose_source_has_no_memory_for_its_copy_is_let_go(what):
+    ours, theirs = socket.socketpair()
+    follower = Follower(ours, worker=3)
+    if what == "snapshot":
+        follower.begin(Snapshot({}, LARGE), {})
+    else:
+        follower.offer({}, LARGE)
+    theirs.settimeout(DEADLINE_S)
+    while theirs.recv(2**16):
+        pass
+    assert follower.is_lost
+
+
+class Greedy(Tiny):
+    """Its weights need more memory than there is, when they are made."""
+
+    def init_weights(self, module, name):
+        torch.empty(2**46)
+
+
+def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone():
+    rig = Rig("bitwise")
+    rig.member._on_load = lambda place, step: torch.empty(2**46)
+    with pytest.raises(OutOfMemory, match=r"while it loaded the state: .*can't allocate memory"):
+        rig.member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
+    assert rig.link.sent == []
+    rig.loader.close()
+
+
+def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alone():
+    rig = Rig("bitwise", Greedy(), parallel="fsdp")
+    rig.replica.sharded.holding = Holding("initial")
+    with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
+        rig.member._obey(form(1, 0), b"")
+    assert [kind for kind, _, _ in rig.link.sent] == ["connected"]
+    rig.loader.close()

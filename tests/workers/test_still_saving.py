@@ -1,0 +1,29 @@
+"""A run that ends says that its final save gets further."""
+
+import threading
+
+from elastic.store.files import open_folder
+from tests.workers.session_rig import Rig
+
+FINISH = {"generation": 2, "rank": 0, "world_size": 1, "log_folder": None, "recorded_step": 0}
+TENSOR_S, LEASE_S = 0.05, 0.1
+
+
+def test_a_member_says_now_and_then_that_the_final_save_gets_further(tmp_path):
+    rig, pause = Rig("bitwise", has_checkpoints=True, lease_s=LEASE_S), threading.Event()
+    saver = rig.member.saver
+    take = saver._memory.take
+
+    def slowly(*arguments):
+        pause.wait(TENSOR_S)
+        return take(*arguments)
+
+    saver._memory.take = slowly
+    saver.open(str(tmp_path))
+    rig.member.end(FINISH)
+    (first, _), *_ = rig.link.of("still_saving")
+    assert first == {"generation": 2, "rank": 0}
+    told = [kind for kind, _, _ in rig.link.sent if kind != "still_saving"]
+    assert told[-2:] == ["part_saved", "ended"]  # a slow machine may say "still" between them
+    assert open_folder(str(tmp_path)).at("checkpoints").folders() == ["step-00000000"]
+    rig.loader.close()

@@ -1,0 +1,67 @@
+"""An optimizer whose state nobody else could take over is refused before step 1."""
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.protocol.errors import WrongInput
+from tests.workers.session_rig import Tiny, spec
+from workers.build import build_replica
+from workers.replica import Replica
+from workers.state import capture
+from workers.trial import try_optimizer
+
+CPU = torch.device("cpu")
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps the last norms of each parameter, in a `deque` or a list."""
+
+    def __init__(self, params, kind, **settings):
+        super().__init__(params, **settings)
+        self.kind = kind
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("norms", self.kind()).append(float(p.detach().norm()))
+
+
+class Workload(Tiny):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def build_model(self):
+        return nn.Linear(4, 1)
+
+    def build_optimizer(self, params):
+        return Remembers(params, self.kind, lr=0.1, momentum=0.9)
+
+
+def with_gradients(workload: Workload) -> Replica:
+    replica = build_replica(workload, spec(), CPU)
+    replica.model(torch.ones(2, 4)).sum().backward()
+    return replica
+
+
+def test_state_that_cannot_be_carried_is_refused_with_its_optimizer_and_key():
+    replica = with_gradients(Workload(deque))
+    with pytest.raises(
+        WrongInput, match=r"Remembers cannot be kept.*'optimizer/weight/norms'"
+    ) as e:
+        try_optimizer(Workload(deque), spec(), replica)
+    assert "is a collections.deque, which cannot be carried" in str(e.value)
+
+
+def test_nothing_stays_of_the_trial():
+    replica = with_gradients(Workload(list))
+    before = {n: t.clone() for n, t in capture(replica.model, replica.optimizer, None)[1].items()}
+    try_optimizer(Workload(list), spec(), replica)
+    after = capture(replica.model, replica.optimizer, None)[1]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert not replica.optimizer.state

@@ -1,0 +1,106 @@
+"""What the first worker finds out about a workload before its first step."""
+
+import pickle
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.protocol.errors import WrongInput
+from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
+from tests.workers.test_trial import Remembers
+from workers.build import build_replica
+from workers.health.vitals import Vitals
+from workers.worker import Worker
+
+
+class Sheet(Tiny):
+    """Its model has no buffers."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, 1))
+
+
+class OddGroups(Sheet):
+    def build_optimizer(self, params):
+        return torch.optim.AdamW([{"params": params, "seen": deque([1])}], lr=0.1)
+
+
+class Warm:
+    def __init__(self):
+        self.seen = deque()
+
+    def __call__(self, step):
+        return 1.0
+
+
+class OddScheduler(Sheet):
+    def build_scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, Warm())
+
+
+class OddState(Sheet):
+    def build_optimizer(self, params):
+        return Remembers(params, deque, lr=0.1)
+
+
+class OddGroupsInParts(OddGroups):
+    def init_weights(self, module, name):
+        pass
+
+
+def loading(workload) -> Worker:
+    """A worker that has been told to load, without its process."""
+    torch.set_num_threads(1)
+    rig, worker = Rig("bitwise", workload), object.__new__(Worker)
+    worker._spec, worker._replica, worker._member = rig.spec, rig.replica, rig.member
+    worker._session, worker._link, worker._workload = rig.session, rig.link, workload
+    worker._loader, worker._device, worker._vitals = rig.loader, CPU, rig.member.vitals
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("workload", "where"),
+    [
+        (OddGroups(), "^state at 'groups/0/seen'"),
+        (OddScheduler(), "^state at 'scheduler/lr_lambdas/0/seen'"),
+        (OddState(), "^the state of optimizer Remembers .*'optimizer/0.weight/norms'"),
+    ],
+)
+def test_what_nobody_could_take_over_is_refused_before_the_first_step(workload, where, tmp_path):
+    worker = loading(workload)
+    with pytest.raises(WrongInput, match=f"{where} is a collections.deque, which cannot be"):
+        worker._load(str(tmp_path), 0)
+    worker._loader.close()
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp:2"])
+def test_a_sharded_worker_refuses_it_when_it_builds_the_model(parallel):
+    with pytest.raises(WrongInput, match=r"^state at 'groups/0/seen' is a collections\.deque"):
+        build_replica(OddGroupsInParts(), spec(parallel=parallel), CPU)
+
+
+def test_a_workload_that_may_be_carried_is_loaded(tmp_path):
+    worker = loading(Tiny())
+    assert worker._load(str(tmp_path), 0) == []
+    worker._loader.close()
+
+
+class Threaded(Tiny):
+    def build_model(self):
+        torch.set_num_threads(2)
+        return super().build_model()
+
+
+def test_a_worker_looks_at_the_threads_that_the_workload_has_set():
+    before, worker = torch.get_num_threads(), object.__new__(Worker)
+    worker._spec, worker._pickled = spec(), pickle.dumps((Threaded(), None))
+    worker._vitals, worker._link = Vitals(), FakeLink()
+    worker._open_feed, worker._enter_child = None, lambda: None
+    try:
+        with pytest.raises(WrongInput, match="set 2 intra-op threads"):
+            worker._train()
+    finally:
+        torch.set_num_threads(before)
+        worker._loader._chosen.result(30).close()

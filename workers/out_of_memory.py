@@ -1,0 +1,36 @@
+"""Memory that a worker does not get while it takes on a state: the loss of this worker alone.
+
+It is what the kernel's own killer would make of it, a moment earlier, and with words.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from elastic.store.files import first_line
+
+REFUSED = "can't allocate memory"
+"""In torch's RuntimeError for the host; for a device it has a class."""
+
+
+class OutOfMemory(BaseException):
+    """Others may have more: the run goes on without this worker. Unwinds the user's loop."""
+
+
+@contextmanager
+def told_as_loss(doing: str) -> Iterator[None]:
+    """Raises OutOfMemory for whatever says so within. doing: for a person."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not says_no_memory(error):
+            raise
+        raise OutOfMemory(f"out of memory while {doing}: {first_line(error)}") from error
+
+
+def says_no_memory(error: Exception) -> bool:
+    is_host = isinstance(error, RuntimeError) and REFUSED in str(error)
+    is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return is_host or is_system or isinstance(error, MemoryError | torch.OutOfMemoryError)

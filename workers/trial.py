@@ -1,0 +1,50 @@
+"""Before step 1: whether what the workload's objects keep can be carried to another process.
+
+A step of an optimizer of its own kind is tried, and nothing of it stays. What can be carried is
+state.py's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from elastic.protocol.errors import WrongInput
+from workers import state
+from workers.build import Settings, build_optimizer
+from workers.parallel.shards import local
+from workers.replica import Replica
+
+
+def check_kept(replica: Replica) -> None:
+    """WrongInput if what model, optimizer and scheduler keep from the beginning would be refused in
+    a checkpoint, or by the first newcomer."""
+    state.capture(replica.model, replica.optimizer, replica.scheduler)
+
+
+def try_optimizer(workload: Any, spec: Settings, replica: Replica) -> None:
+    """WrongInput if state that the optimizer makes in a step would be refused likewise. The
+    gradients of a micro-batch are there; whatever the step raises passes through. torch's own
+    optimizers keep tensors only."""
+    if type(replica.optimizer).__module__.startswith("torch.optim."):
+        return
+    optimizer = build_optimizer(workload, spec, replica.parameters, replica.model)
+    step_undone(optimizer, replica.parameters)
+    try:
+        state.check_optimizer(replica.model, optimizer)
+    except WrongInput as error:
+        kind = type(replica.optimizer).__name__
+        raise WrongInput(f"the state of optimizer {kind} cannot be kept: {error}") from error
+
+
+def step_undone(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """A step after which the parameters are as before, and only the optimizer's own state is not.
+    What it raises passes through."""
+    kept = [local(p).detach().to("cpu", copy=True) for p in parameters]
+    try:
+        optimizer.step()
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(parameters, kept, strict=True):
+                local(parameter).copy_(values)
