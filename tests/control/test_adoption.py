@@ -168,6 +168,14 @@ def test_a_generation_at_work_is_left_there_and_no_step_is_proven_without_its_vo
     assert (ledger.step, phase, commands) == (40, Running(ABC), [])
 
 
+def test_who_still_stands_in_an_older_generation_does_not_call_the_one_at_work_back():
+    left_out = Standing(0, "working", 7, 0, 3, 40)
+    at_work = (Standing(1, "working", 8, 0, 2, 41), Standing(2, "working", 8, 1, 2, 41))
+    _, phase, commands = play(LEDGER, Running(ABC), Adopted((left_out, *at_work), 9.0))
+    assert phase == Running(Membership(8, (1, 2)))
+    assert not [c for c in commands if isinstance(c, Abort | Recall | Form)]
+
+
 def test_a_member_far_behind_does_not_take_the_others_back():
     standings = (*AHEAD[:2], Standing(2, "stopped", 3, 0, 1, 7))
     ledger, _, _ = play(LEDGER, Running(ABC), Adopted(standings, 9.0))
