@@ -8,6 +8,7 @@ abandons it: waiting ends at once, the group is kept until its threads have come
 reuses a buffer that an abandoned operation may still write.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +17,11 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.seams import WorkerSpec
+from workers.store import StoreClient
 
 REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
 """NCCL's words for a call that no peer's death explains."""
@@ -105,8 +106,16 @@ class Group:
     Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
     """
 
-    def __init__(self, backend: Backend, backend_name: str, rank: int, world_size: int) -> None:
-        self.backend, self.backend_name = backend, backend_name
+    def __init__(
+        self,
+        backend: Backend,
+        backend_name: str,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None = None,
+    ) -> None:
+        """store: what the backend was formed over, kept as long as the backend may ask it."""
+        self.backend, self.backend_name, self._store = backend, backend_name, store
         self.rank, self.world_size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = False
@@ -326,7 +335,7 @@ class Formation:
 
 def form(
     *,
-    store_address: tuple[str, int],
+    store_address: Sequence[Any],
     prefix: str,
     rank: int,
     world_size: int,
@@ -337,6 +346,7 @@ def form(
 ) -> Formation:
     """Begin to form the group named `prefix` over the rendezvous store at `store_address`.
 
+    store_address: host, port and secret.
     host: this worker's address that its peers can reach.
     operation_timeout_s: the backend's own limit per collective, a last resort only.
     """
@@ -344,21 +354,16 @@ def form(
     def build(prefix: str, rank: int, world_size: int) -> Group:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        store = TCPStore(
-            store_address[0],
-            store_address[1],
-            None,
-            False,
-            timeout=timedelta(seconds=join_timeout_s),
-            wait_for_workers=False,
-        )
+        store = StoreClient(store_address, join_timeout_s)
         prefixed = PrefixStore(prefix, store)
         if device.type == "cuda":
+            # Its monitor would ask our store from a thread, and finds what suspicion finds.
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=operation_timeout_s)
             nccl = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
             nccl.eager_connect_single_device(device)
-            return Group(cast(Any, nccl), "nccl", rank, world_size)
+            return Group(cast(Any, nccl), "nccl", rank, world_size, store)
         gloo = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
         gloo._timeout = timedelta(seconds=operation_timeout_s)
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -367,6 +372,7 @@ def form(
             "gloo",
             rank,
             world_size,
+            store,
         )
 
     def build_whole() -> Group:
@@ -381,9 +387,8 @@ def form(
 
 def form_for(spec: WorkerSpec, header: dict[str, Any], device: torch.device) -> Formation:
     """The group that a Form command asks for."""
-    host, port = header["store"]
     return form(
-        store_address=(host, port),
+        store_address=header["store"],
         prefix=f"{spec.run_id}/{header['generation']}",
         rank=header["rank"],
         world_size=header["world_size"],

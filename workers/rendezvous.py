@@ -1,9 +1,85 @@
-"""The rendezvous: one torch store per generation, so that a dead generation's keys die with it.
+"""The rendezvous: what the members of one generation say of themselves before they are connected.
 
-Lives in its own small Ray actor (elastic/on_ray/actors.py), outside trainers and controller.
+Lives in its own small Ray actor (elastic/on_ray/actors.py), outside trainers and controller. A
+generation has its own server and secret, so that a dead generation's keys die with it and nobody
+but its members reads or writes them: torch's TCPStore answers whoever connects.
 """
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+import secrets
+import socket
+import threading
+from contextlib import suppress
+
+from elastic.protocol import wire
+from workers.admission import Admission
+
+MAX_VALUE_BYTES = 2**20
+"""Of one key: an address of gloo's or an id of NCCL's has less than a thousand."""
+
+
+class StoreServer:
+    """The keys and values of one generation, in the order in which they were set.
+
+    Who says the secret is welcomed. `{"type": "set", "key": k}`, with the value as its payload, is
+    not answered; `{"type": "get", "key": k, "seen": n}` is, once k is set: with everything that was
+    set after the first n, one frame each, the last of which says so.
+    """
+
+    def __init__(self, host: str) -> None:
+        """host: the address that members reach, and the only one listened on."""
+        self.secret = secrets.token_hex(16)
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self.port: int = self._listener.getsockname()[1]
+        self._log: list[tuple[str, bytes]] = []
+        self._is_set: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        admission = Admission(self._listener, self.secret, self._serve)
+        threading.Thread(target=admission.run, name="store", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            self._is_closed = True
+            for is_set in self._is_set.values():
+                is_set.set()
+
+    def _serve(self, connection: socket.socket, _hello: wire.Header) -> None:
+        with connection, suppress(OSError, ValueError, KeyError, TypeError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.send(connection, {"type": "welcome"})
+            while not self._is_closed:
+                asked, value_bytes = wire.receive_header(connection)
+                if value_bytes > MAX_VALUE_BYTES:
+                    raise wire.BadFrame(f"{value_bytes} bytes are more than a value has")
+                value = bytes(wire.receive_exactly(connection, value_bytes))
+                if asked["type"] == "set":
+                    self._set(str(asked["key"]), value)
+                else:
+                    connection.sendall(self._since(str(asked["key"]), int(asked["seen"])))
+
+    def _set(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._log.append((key, value))
+            self._is_set.setdefault(key, threading.Event()).set()
+
+    def _since(self, key: str, seen: int) -> bytes:
+        """Raises ConnectionError if the generation is over first."""
+        with self._lock:
+            is_set = self._is_set.setdefault(key, threading.Event())
+            if self._is_closed:
+                is_set.set()
+        is_set.wait()
+        if self._is_closed:
+            raise wire.ConnectionClosed("the generation is over")
+        with self._lock:
+            news = self._log[seen:]
+        last = len(news) - 1
+        return b"".join(
+            wire.pack({"key": k, "is_last": i == last}, v) for i, (k, v) in enumerate(news)
+        )
 
 
 class Rendezvous:
@@ -11,17 +87,19 @@ class Rendezvous:
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._store: TCPStore | None = None
+        self._store: StoreServer | None = None
         self._generation = 0
 
-    def open(self, generation: int) -> tuple[str, int]:
-        """The address of the store of `generation`, which must not be older than the last one."""
+    def open(self, generation: int) -> tuple[str, int, str]:
+        """Host, port and secret of `generation`'s store; it must not be older than the last one."""
         if self._store is None or generation != self._generation:
             assert generation > self._generation, (generation, self._generation)
-            self._store = TCPStore(self.host, 0, None, True, wait_for_workers=False)
-            self._generation = generation
-        return self.host, self._store.port
+            self.forget()
+            self._store, self._generation = StoreServer(self.host), generation
+        return self.host, self._store.port, self._store.secret
 
     def forget(self) -> None:
         """A new controller has taken over: what it does not know of may be in the newest store."""
+        if self._store is not None:
+            self._store.close()
         self._store, self._generation = None, 0

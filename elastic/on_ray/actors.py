@@ -208,7 +208,7 @@ class RendezvousActor:
         self._rendezvous, self._lock = Rendezvous(this_host()), Lock()
         self._sentinel: Sentinel | None = None
 
-    def open(self, generation: int) -> tuple[str, int]:
+    def open(self, generation: int) -> tuple[str, int, str]:
         with self._lock:
             return self._rendezvous.open(generation)
 

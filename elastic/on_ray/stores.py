@@ -38,14 +38,14 @@ class Stores:
             self._opening = {generation: opening}
 
     def opened(self, generation: int) -> list[Any] | None:
-        """Host and port, if they are known already."""
+        """Host, port and secret, if they are known already."""
         opening = self._opening.get(generation)
         if opening is None or not opening.done() or opening.cancelled() or opening.exception():
             return None
         return opening.result()
 
     async def address(self, generation: int, patience_s: float | None = None) -> list[Any]:
-        """Host and port. Raises TimeoutError if the rendezvous does not answer for `patience_s`
+        """Host, port and secret. Raises TimeoutError if the rendezvous does not answer for `patience_s`
         (None: as long as it may take to start), RayError if it cannot."""
         self.open(generation)
         patience_s = self._start_s if patience_s is None else patience_s
@@ -79,5 +79,5 @@ class Stores:
             await asyncio.sleep(PING_S)
 
 
-async def taken(answer: Awaitable[tuple[str, int]]) -> list[Any]:
+async def taken(answer: Awaitable[tuple[str, int, str]]) -> list[Any]:
     return list(await answer)

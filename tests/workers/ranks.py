@@ -6,9 +6,10 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.distributed import TCPStore
 
 from workers import groups
+from workers.rendezvous import StoreServer
+from workers.store import StoreClient
 
 DEADLINE_S = 120.0
 
@@ -21,11 +22,12 @@ def run_ranks(
     on_pause: done here once every rank has called `ranks.pause()` or returned.
     """
     context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    server = StoreServer("127.0.0.1")
+    address = ("127.0.0.1", server.port, server.secret)
     pickled = cloudpickle.dumps(body)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        context.Process(target=_run, args=(r, store.port, pickled, pipes[r][1]), daemon=True)
+        context.Process(target=_run, args=(r, address, pickled, pipes[r][1]), daemon=True)
         for r in range(num_ranks)
     ]
     for process in processes:
@@ -35,6 +37,7 @@ def run_ranks(
     results = [_next(receiver) for receiver, _ in pipes]
     if on_pause is not None:
         on_pause()
+        store = StoreClient(address, DEADLINE_S)
         paused = [rank for rank, result in enumerate(results) if result == PAUSED]
         for rank in paused:
             store.set(f"resume/{rank}", "")
@@ -42,6 +45,7 @@ def run_ranks(
             results[rank] = _next(pipes[rank][0])
     for process in processes:
         process.join(DEADLINE_S)
+    server.close()
     return results
 
 
@@ -56,8 +60,8 @@ PAUSED = "paused"
 class Ranks:
     """One process of the test: it forms a group for every generation that it is a member of."""
 
-    def __init__(self, index: int, port: int, sender: Any) -> None:
-        self.index, self._port, self._sender = index, port, sender
+    def __init__(self, index: int, address: tuple[str, int, str], sender: Any) -> None:
+        self.index, self.address, self._sender = index, address, sender
 
     def pause(self) -> None:
         """Wait until the test has done something."""
@@ -70,8 +74,8 @@ class Ranks:
         store.set(f"here/{self.index}", "")
         store.wait([f"here/{i}" for i in members])
 
-    def _store(self) -> TCPStore:
-        return TCPStore("127.0.0.1", self._port, None, False, wait_for_workers=False)
+    def _store(self) -> StoreClient:
+        return StoreClient(self.address, DEADLINE_S)
 
     def form(
         self, generation: int, members: list[int], operation_timeout_s: float = 60
@@ -80,7 +84,7 @@ class Ranks:
         if len(members) == 1:
             return groups.Alone()
         return groups.form(
-            store_address=("127.0.0.1", self._port),
+            store_address=self.address,
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
@@ -91,6 +95,6 @@ class Ranks:
         ).wait(60)
 
 
-def _run(index: int, port: int, pickled: bytes, sender: Any) -> None:
+def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:
     torch.set_num_threads(1)
-    sender.send(cloudpickle.loads(pickled)(Ranks(index, port, sender)))
+    sender.send(cloudpickle.loads(pickled)(Ranks(index, address, sender)))

@@ -58,10 +58,10 @@ def lines(generation: int, *steps: int) -> dict[str, Any]:
     return {"steps": said, "vote": [{"log_names": []}, ""]}
 
 
-def form(generation: int, rank: int, world_size: int, port: int, step: int) -> dict[str, Any]:
+def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> dict[str, Any]:
     return {
         "type": "form", "generation": generation, "rank": rank, "world_size": world_size,
-        "step": step, "store": ("127.0.0.1", port), "then_pause": False, "recorded_step": 0,
+        "step": step, "store": store, "then_pause": False, "recorded_step": 0,
         "evaluation": None, "vote": None, "holders": [],
     }  # fmt: skip
 
@@ -76,14 +76,14 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
         member = member_of(work, str(tmp_path))
         if ranks.index == 0:
             member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
-            assert member._obey(form(1, 0, 1, 0, 0), b"")
+            assert member._obey(form(1, 0, 1, None, 0), b"")
             train(member.replica, member.group, "fsdp", 2, work=work)
             member.records.take(lines(1, 1, 2))
         else:
             member.records.take(lines(0, 1, 2))
             member._obey({"type": "sync", "address": None}, b"")
         before = member.records.to_frame()
-        assert member._obey(form(2, ranks.index, 2, ranks._port, 2), b"")
+        assert member._obey(form(2, ranks.index, 2, ranks.address, 2), b"")
         return before, member.step, member.records.to_frame(), work.phases[-1]
 
     told = run_ranks(2, body)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from tests.workers.session_rig import Rig
+from workers.rendezvous import Rendezvous
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ class Aborting(dict):
 
 
 def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig):
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    rendezvous = Rendezvous("127.0.0.1")
     form = Aborting(
         {
             "type": "form", "generation": 1, "rank": 0, "world_size": 2, "step": 0,
-            "store": ["127.0.0.1", store.port], "then_pause": False, "recorded_step": 0,
+            "store": rendezvous.open(1), "then_pause": False, "recorded_step": 0,
             "evaluation": None, "vote": None,
         }
     )  # fmt: skip
@@ -43,3 +43,4 @@ def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig):
     assert time.monotonic() - began < rig.spec.join_timeout_s / 2
     rig.member._obey({"type": "abort", "generation": 1}, b"")
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
+    rendezvous.forget()
