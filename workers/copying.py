@@ -41,6 +41,8 @@ class Copying:
         self._on_replaced, self._on_followed = on_replaced, on_followed
         self._following: Following | None = None
         self._standing = standing
+        self._is_lagging = False
+        """The state is an old one; the source sends its own anew once a generation forms."""
 
     def start(self, address: list[object] | None, wake: Callable[[], None]) -> None:
         """Follow the worker at `address`, instead of any earlier source; None: it is gone."""
@@ -64,6 +66,7 @@ class Copying:
         if self._following is not None:
             self._following.close()
         self._following = self._standing.is_following = None
+        self._is_lagging = False
 
     def apply_received(self) -> None:
         """Catch up with what has arrived; says so when that is everything for the first time."""
@@ -85,8 +88,10 @@ class Copying:
             header, tensors = following.received.get()
             if header["type"] == "snapshot":
                 replica.restore(header, tensors)
-                self._standing.has_state = True
+                self._standing.has_state, self._is_lagging = True, False
                 self._on_replaced(header["records"])
+            elif header["type"] == "lags":
+                self._is_lagging = True
             elif header["step"] == replica.step + 1:
                 replica.apply(Update.from_frame(header, tensors, self._device))
                 self._on_followed(header["records"])
@@ -97,23 +102,42 @@ class Copying:
                 self._link.send("synced", step=replica.step)
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Wait until the state stands at `step`, or until is_over(). PeerLost if it never will."""
+        """Wait until the state stands at `step`, it lags, or is_over(). PeerLost if it never will."""
         deadline = time.monotonic() + self._spec.join_timeout_s
-        while self._replica.step != step:
-            following = self._following
-            if following is not None:
-                following.arrived.clear()
-                if not following.received.empty():
-                    self.apply_received()
-                    continue
+        while self._replica.step != step and not self._is_lagging:
             left_s = deadline - time.monotonic()
-            is_lost = following is None or following.failure or left_s <= 0
-            if is_lost or self._replica.step > step:
-                raise PeerLost(
-                    f"{worker_name(self._spec.worker)} stands at step {self._replica.step} and "
-                    f"cannot reach step {step}"
-                )
-            if is_over():
-                return
+            if not self._has_more(step, is_late=left_s <= 0):
+                if is_over():
+                    return
+                assert self._following is not None
+                self._following.arrived.wait(min(left_s, 0.05))
+
+    def catch_up_late(self, step: int, is_over: Callable[[], bool]) -> None:
+        """Who lags gets the state of `step` while the others, formed already, wait for it: as long
+        as it gets further. PeerLost if the source is gone."""
+        num_tensors = -1
+        while self._replica.step != step and not is_over():
+            if self._has_more(step, is_late=False):
+                continue
+            following = self._following
             assert following is not None
-            following.arrived.wait(min(left_s, 0.05))
+            if following.num_tensors != num_tensors:
+                num_tensors = following.num_tensors
+                self._vitals.enter("restore")
+            following.arrived.wait(0.05)
+
+    def _has_more(self, step: int, *, is_late: bool) -> bool:
+        """Apply what has come; False: nothing. PeerLost if the state will never stand at `step`."""
+        following = self._following
+        if following is not None:
+            following.arrived.clear()
+            if not following.received.empty():
+                self.apply_received()
+                return True
+        is_lost = following is None or following.failure or is_late
+        if is_lost or (self._replica.step > step and not self._is_lagging):
+            raise PeerLost(
+                f"{worker_name(self._spec.worker)} stands at step {self._replica.step} and "
+                f"cannot reach step {step}"
+            )
+        return False

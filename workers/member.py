@@ -19,6 +19,7 @@ from elastic.protocol.seams import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver
+from workers.checkpoint.snapshot import Snapshot
 from workers.copying import Copying
 from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
@@ -338,11 +339,12 @@ class Member:
             self.link.send("sync_failed", reason=str(error))
             return False
         state_s = time.monotonic() - began
+        self._followers.renew(self._state_and_records)
         if not self._join_group():
             return False
         began = time.monotonic()
         with told_as_loss("it got its part of the state"):
-            has_entered = enter_shard(self, header)
+            has_entered = enter_shard(self, header) and self._catch_up_late(header["step"])
         if not has_entered:
             return False
         self._copying.stop()
@@ -405,6 +407,21 @@ class Member:
             self.standing.is_following = self.standing.has_state = True
             self.link.send("synced", step=self.replica.step)
 
+    def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
+        return self.replica.snapshot(), self.records.to_frame()
+
+    def _catch_up_late(self, step: int) -> bool:
+        """False if the generation was given up, or the source is gone, which costs it as well."""
+        if self.replica.sharded is not None or self.replica.step == step:
+            return True
+        self.link.send("connected", generation=self.generation, rank=self.rank)
+        try:
+            self._copying.catch_up_late(step, lambda: self._aborted >= self.generation)
+        except PeerLost as error:
+            self._copying.stop()
+            self.link.send("sync_failed", reason=str(error))
+        return self.replica.step == step and self._aborted < self.generation
+
     def _on_replaced(self, records: dict[str, Any]) -> None:
         """The state is a peer's now."""
         self.prepared = None
@@ -413,4 +430,4 @@ class Member:
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        self._followers.take_on(lambda: (self.replica.snapshot(), self.records.to_frame()))
+        self._followers.take_on(self._state_and_records)

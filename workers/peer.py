@@ -3,7 +3,9 @@
 A newcomer *follows* a source: it receives the source's state as of a step boundary and then the
 reduced gradients of each later step, which it applies with its own optimizer. So it stays at most
 a step behind, at a cost per step that does not depend on the size of the optimizer's state, and
-nobody waits for it. Point to point over TCP, no pickle (elastic/protocol/wire.py).
+nobody waits for it. Where a link carries less than the steps bring, it *lags*: it is sent nothing
+more until a generation takes it in, and then the state anew, for which the others wait.
+Point to point over TCP, no pickle (elastic/protocol/wire.py).
 """
 
 import logging
@@ -24,7 +26,9 @@ from workers.out_of_memory import says_no_memory
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
-"""A follower that lags by more than this is dropped; it may follow again from a new snapshot."""
+"""Of updates that a follower has not been sent: one that is further behind lags."""
+LAGS: dict[str, Any] = {"type": "lags"}
+"""Instead of an update: nothing comes any more until a generation takes the follower in."""
 UNKNOWN_S = 60.0
 """Without detect_s: how long a host at the other end may be silent."""
 UNREAD = 10
@@ -74,7 +78,7 @@ def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) ->
 
 
 def receive_tensors(
-    connection: socket.socket, memory: HostMemory
+    connection: socket.socket, memory: HostMemory, on_tensor: Callable[[], None]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     header, _ = wire.receive_header(connection)
     tensors: dict[str, torch.Tensor] = {}
@@ -82,6 +86,7 @@ def receive_tensors(
         tensors[name] = memory.take(name, getattr(torch, dtype), shape)
         if tensors[name].numel():
             wire.receive_into(connection, as_bytes(tensors[name]))
+        on_tensor()
     return header, tensors
 
 
@@ -90,7 +95,7 @@ class Follower:
 
     def __init__(self, connection: socket.socket, worker: int) -> None:
         self.worker = worker
-        self.is_lost = False
+        self.is_lost = self.is_lagging = False
         self._connection = connection
         self._snapshot: Snapshot | None = None
         self._memory = HostMemory()
@@ -98,19 +103,20 @@ class Follower:
             queue.SimpleQueue()
         )
         self._queued_bytes = 0
+        self._lock = threading.Lock()
         threading.Thread(target=self._send, name=f"follower-{worker}", daemon=True).start()
 
     def begin(self, snapshot: Snapshot, records: dict[str, Any]) -> None:
-        """The state to start from, and what is known of its last steps."""
+        """The state to start from, or anew, and what is known of its last steps."""
         snapshot.header["records"] = records
-        self._snapshot = snapshot
+        self._snapshot, self.is_lagging = snapshot, False
         self._queue.put(snapshot)
 
     def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
-        """Queue a copy of an update."""
+        """Queue a copy of an update, unless it lags."""
         if self._queued_bytes > MAX_QUEUED_BYTES:
-            self.close()
-        elif not self.is_lost:
+            self._lag()
+        if not (self.is_lost or self.is_lagging):
             try:
                 copies = {n: self._memory.take(n, t.dtype, t.shape) for n, t in tensors.items()}
             except (MemoryError, RuntimeError) as error:
@@ -118,10 +124,37 @@ class Follower:
                     raise
                 self.close()
                 return
-            self._queued_bytes += sum(t.nbytes for t in tensors.values())
+            with self._lock:
+                self._queued_bytes += sum(t.nbytes for t in tensors.values())
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor.detach())
             self._queue.put((header, copies))
+
+    def _lag(self) -> None:
+        """What waits to be sent will be part of the state that it gets."""
+        self.is_lagging = True
+        log.warning(
+            'newcomer=%d lags reason="its link carries less than the steps bring" '
+            'later="it gets the state anew when it is let in, and the others wait for that"',
+            self.worker,
+        )
+        kept: list[Snapshot | None] = []
+        with suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if isinstance(item, tuple):
+                    self._give_back(item[1])
+                else:
+                    kept.append(item)
+        for item in kept:
+            self._queue.put(item)
+        self._queue.put((LAGS, {}))
+
+    def _give_back(self, copies: Tensors) -> None:
+        """Memory for the next updates."""
+        self._memory.give(copies)
+        with self._lock:
+            self._queued_bytes -= sum(t.nbytes for t in copies.values())
 
     def close(self) -> None:
         self.is_lost = True
@@ -138,8 +171,7 @@ class Follower:
                 header, tensors = item
                 header = {**header, "queued": self._queue.qsize()}
                 send_update(self._connection, header, tensors)
-                self._queued_bytes -= sum(t.nbytes for t in tensors.values())
-                self._memory.give(tensors)
+                self._give_back(tensors)
         except (OSError, MemoryError, RuntimeError) as error:  # it may follow another one
             log.warning('newcomer=%d is fed no more reason="%s"', self.worker, error)
             self.is_lost = True
@@ -193,6 +225,12 @@ class Followers:
             follower.begin(*start())
             self._all.append(follower)
 
+    def renew(self, start: Callable[[], tuple[Snapshot, dict[str, Any]]]) -> None:
+        """A generation forms: whoever lags gets the state as it is now."""
+        for follower in self._all:
+            if follower.is_lagging and not follower.is_lost:
+                follower.begin(*start())
+
     def offer(self, describe: Callable[[], tuple[dict[str, Any], Tensors]]) -> None:
         """An update, asked for if there is anybody to take it."""
         self._all = [f for f in self._all if not f.is_lost]
@@ -226,6 +264,8 @@ class Following:
         """Why nothing more will come; empty while it may."""
         self.shortage: Exception | None = None
         """There is no memory for what came."""
+        self.num_tensors = 0
+        """Received so far, of what is not whole yet as well."""
         self._wake = wake
         self._connection = socket.create_connection(address, timeout=timeout_s)
         self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
@@ -236,7 +276,7 @@ class Following:
     def _receive(self) -> None:
         try:
             while True:
-                self.received.put(receive_tensors(self._connection, self.memory))
+                self.received.put(receive_tensors(self._connection, self.memory, self._count))
                 self.arrived.set()
                 self._wake()
         except (OSError, ValueError) as error:
@@ -244,6 +284,9 @@ class Following:
         except (MemoryError, RuntimeError) as error:
             self.shortage = error
             self._end(f"what came cannot be kept: {error}")
+
+    def _count(self) -> None:
+        self.num_tensors += 1
 
     def _end(self, why: str) -> None:
         self.failure = why

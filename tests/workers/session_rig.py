@@ -1,6 +1,7 @@
 """One worker's objects without the processes of a run around them, but for its loader."""
 
 import queue
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -62,14 +63,14 @@ class FakeLink:
 
 
 def spec(reduction="bitwise", **changes):
-    return WorkerSpec(
+    plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
         reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
-        max_nonfinite=1,
-        detect_s=3.0, heartbeat_s=0.5, silence_s=3.0, join_timeout_s=5.0,
-        operation_timeout_s=60.0, **{"has_checkpoints": False, "lease_s": 30.0, **changes},
+        max_nonfinite=1, detect_s=3.0, heartbeat_s=0.5, silence_s=3.0, join_timeout_s=5.0,
+        operation_timeout_s=60.0, has_checkpoints=False, lease_s=30.0,
     )  # fmt: skip
+    return replace(plain, **changes)
 
 
 class InThread(ThreadGroup):
