@@ -102,7 +102,7 @@ class Copying:
                 self._link.send("synced", step=replica.step)
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Wait until the state stands at `step`, it lags, or is_over(). PeerLost if it never will."""
+        """Wait until the state stands at `step`, lags, or is_over(). PeerLost if it never will."""
         deadline = time.monotonic() + self._spec.join_timeout_s
         while self._replica.step != step and not self._is_lagging:
             left_s = deadline - time.monotonic()
