@@ -364,6 +364,7 @@ class RayCluster:
         recorded_step = min(self.recorded_step, self.host.recorded_step())
         word = {"recorded_step": recorded_step, "formed": self.commits.formed}
         self.links.send(worker, {"type": "word", **word})
+        self._inquiry.hear_beat(worker)
 
     def _on_standing(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
         """No news of one that is ours: its first connection was reset before we heard it."""

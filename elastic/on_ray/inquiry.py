@@ -42,7 +42,7 @@ UNEXPLAINED = 3
 MANY = 64
 """Hosts that all members dial at once, at most."""
 FRESH = 4
-"""Whose pulse was heard within so many limits of this inquiry is waited for."""
+"""Whose pulse was heard within so many of its heartbeats is waited for."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Inquiry:
         self._kind = ""
         """Of the answers that are waited for."""
         self._awaited: set[int] = set()
+        self._unasked: set[int] = set()
+        """Whose pulse was heard lately, but had no connection when all were asked."""
+        self._question: dict[str, Any] = {}
         self._found: dict[int, str] = {}
         self._ended: tuple[Costly, ...] = ()
         """Who may be slow and was ended: the ledger learns of it later than the next look."""
@@ -180,6 +183,12 @@ class Inquiry:
         slots = self._cluster.workers
         return {w: plain_host(slots[w].node_ip) for w in workers if w in slots}
 
+    def hear_beat(self, worker: int) -> None:
+        """A pulse that had no connection when all were asked is asked now."""
+        is_missed = self._is_under_way and worker in self._unasked
+        if is_missed and self._cluster.links.ask_pulse(worker, self._question):
+            self._unasked.discard(worker)
+
     def hear(self, worker: int, _record: "Slot", header: Any, payload: bytes) -> None:
         """A pulse has answered."""
         if header["type"] != self._kind:
@@ -265,10 +274,10 @@ class Inquiry:
 
     async def _save(self, said: str, members: dict[int, Watch], limit_s: float) -> bool:
         """Where everybody stands goes among the logs; False if there are none."""
-        deadline = time.monotonic() + limit_s
+        deadline, answer_s = time.monotonic() + limit_s, 0.8 * limit_s
         try:
-            await self._ask(members, 0.8 * limit_s, "stacks")
-            saving = self._cluster.host.on_stacks(self._texts(said, members))
+            await self._ask(members, answer_s, "stacks")
+            saving = self._cluster.host.on_stacks(self._texts(said, members, answer_s))
             if saving is not None:
                 left_s = max(0.0, deadline - time.monotonic())
                 await asyncio.wait([asyncio.wrap_future(saving)], timeout=left_s)
@@ -280,30 +289,44 @@ class Inquiry:
         self, members: dict[int, Watch], limit_s: float, kind: str, **what: Any
     ) -> dict[int, str]:
         """Have every member's pulse answer. Whose is silent already is not waited for."""
-        cluster, question = self._cluster, {"type": kind, "timeout_s": 0.8 * limit_s, **what}
+        cluster, now = self._cluster, self._cluster.now()
+        fresh_s = FRESH * waits_of(cluster.detect_s).heartbeat_s
+        self._question = {"type": kind, "timeout_s": 0.8 * limit_s, **what}
         self._kind, self._found, self._has_all = kind, {}, asyncio.Event()
-        asked = {w for w in members if cluster.links.ask_pulse(w, question)}
-        now = cluster.now()
-        self._awaited = {w for w in asked if now - members[w].heard_at < FRESH * limit_s}
+        asked = {w for w in members if cluster.links.ask_pulse(w, self._question)}
+        self._awaited = {w for w in members if now - members[w].heard_at < fresh_s}
+        self._unasked = self._awaited - asked
         if self._awaited:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_all.wait(), limit_s)
         return self._found
 
-    def _texts(self, said: str, members: dict[int, Watch]) -> dict[str, str]:
+    def _texts(self, said: str, members: dict[int, Watch], answer_s: float) -> dict[str, str]:
         """Files by name, one of each member: what is wrong, where this one is, its stacks."""
         now, at = self._cluster.now(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         texts: dict[str, str] = {}
         for worker, watched in members.items():
-            beat, silent_s = watched.heartbeat, now - watched.heard_at
-            stands = f"{beat.phase_s + silent_s:.1f} s {place_of(beat)}"
-            silence = f"its pulse is silent, last heard {silent_s:.1f} s ago"
+            beat = watched.heartbeat
+            stands = f"{beat.phase_s + now - watched.heard_at:.1f} s {place_of(beat)}"
+            stacks = self._found.get(worker) or self._silence(worker, watched, now, answer_s)
             texts[file_name(beat.generation, worker_name(worker))] = (
                 f"# {at} {said}\n"
                 f"# this is {worker_name(worker)}: {stands}, process state {beat.process_state}\n"
-                f"{self._found.get(worker, silence)}\n"
+                f"{stacks}\n"
             )
         return texts
+
+    def _silence(self, worker: int, watched: Watch, now: float, answer_s: float) -> str:
+        """Why there are no stacks of a member."""
+        slot = self._cluster.workers.get(worker)
+        newest = watched if slot is None or slot.watch is None else slot.watch
+        if worker in self._unasked:
+            why = "has no connection"
+        elif worker in self._awaited:
+            why = f"has not answered in {answer_s:g} s"
+        else:
+            why = "is silent"
+        return f"its pulse {why}, last heard {now - newest.heard_at:.1f} s ago"
 
 
 def plain_host(address: str) -> str:

@@ -20,7 +20,8 @@ class Waits:
     """A look that is late by more than this was kept up by a freeze of the controller's own:
     heartbeats wait to be read, and nobody is suspect."""
     inquiry_s: float
-    """At most, for the stacks of everybody before a suspect is killed."""
+    """At most, for the stacks of everybody before a suspect is killed: how long a busy
+    machine takes for them is no matter of `detect_s`."""
     confirm_s: float
     """How long a failed collective waits for the loss that explains it: until a hang would have
     been seen, and explained."""
@@ -81,7 +82,7 @@ def waits_of(detect_s: float | None) -> Waits:
             f"for less, to {MAX_DETECT_S:g}: or give None for no detection of hangs"
         )
     heartbeat_s, tick_s = min(0.5, detect_s / 6), min(0.25, detect_s / 12)
-    inquiry_s = min(0.5, detect_s / 6)
+    inquiry_s = 0.5
     return Waits(
         heartbeat_s=heartbeat_s,
         tick_s=tick_s,

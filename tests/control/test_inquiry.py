@@ -14,6 +14,7 @@ from elastic.control.patience import Costly, Place
 from elastic.control.suspicion import Heartbeat, Watch, watch
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership, NumberSet
+from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, waits_of
 from workers.health.vitals import PHASES, WAITING
 
 HUNG = Heartbeat(1, 4, 9, "compute", 6.0, 0.1, False, "R")
@@ -126,12 +127,47 @@ def test_the_next_look_after_a_loss_is_patient_though_the_ledger_has_not_heard_o
 
 
 def test_a_suspect_without_a_pulse_or_with_a_deaf_one_is_lost_all_the_same():
-    silence = "its pulse is silent, last heard 0.0 s ago"
-    for deaf in ((1,), ()):
+    for deaf, why in (((1,), "has no connection"), ((), "has not answered in 0.4 s")):
         found, lost = Cluster(HUNG, WAITS, answering=(2,), deaf=deaf).look()
+        silence = f"its pulse {why}, last heard 0.0 s ago"
         assert found["stacks-g4-w1.txt"] == stood(1, "6.0 s in compute of step 10", silence)
         assert found["stacks-g4-w2.txt"][-1] == "stacks of 2"
         assert lost[:2] == (1, "hung")
+
+
+def test_whose_pulse_is_silent_is_not_waited_for_and_said_to_be():
+    cluster = Cluster(HUNG, WAITS, answering=(2,))
+    cluster.workers[1].watch = Watch(HUNG, 13.9)
+    cluster.workers[1].peer_address = None
+    found, lost = cluster.look()
+    silence = "its pulse is silent, last heard 6.1 s ago"
+    assert found["stacks-g4-w1.txt"] == stood(1, "12.1 s in compute of step 10", silence)
+    assert lost[:2] == (1, "heartbeat_silent")
+
+
+@pytest.mark.parametrize("detect_s", [MIN_DETECT_S, 3.0, MAX_DETECT_S, None])
+def test_an_answer_takes_as_long_as_a_busy_machine_needs_whatever_detect_s_is(detect_s):
+    assert waits_of(detect_s).inquiry_s == 0.5
+
+
+def test_a_pulse_that_has_just_lost_its_connection_is_asked_once_it_is_back():
+    cluster = Cluster(HUNG, WAITS, answering=(1, 2), deaf=(2,))
+    ask = cluster.ask_pulse
+
+    def ask_then_return(worker: int, header: dict) -> bool:
+        if worker != 2 or not cluster.deaf:
+            return ask(worker, header)
+        cluster.deaf = ()  # its next heartbeat comes over another connection
+        asyncio.get_running_loop().call_soon(cluster.inquiry.hear_beat, worker)
+        return False
+
+    cluster.ask_pulse = ask_then_return
+    found, _ = cluster.look()
+    assert found["stacks-g4-w2.txt"][-1] == "stacks of 2"
+    cluster.inquiry._unasked, asked = {2}, list[int]()
+    cluster.ask_pulse = lambda worker, header: asked.append(worker) is None
+    cluster.inquiry.hear_beat(2)
+    assert asked == [], "the inquiry is over"
 
 
 def test_who_does_not_answer_an_abort_is_asked_for_its_stacks_too():
