@@ -25,6 +25,7 @@ from elastic.commands import (
     data,
     stop,
 )
+from elastic.commands.absence import Absence, said_of
 from elastic.commands.progress import (
     LOOK_REMOTE_EVERY_S,
     Progress,
@@ -40,7 +41,7 @@ from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import PastRun, read_past_run
-from elastic.store.files import Folder, encode, open_folder, read_json
+from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RESULT_FIELDS
 from elastic.target import load_target, parse_arguments
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 FAILED, WRONG_INPUT = 1, 2
 TYPERS_INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt in a command."""
-STALE_AFTER_S = 15.0
 WATCH_EVERY_S = 0.25
 
 app = typer.Typer(
@@ -301,20 +301,17 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    folder = open_run(run_dir)
-    found = read_json(folder, "status.json")
-    if found is None:
+    past = read_past_run(open_run(run_dir))
+    if past is None or (found := past.status) is None:
         raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
     if as_json:
         print(encode(found).decode())
         return 0
-    age_s = time.time() - (folder.modified("status.json") or 0.0)
-    is_stale = age_s > STALE_AFTER_S and found["phase"] != "finished"
-    note = "; no word since, its controller may be gone" if is_stale else ""
     print(f"{found['phase']}, generation {found['generation']}, {found['world_size']} workers")
     print(f"step {found['step']} of {found['steps']}")
     print(f"reason: {found['reason'] or '-'}")
-    print(f"status is {age_s:.0f} s old{note}")
+    is_unheard = past.result is None and not past.is_alive
+    print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
     if found["workers"] or found["standby"]:
         Console(soft_wrap=True).print(worker_table(found))
     return 0
@@ -334,15 +331,16 @@ def watch(run_dir: RunDir) -> int:
     finally:
         progress.close()
     if past.result is None:
-        why = f"no word of its controller for {past.silent_s:.0f} s; it may be gone"
-        return refuse(f"{run_dir}: {why}", status=FAILED)
+        return refuse(f"{run_dir}: {said_of(past)}", status=FAILED)
     print_outcome(past.result, run_dir, past.config.get("steps"))
     return 0 if past.result["outcome"] == "succeeded" else FAILED
 
 
 def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
-    """The run, once it has ended or its controller is silent; a store that is away says neither."""
+    """The run, once it has ended or nobody comes any more who could end it; a store that is away
+    says neither."""
     every_s = WATCH_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
+    absence = Absence(progress.tell)
     while True:
         progress(run_dir)
         try:
@@ -350,11 +348,11 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         except OSError as error:
             progress.tell_trouble(error)
         else:
-            if past is not None and past.result is not None:
+            if past is not None and past.is_over:
                 progress(run_dir)
                 return past
-            if past is not None and past.status is not None and not past.is_alive:
-                return past
+            if past is not None:
+                absence.look(past)
         time.sleep(every_s)
 
 

@@ -8,11 +8,12 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.waits import waits_of
 from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
@@ -55,11 +56,35 @@ class PastRun:
     is_controller_gone: bool
     """Known for certain: it ran on this machine and its process is no more."""
     silent_after_s: float = SILENT_AFTER_S
+    begun_s: float = field(default=float("inf"), compare=False)
+    """Seconds since config.json was written, as each start of the run does."""
 
     @property
     def is_alive(self) -> bool:
         is_silent = self.silent_s > self.silent_after_s
         return self.result is None and not is_silent and not self.is_controller_gone
+
+    @property
+    def is_away(self) -> bool:
+        """Its controller is gone or silent; a status from before the newest start says nothing."""
+        return self.result is None and not self.is_alive and self.begun_s >= self.silent_s
+
+    @property
+    def heard_s(self) -> float:
+        """Seconds since a controller's last sign of life."""
+        return min(self.silent_s, self.begun_s)
+
+    @property
+    def successor_left_s(self) -> float:
+        """For how long a successor of its controller may still come: its workers wait for as long
+        as their lease, and a live run's status may be as old as `silent_after_s`."""
+        lease_s = waits_of(self.config.get("detect_s")).lease_s
+        return self.silent_after_s + lease_s - self.heard_s
+
+    @property
+    def is_over(self) -> bool:
+        """It has a result, or nobody comes any more who could write one."""
+        return self.result is not None or (not self.is_alive and self.successor_left_s <= 0)
 
 
 @dataclass(frozen=True)
@@ -179,14 +204,16 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
     if config is None:
         return None
     status = read_json(folder, "status.json")
-    written = folder.modified("status.json")
+    now = now or time.time()
+    written, begun = folder.modified("status.json"), folder.modified("config.json")
     return PastRun(
         config=config,
         status=status,
         result=read_json(folder, "result.json"),
-        silent_s=float("inf") if written is None else (now or time.time()) - written,
+        silent_s=float("inf") if written is None else now - written,
         is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
+        begun_s=float("inf") if begun is None else now - begun,
     )
 
 

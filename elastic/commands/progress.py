@@ -87,10 +87,15 @@ class Progress:
     def tell_trouble(self, error: OSError | WrongInput) -> None:
         """One line for whatever is new."""
         trouble = first_line(error)
-        with self._showing:
-            if trouble != self._trouble and not self._is_closed:
-                self._print(f"the run cannot be looked at now: {trouble}")
+        if trouble != self._trouble:
+            self.tell(f"the run cannot be looked at now: {trouble}")
         self._trouble = trouble
+
+    def tell(self, line: str) -> None:
+        """Beside what is shown of the run."""
+        with self._showing:
+            if not self._is_closed:
+                self._print(line)
 
     def close(self) -> None:
         with self._showing:

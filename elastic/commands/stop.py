@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic.commands.absence import Absence, said_of
 from elastic.commands.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import read_past_run
@@ -40,9 +41,12 @@ def stop(
         )
     from elastic.on_ray.remote_run import ask_to_end  # ray loads here
 
+    absence = Absence(print)
+    if (past := read_past_run(folder)) is not None:
+        absence.look(past)
     ask_to_end(run_id_of(folder, run_dir), address or config["address"], is_now=now)
     print("stop asked for" + ("" if now else "; the run finishes its step and saves its state"))
-    result = await_result(folder, run_dir)
+    result = await_result(folder, run_dir, absence)
     print(f"{result['outcome']} after {result['steps']} of {config['steps']} steps")
     return 0
 
@@ -56,14 +60,14 @@ def run_id_of(folder: Folder, run_dir: str) -> str:
     return str(run_id)
 
 
-def await_result(folder: Folder, run_dir: str) -> dict[str, Any]:
-    """Ctrl-C ends only the waiting. ControllerLost if the run went silent."""
+def await_result(folder: Folder, run_dir: str, absence: Absence) -> dict[str, Any]:
+    """Ctrl-C ends only the waiting. ControllerLost if nobody is left who could write it."""
     every_s = LOOK_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
     while (result := read_json(folder, "result.json")) is None:
         past = read_past_run(folder)
-        if past is not None and past.status is not None and not past.is_alive:
-            raise ControllerLost(
-                f"{run_dir}: no word of its controller for {past.silent_s:.0f} s; it may be gone"
-            )
+        if past is not None and past.result is None and past.is_over:
+            raise ControllerLost(f"{run_dir}: {said_of(past)}")
+        if past is not None:
+            absence.look(past)
         time.sleep(every_s)
     return result

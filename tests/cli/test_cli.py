@@ -234,9 +234,10 @@ def test_status_as_json_is_the_content_of_the_file(run_dir, capsys):
 
 
 def test_status_that_is_old_while_the_run_goes_on_is_called_so(run_dir, capsys):
-    os.utime(run_dir / "status.json", (1.0, 1.0))
+    for name in ("config.json", "status.json"):
+        os.utime(run_dir / name, (1.0, 1.0))
     assert main(["status", str(run_dir)]) == 0
-    assert "no word since, its controller may be gone" in capsys.readouterr().out
+    assert "no word of the run's controller (pid 1) for" in capsys.readouterr().out
 
 
 def test_watching_a_finished_run_ends_with_its_outcome(run_dir, capsys):
