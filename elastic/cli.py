@@ -5,6 +5,7 @@ torch are not imported before a run starts.
 """
 
 import contextlib
+import importlib.metadata
 import os
 import sys
 import time
@@ -70,6 +71,24 @@ app.command()(stop.stop)
 RunDir = Annotated[
     str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
 ]
+
+
+def print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"elastic {importlib.metadata.version('elastic-ray-trainer')}")
+        raise typer.Exit
+
+
+@app.callback()
+def take_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Those that stand before a command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

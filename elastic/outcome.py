@@ -28,8 +28,8 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
     print(f"{result['outcome']}: {result['steps']}{of_steps} steps, loss {loss}")
     print(f"  weights_sha256  {result['weights_sha256'] or '-'}")
     print(
-        f"  {result['generations']} generations, {len(recoveries)} recoveries, "
-        f"{result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
+        f"  since its last start: {result['generations']} generations, {len(recoveries)} "
+        f"recoveries, {result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
     )
     for r in recoveries:
         phases = ("detect", "fence", "form", "state", "first_step", "total")

@@ -58,7 +58,7 @@ class Result:
     weights_sha256: str = ""
     """Of the final weights, in hexadecimal; empty if the run did not get that far."""
     generations: int = 0
-    """Memberships that were formed, a count."""
+    """Memberships that were formed since the run was last started, a count."""
     lost_steps: int = 0
     """Committed steps that had to be done again."""
     goodput: float = 0.0
@@ -156,7 +156,8 @@ def run_config(
             "evaluate(self, session); define it, or leave eval_every out"
         )
     if config.storage is None:
-        print(f"run directory: {place}", file=sys.stderr)
+        why = "temporary: without storage the same name does not resume it"
+        print(f"run directory: {place} ({why})", file=sys.stderr)
     answer = run_on_ray(
         workload,
         config,

@@ -12,7 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    FileSizeColumn,
+    Progress,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from elastic.commands.progress import text_of
@@ -126,8 +133,9 @@ def read_manifest(catalogue: Catalogue, step: int) -> Manifest:
 @contextmanager
 def progress_bar(what: str, size_bytes: int | None) -> Generator[Callable[[int], object]]:
     """On stderr; gives the function that is told of bytes. size_bytes: None where unknown."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), console=Console(file=sys.stderr)) as progress:
+    size = FileSizeColumn() if size_bytes is None else DownloadColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), size, TransferSpeedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
         task = progress.add_task(what, total=size_bytes)
         yield lambda count: progress.advance(task, count)
         progress.update(task, completed=size_bytes)  # headers and checksums were read, too

@@ -42,6 +42,15 @@ class View:
     def step(self) -> int:
         return max(int(self.status["step"]), int(self.metrics.get("step", 0)))
 
+    @property
+    def world_size(self) -> int:
+        """Of the last committed step: a run that has ended has no member any more."""
+        return int(self.metrics.get("world_size", self.status["world_size"]))
+
+    @property
+    def generation(self) -> int:
+        return int(self.metrics.get("generation", self.status["generation"]))
+
 
 class Progress:
     """Shows one run: a live view in a terminal, plain lines elsewhere. Close it at the end."""
@@ -113,11 +122,9 @@ class Progress:
 
     def _read(self, folder: Folder) -> dict[str, Any] | None:
         """What is new; gives status.json."""
-        self._unshown += [
-            decision_line(line)
-            for line in self._new(folder, "journal.jsonl")
-            if is_told(line) and line.get("at", self._since) >= self._since
-        ]
+        for line in self._new(folder, "journal.jsonl"):
+            if is_told(line) and line.get("at", self._since) >= self._since:
+                self._unshown += [*mark_of(line), decision_line(line)]
         self._metrics = (self._new(folder, "metrics.jsonl") or [self._metrics])[-1]
         return read_json(folder, "status.json")
 
@@ -155,6 +162,14 @@ def is_told(line: dict[str, Any]) -> bool:
     return bool(line.get("entry", {}).get("reason"))
 
 
+def mark_of(line: dict[str, Any]) -> list[str]:
+    """What parts the run's starts, above the first line of each that is not the first."""
+    if line["entry"].get("type") != "Started" or not line["entry"].get("earlier_generations"):
+        return []
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(line["at"]))
+    return [f"--- the run was started again, {at} ---"]
+
+
 def decision_line(line: dict[str, Any]) -> str:
     """A decision of the journal for a person; `size` where a generation is formed by it."""
     sizes = [
@@ -172,7 +187,7 @@ def step_line(view: View) -> str:
     return (
         f"step={view.step}/{view.status['steps']} loss={loss_text(view)} "
         f"step_s={view.metrics.get('step_s') or 0.0:.3f} "
-        f"world_size={view.status['world_size']} generation={view.status['generation']}"
+        f"world_size={view.world_size} generation={view.generation}"
     )
 
 
@@ -219,13 +234,15 @@ def printable(text: str) -> str:
 
 def drawing(view: View, decisions: tuple[str, ...]) -> Group:
     """The live view: bar and numbers, workers, the last decisions."""
+    is_over = view.status["phase"] == "finished"
+    num_workers = view.world_size if is_over else view.status["world_size"]
     head = Table.grid(padding=(0, 2))
     head.add_row(
         ProgressBar(total=max(int(view.status["steps"]), 1), completed=view.step, width=32),
         f"step {view.step}/{view.status['steps']}",
         f"loss {loss_text(view)}",
         f"{view.metrics.get('step_s') or 0.0:.3f} s/step",
-        f"{view.status['phase']}, {view.status['world_size']} workers",
+        f"{view.status['phase']}, {num_workers} workers",
     )
     lines = [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in decisions]
     return Group(head, worker_table(view.status), *lines)

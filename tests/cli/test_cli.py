@@ -5,6 +5,8 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,25 @@ def test_help_status_and_replay_load_neither_ray_nor_torch(run_dir):
     assert done.returncode == 0, done.stderr
 
 
+def test_version_is_that_of_the_installed_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"elastic {version('elastic-ray-trainer')}\n"
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--version" in shown
+    assert "Train PyTorch on a Ray cluster whose machines come and go." in shown
+
+
+def test_a_run_without_storage_says_that_its_directory_is_temporary(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nobody = ["--name", "first", "--address", "127.0.0.1:1"]
+    assert main(["run", DIGITS, *SIZES, *nobody]) == 2
+    said, refused = capsys.readouterr().err.splitlines()
+    (storage,) = tmp_path.iterdir()
+    assert said.startswith(f"run directory: {storage}/first (temporary: without storage")
+    assert "no Ray cluster answers" in refused
+
+
 def test_help_names_every_option_of_the_contract(capsys):
     assert main(["run", "--help"]) == 0
     shown = capsys.readouterr().out
@@ -177,7 +198,7 @@ def test_the_outcome_is_a_few_lines_for_a_person(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "succeeded: 10 of 10 steps, loss 0.5000",
         "  weights_sha256  ab12",
-        "  3 generations, 1 recoveries, 0 lost steps, goodput 97.5 %",
+        "  since its last start: 3 generations, 1 recoveries, 0 lost steps, goodput 97.5 %",
         "  recovery from process_died: detect 10 ms fence 20 ms form 30 ms state 0 ms "
         "first_step 100 ms total 160 ms",
         "  run directory   /s/r",

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from elastic.commands.checkpoint import progress_bar
 from elastic.commands.curves import Curves
 from elastic.commands.progress import Progress, worker_table
 from elastic.store.files import open_folder, write_json
@@ -60,6 +61,49 @@ def test_plain_lines_tell_each_decision_and_the_last_step(tmp_path):
         "step=2/9 loss=not finite step_s=0.200 world_size=1 generation=2",
         'generation=2 step=2 phase=forming reason="all paused"',
     ]
+
+
+def started(at: float, earlier_generations: int) -> str:
+    entry = {"type": "Started", "commands": [], "reason": "the run starts: 1 to 2 workers"}
+    entry["earlier_generations"] = earlier_generations
+    line = {"at": at, "phase": "waiting", "generation": earlier_generations, "step": 0}
+    return json.dumps({**line, "entry": entry}) + "\n"
+
+
+def test_a_line_parts_the_starts_of_a_run(tmp_path):
+    (tmp_path / "journal.jsonl").write_text(
+        started(0.0, 0) + decision(2, "SIGINT at the driver") + started(86400.0, 2)
+    )
+    text = io.StringIO()
+    look(Progress(Console(file=text, force_terminal=False)), tmp_path)
+    assert text.getvalue().splitlines() == [
+        'generation=0 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
+        'generation=2 step=2 phase=forming reason="SIGINT at the driver"',
+        "--- the run was started again, 1970-01-02 00:00:00 UTC ---",
+        'generation=2 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
+    ]
+
+
+def test_the_last_line_tells_the_world_size_that_the_run_ended_with(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(METRICS) + "\n")
+    ended = {**STATUS, "phase": "finished", "world_size": 0, "generation": 3, "step": 1}
+    write_json(open_folder(str(tmp_path)), "status.json", ended)
+    shown = {}
+    for is_terminal in (False, True):
+        text = io.StringIO()
+        progress = Progress(Console(file=text, force_terminal=is_terminal, width=120))
+        look(progress, tmp_path)
+        progress.close()
+        shown[is_terminal] = text.getvalue()
+    assert shown[False] == "step=1/9 loss=0.2500 step_s=0.100 world_size=2 generation=1\n"
+    assert "finished, 2 workers" in shown[True]
+
+
+def test_what_is_read_is_shown_without_a_total_where_none_is_known(capsys):
+    for size_bytes, said in ((None, "38.4 kB"), (38_400, "38.4/38.4 kB")):
+        with progress_bar("step 3", size_bytes) as on_bytes:
+            on_bytes(38_400)
+        assert f" {said}" in capsys.readouterr().err
 
 
 def test_the_live_view_shows_numbers_workers_and_decisions(tmp_path):
