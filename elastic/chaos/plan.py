@@ -6,9 +6,14 @@ Waiting for the times and sending signals is inject.py's.
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from elastic.chaos.scenario import After, AtStep, Every, Fault, InPhase, Rate, Scenario, Trace, Whom
+from elastic.protocol.errors import WrongInput
+
+MAX_STRIKES = 10_000
+"""Of a scenario."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,22 @@ class Strike:
 
 
 def make_plan(scenario: Scenario, num_workers: int) -> tuple[Strike, ...]:
-    """Every strike, fault by fault. A trace's losses are parts of `num_workers`, at least one."""
-    return tuple(
+    """Every strike, fault by fault. A trace's losses are parts of `num_workers`, at least one.
+    WrongInput if there are too many."""
+    strikes = (
         Strike(fault, number, spec, trigger, num_victims)
         for fault, spec in enumerate(scenario.faults, start=1)
         for number, (trigger, num_victims) in enumerate(
             triggers(spec, random.Random(f"{scenario.seed}:{fault}"), num_workers), start=1
         )
     )
+    plan = tuple(islice(strikes, MAX_STRIKES + 1))
+    if len(plan) > MAX_STRIKES:
+        raise WrongInput(
+            f"the scenario has more than {MAX_STRIKES} strikes, the last in fault "
+            f"{plan[-1].fault}: lower times, or per_minute or for_s"
+        )
+    return plan
 
 
 def triggers(

@@ -3,12 +3,12 @@
 The times that follow from it are plan.py's, carrying it out is inject.py's.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from elastic.chaos.text import is_file, one_line, read_text, shown
 from elastic.chaos.traces import Drop, read_trace
 from elastic.protocol.errors import WrongInput
 
@@ -24,6 +24,11 @@ WHATS: dict[str, str] = {
 }
 PHASES = ("waiting", "forming", "running", "pausing", "suspending", "ending")
 """The phases of journal.jsonl during which something can be done to a run."""
+MAX_DEPTH = 16
+"""Of lists and mappings in each other; a scenario has four."""
+MAX_WHOLE = 2**63 - 1
+MIN_NUMBER, MAX_NUMBER = 1e-9, 1e9
+"""In seconds: up to thirty years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,8 @@ class Scenario:
 def find_scenario(name: str) -> Path:
     """A shipped scenario by its name, or a file. WrongInput if there is neither."""
     shipped = SHIPPED / f"{name}.yaml"
-    path = shipped if "/" not in name and shipped.is_file() else Path(name)
-    if not path.is_file():
+    path = shipped if "/" not in name and is_file(shipped) else Path(name)
+    if not is_file(path):
         raise WrongInput(
             f"there is no scenario {name!r}: give a YAML file or one of "
             f"{', '.join(shipped_names())} (see `elastic chaos list`)"
@@ -122,14 +127,29 @@ def shipped_names() -> list[str]:
 
 def read_scenario(name: str) -> Scenario:
     """The scenario of that name or file. WrongInput says what in it is wrong."""
+    path = find_scenario(name)
+    return parse_scenario(read_yaml(read_text(path), str(path)), str(path), path.parent)
+
+
+def read_yaml(text: str, place: str) -> object:
+    """The values of a YAML text. WrongInput if it is none, or one that might never end."""
     import yaml  # here, because no other command needs it
 
-    path = find_scenario(name)
     try:
-        values: object = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise WrongInput(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    return parse_scenario(values, str(path), path.parent)
+        depth = 0
+        for event in cast(Any, yaml).parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # a few lines of which can mean gigabytes
+                raise WrongInput(f"{place}: *{event.anchor} is an alias: write it out")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise WrongInput(f"{place}: lists and mappings are more than {MAX_DEPTH} deep")
+        return yaml.safe_load(text)
+    except WrongInput:
+        raise
+    except Exception as error:  # PyYAML lets through what the constructor of a value raises
+        why = one_line(str(error)) or type(error).__name__
+        raise WrongInput(f"{place} is no YAML: {why}") from error
 
 
 def parse_scenario(values: object, place: str, folder: Path) -> Scenario:
@@ -143,15 +163,17 @@ def parse_scenario(values: object, place: str, folder: Path) -> Scenario:
         parse_fault(fault, f"{place}: fault {number}", number, folder)
         for number, fault in enumerate(cast(list[object], faults), start=1)
     )
-    name = str(fields.get("name") or Path(place).stem)
-    return Scenario(name, str(fields.get("about", "")).strip(), seed, parsed)
+    name = text_of(fields.get("name", ""), f"{place}: name") or Path(place).stem
+    about = text_of(fields.get("about", ""), f"{place}: about").strip()
+    return Scenario(name, about, seed, parsed)
 
 
 def parse_fault(values: object, place: str, number: int, folder: Path) -> Fault:
     fields = mapping(values, place, {"what", "whom", "when", "for_s"})
     what: object = fields.get("what")
-    if what not in WHATS:
-        raise WrongInput(f"{place}: what is {what!r}, must be one of {', '.join(get_args(What))}")
+    if what not in get_args(What):
+        known = ", ".join(get_args(What))
+        raise WrongInput(f"{place}: what is {shown(what)}, must be one of {known}")
     for_s = number_of(fields["for_s"], f"{place}: for_s") if "for_s" in fields else None
     if for_s is not None and what not in ("stop", "drain"):
         raise WrongInput(f"{place}: for_s goes with stop and drain, not with {what}")
@@ -200,7 +222,7 @@ def parse_when(value: object, place: str, number: int, folder: Path) -> tuple[Wh
             return Rate(per_minute, number_of(fields["for_s"], f"{place}: for_s")), after_fault
         case ["trace"] | ["faster", "trace"]:
             faster = number_of(fields.get("faster", 1.0), f"{place}: faster")
-            name = str(fields["trace"])
+            name = text_of(fields["trace"], f"{place}: trace")
             return Trace(name, faster, read_trace(find_trace(name, folder, place))), after_fault
         case found:
             raise WrongInput(
@@ -211,38 +233,49 @@ def parse_when(value: object, place: str, number: int, folder: Path) -> tuple[Wh
 
 def phase_of(value: object, place: str) -> str:
     if value not in PHASES:
-        raise WrongInput(f"{place}: phase is {value!r}, must be one of {', '.join(PHASES)}")
+        raise WrongInput(f"{place}: phase is {shown(value)}, must be one of {', '.join(PHASES)}")
     return cast(str, value)
 
 
 def find_trace(name: str, folder: Path, place: str) -> Path:
     for path in (folder / name, TRACES / f"{name}.csv", TRACES / name):
-        if path.is_file():
+        if is_file(path):
             return path
     shipped = ", ".join(sorted(path.stem for path in TRACES.glob("*.csv")))
-    raise WrongInput(f"{place}: there is no trace {name!r}; shipped are {shipped}")
+    raise WrongInput(f"{place}: there is no trace {shown(name)}; shipped are {shipped}")
 
 
 # --- values --------------------------------------------------------------------
 def mapping(value: object, place: str, known: set[str]) -> dict[str, object]:
+    words = ", ".join(sorted(known))
     if not isinstance(value, Mapping):
-        raise WrongInput(f"{place} is {value!r}, must be a mapping of {', '.join(sorted(known))}")
-    fields = {str(key): item for key, item in cast(Mapping[object, object], value).items()}
-    if unknown := sorted(fields.keys() - known):
-        raise WrongInput(f"{place}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
-    return fields
+        raise WrongInput(f"{place} is {shown(value)}, must be a mapping of {words}")
+    fields = cast(Mapping[object, object], value)
+    for key in fields:
+        if key not in known:
+            raise WrongInput(f"{place}: {shown(key)} is none of {words}")
+    return {str(key): item for key, item in fields.items()}
 
 
-def whole(value: object, place: str, *, at_least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise WrongInput(f"{place} is {value!r}, must be a whole number from {at_least}")
+def text_of(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise WrongInput(f"{place} is {shown(value)}, must be text: put it in quotes")
     return value
 
 
+def whole(value: object, place: str, *, at_least: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= MAX_WHOLE:
+        return value
+    raise WrongInput(f"{place} is {shown(value)}, must be a whole number from {at_least}")
+
+
 def number_of(value: object, place: str, at_least: float | None = None) -> float:
-    """A finite number above 0, or from `at_least`."""
+    """A number above 0, or from `at_least`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        is_known = math.isfinite(value) and (value > 0 or value == at_least)
+        is_known = MIN_NUMBER <= value <= MAX_NUMBER or value == at_least
         if is_known:
             return float(value)
-    raise WrongInput(f"{place} is {value!r}, must be a number above 0")
+    raise WrongInput(
+        f"{place} is {shown(value)}, must be a number above 0, from {MIN_NUMBER:g} to "
+        f"{MAX_NUMBER:g}"
+    )
