@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -18,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from elastic.on_ray import actors
+from elastic.on_ray.raylet_words import hush_deaths
 from elastic.protocol.errors import ControllerLost, WrongInput
 
 MAX_FOLDER_BYTES = 100 * 2**20
@@ -81,6 +83,7 @@ class RayDriver:
         self._run: Any = None
         self._run_id = ""
         self._lease: Lease | None = None
+        self._at_close = ExitStack()
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
         self.place = ""
         """The run directory, once it exists."""
@@ -167,6 +170,8 @@ class RayDriver:
 
     def submit(self, supervise: actors.Supervise, order: dict[str, Any]) -> None:
         """Start the controller. It reports through `poll`."""
+        if not self._was_connected:  # else they may be deaths of the user's own workers
+            self._at_close.callback(hush_deaths())
         self._run_id = order["run_id"]
         self._controller = actors.start_controller(self._run_id, supervise, order)
         self._run = self._controller.run.remote()
@@ -238,6 +243,7 @@ class RayDriver:
             ray.kill(self._controller, no_restart=True)
         if not self._was_connected:
             ray.shutdown()
+        self._at_close.close()
 
 
 def is_stale(address: str, asked_for: str | None) -> bool:
