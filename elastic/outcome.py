@@ -32,8 +32,10 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         f"recoveries, {result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
     )
     for r in recoveries:
-        phases = ("detect", "fence", "form", "state", "first_step", "total")
-        times = " ".join(f"{phase} {1000 * r[f'{phase}_s']:.0f} ms" for phase in phases)
+        phases = ("detect", "fence", "waiting", "form", "state", "first_step", "total")
+        times = " ".join(
+            f"{phase} {1000 * r[f'{phase}_s']:.0f} ms" for phase in phases if f"{phase}_s" in r
+        )
         print(f"  recovery from {r['cause']}: {times}")
     if run_directory:
         print(f"  run directory   {run_directory}")

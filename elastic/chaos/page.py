@@ -30,6 +30,7 @@ COLORS = {
 PHASES = {
     "detect_s": "#edae49",
     "fence_s": "#d1495b",
+    "waiting_s": "#8895a5",
     "form_s": "#00798c",
     "state_s": "#66a182",
     "restore_s": "#66a182",
@@ -45,13 +46,14 @@ td:first-child,th:first-child,.t{text-align:left}text{font:11px system-ui,sans-s
 def page(story: Story, found: dict[str, Any]) -> str:
     """HTML of the report `found` of this story."""
     line = story.timeline
-    goodput = found["goodput"]
+    goodput, gap_s = found["goodput"], found["longest_gap_s"]
     title = f"{story.name}: {found['scenario'] or 'no scenario'}"
     head = (
         f"{found['outcome']}, {found['steps']} steps in {found['wall_s']:.1f} s, "
         f"{found['lost_steps']} lost; {len(found['recoveries'])} recoveries; goodput "
         f"{100 * goodput['time']:.1f} % of the time, {100 * goodput['capacity']:.1f} % of the "
-        f"capacity; longest gap between steps {found['longest_gap_s']:.2f} s"
+        f"capacity; from its first step on, the longest time without a new step that lasted was "
+        f"{gap_s:.2f} s, without any new step {found['longest_gap_any_step_s']:.2f} s"
     )
     sections = [
         f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
@@ -139,7 +141,7 @@ def faults(story: Story, height: float) -> str:
 
 
 def recoveries(rows: list[dict[str, Any]]) -> str:
-    """A bar for each, its five phases one after another."""
+    """A bar for each, its phases one after another."""
     if not rows:
         return "<p>There were none.</p>"
     most_s = max(row["total_s"] for row in rows) or 1.0
@@ -187,7 +189,7 @@ def key(colors: dict[str, str], used: dict[str, Any]) -> str:
 # --- tables --------------------------------------------------------------------
 FAULT_COLUMNS = ("strike", "what", "worker", "at_s", "step", "result", "cause")
 FAULT_TIMES = (
-    *("detect_s", "fence_s", "form_s", "restore_s", "first_step_s"),
+    *("detect_s", "fence_s", "waiting_s", "form_s", "restore_s", "first_step_s"),
     *("total_s", "next_step_s", "lost_steps"),
 )
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from elastic.chaos.record import Done, read_done
-from elastic.chaos.timeline import PRODUCTIVE, Episode, Timeline, follow
+from elastic.chaos.timeline import PRODUCTIVE, WAITING, Episode, Timeline, follow
 from elastic.control.events import WorkerLost
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.transition import UnexpectedEvent
@@ -17,6 +17,7 @@ from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.store.files import Folder, read_json
 from elastic.store.journal import read_lines
+from elastic.store.run_directory import ROLLED_BACK
 
 ABOUT = ("at", "scenario", "for_s")
 """Fields of a fault that have no column of their own."""
@@ -33,6 +34,8 @@ class Story:
     name: str
     timeline: Timeline
     metrics: list[dict[str, Any]]
+    rolled_back: list[dict[str, Any]]
+    """Lines of metrics.jsonl that the run fell back behind."""
     done: list[Done]
     detect_s: float | None = None
 
@@ -58,7 +61,8 @@ def read_story(folder: Folder) -> Story:
     name = folder.path.rstrip("/").rpartition("/")[2]
     detect_s = (read_json(folder, "config.json") or {}).get("detect_s")
     metrics = read_lines(folder, "metrics.jsonl")
-    return Story(name, timeline, metrics, read_done(folder), detect_s)
+    rolled_back = read_lines(folder, ROLLED_BACK)
+    return Story(name, timeline, metrics, rolled_back, read_done(folder), detect_s)
 
 
 def report(story: Story) -> dict[str, Any]:
@@ -68,7 +72,6 @@ def report(story: Story) -> dict[str, Any]:
     ranks = [line.rank_buckets(rank) for rank in range(line.max_workers)]
     busy_s = sum(buckets.get(PRODUCTIVE, 0.0) for buckets in ranks)
     buckets = line.buckets()
-    gaps = [b["time"] - a["time"] for a, b in pairwise(story.metrics)]
     return {
         "run": story.name,
         "scenario": story.done[-1].scenario if story.done else None,
@@ -76,7 +79,7 @@ def report(story: Story) -> dict[str, Any]:
         "steps": story.metrics[-1]["step"] if story.metrics else 0,
         "lost_steps": line.lost_steps,
         "wall_s": wall_s,
-        "longest_gap_s": max(gaps, default=0.0),
+        **gaps(story),
         "goodput": {
             "time": buckets.get(PRODUCTIVE, 0.0) / wall_s if wall_s else 0.0,
             "capacity": busy_s / (wall_s * len(ranks)) if wall_s and ranks else 0.0,
@@ -93,6 +96,24 @@ def report(story: Story) -> dict[str, Any]:
             for episode in line.episodes
         ],
     }
+
+
+def gaps(story: Story) -> dict[str, float]:
+    """From the run's first committed step on: for how long at most no step was committed that
+    lasted, and none at all, those that the run fell back behind included. A run that neither
+    succeeded nor was stopped waited for one until its end."""
+    lasting = [line["time"] for line in story.metrics]
+    committed = sorted([*lasting, *(line["time"] for line in story.rolled_back)])
+    is_complete = story.timeline.outcome in ("succeeded", "stopped")
+    end = [] if is_complete else [story.timeline.ended]
+    return {
+        "longest_gap_s": longest([*committed[:1], *lasting, *end]),
+        "longest_gap_any_step_s": longest([*committed, *end]),
+    }
+
+
+def longest(times: list[float]) -> float:
+    return max((b - a for a, b in pairwise(times)), default=0.0)
 
 
 def cost(done: Done, story: Story) -> dict[str, Any]:
@@ -117,19 +138,21 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     row |= {"cause": loss.cause, "detect_s": max(0.0, loss.at - done.at)}
     if episode is None:
         return {**row, "result": "lost outside a generation"}
-    phases = phases_after(loss, episode)
+    phases = phases_after(loss, episode, story.timeline)
     total_s = row["detect_s"] + sum(phases.values())
     lost_steps = episode.recovery.lost_steps
     result = {"result": "recovered", "total_s": total_s, "lost_steps": lost_steps}
     return {**row, **phases, "next_step_s": total_s, **result}
 
 
-def phases_after(loss: WorkerLost, episode: Episode) -> dict[str, float]:
+def phases_after(loss: WorkerLost, episode: Episode, line: Timeline) -> dict[str, float]:
     """From this loss on: a later one in the same recovery shares what comes after it."""
     recovery = episode.recovery
-    rest_s = recovery.form_s + recovery.state_s + recovery.first_step_s
+    form_at = episode.healed_at - recovery.form_s - recovery.state_s - recovery.first_step_s
+    waiting_s = line.seconds_of(WAITING, loss.at, form_at)
     return {
-        "fence_s": max(0.0, episode.healed_at - rest_s - loss.at),
+        "fence_s": max(0.0, form_at - loss.at - waiting_s),
+        "waiting_s": waiting_s,
         "form_s": recovery.form_s,
         "restore_s": recovery.state_s,
         "first_step_s": recovery.first_step_s,

@@ -15,6 +15,7 @@ from elastic.control.state import Active, Decision, Finished, Phase
 from elastic.control.transition import start, transition
 
 PRODUCTIVE = "productive"  # steps that stayed committed
+WAITING = "waiting"  # for capacity
 ABSENT = "absent"  # fewer members than the run may have: this rank had no worker
 DOWN = "down"  # between a controller's end and the next start of the same run
 UNSETTLED = "unsettled"  # the end of a journal that does not end with the run
@@ -82,6 +83,11 @@ class Timeline:
     def buckets(self) -> dict[str, float]:
         """Seconds by bucket; they add up to the wall time."""
         return added((span.bucket, span.seconds) for span in self.spans)
+
+    def seconds_of(self, bucket: str, began: float, ended: float) -> float:
+        """Of a bucket within a time."""
+        found = (s for s in self.spans if s.bucket == bucket)
+        return sum(max(0.0, min(s.ended, ended) - max(s.began, began)) for s in found)
 
     def rank_buckets(self, rank: int) -> dict[str, float]:
         """Seconds of one rank by bucket; they add up to the wall time, too."""

@@ -120,14 +120,15 @@ def write_report(folder: Folder, report_path: str | None) -> int:
     time, capacity = (100 * found["goodput"][part] for part in ("time", "capacity"))
     print(
         f"{found['outcome']}: {found['steps']} steps, {found['lost_steps']} lost, goodput "
-        f"{time:.1f} % of the time, {capacity:.1f} % of the capacity"
+        f"{time:.1f} % of the time, {capacity:.1f} % of the capacity, at most "
+        f"{found['longest_gap_s']:.2f} s without a new step that lasted"
     )
     print(f"report: {base}.html, {base}.json")
     return 0
 
 
 def fault_line(fault: dict[str, Any]) -> str:
-    phases = ("detect", "fence", "form", "restore", "first_step", "total")
+    phases = ("detect", "fence", "waiting", "form", "restore", "first_step", "total")
     times = " ".join(
         f"{phase} {fault[f'{phase}_s']:.3f} s" for phase in phases if f"{phase}_s" in fault
     )

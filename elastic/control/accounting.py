@@ -7,8 +7,8 @@ all other time goes to the bucket of the phase it was spent in. Steps that the r
 behind take their (mean) time from goodput to "rolled_back".
 
 Losses between the first and the next committed step are one recovery: cause and detection are the
-first one's, "fence" lasts until the last Form before that step and so contains waiting for
-capacity and attempts that were given up.
+first one's, "fence" lasts until the last Form before that step and so contains attempts that were
+given up; the part of it that was spent on waiting for capacity is "waiting".
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ BUCKETS: tuple[Bucket, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The five phases of one recovery, in seconds; they add up to `total_s`."""
+    """The phases of one recovery, in seconds; they add up to `total_s`."""
 
     cause: str
     detect_s: float
@@ -54,6 +54,8 @@ class Recovery:
     first_step_s: float
     total_s: float
     lost_steps: int
+    waiting_s: float = 0.0
+    """For enough workers, and for one of them to have the state; between `fence_s` and `form_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Healing:
     formed_at: float | None = None
     state_s: float = 0.0
     lost_steps: int = 0
+    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ def leave_phase(entry: Account, event: Event, phase: Phase, next_: Phase, now: f
             bucket = "recovering" if entry.step > entry.first_step else "starting"
         case Waiting(), _:
             bucket = "waiting" if entry.healing or entry.step > entry.first_step else "starting"
+            entry = wait_healing(entry, now)
         case ((Running() | Pausing()), (Suspending() | Waiting() | Finished())):
             return give_up_step(entry, event, now)
         case Pausing(), Forming():
@@ -201,6 +205,14 @@ def leave_phase(entry: Account, event: Event, phase: Phase, next_: Phase, now: f
         case _:
             bucket = "recovering"
     return replace(spend(entry, bucket, now - entry.since), since=now)
+
+
+def wait_healing(entry: Account, now: float) -> Account:
+    """A recovery has waited for capacity until now."""
+    if entry.healing is None:
+        return entry
+    waiting_s = entry.healing.waiting_s + now - entry.since
+    return replace(entry, healing=replace(entry.healing, waiting_s=waiting_s))
 
 
 def forming_bucket(entry: Account) -> Bucket:
@@ -244,12 +256,14 @@ def close(entry: Account, healing: Healing, now: float) -> Account:
     form_at = max(healing.lost_at, now if healing.form_at is None else healing.form_at)
     formed_at = max(form_at, now if healing.formed_at is None else healing.formed_at)
     state_s = min(healing.state_s, formed_at - form_at)
+    waiting_s = min(healing.waiting_s, form_at - healing.lost_at)
     parts = (
         healing.lost_at - healing.last_seen,
-        form_at - healing.lost_at,
+        form_at - healing.lost_at - waiting_s,
         formed_at - form_at - state_s,
         state_s,
         max(0.0, now - formed_at),
     )
-    recovery = Recovery(healing.cause, *parts, total_s=sum(parts), lost_steps=healing.lost_steps)
+    total_s = sum(parts) + waiting_s
+    recovery = Recovery(healing.cause, *parts, total_s, healing.lost_steps, waiting_s)
     return replace(entry, recoveries=(*entry.recoveries, recovery), healing=None)

@@ -313,6 +313,7 @@ def test_a_fault_is_followed_from_the_signal_to_the_next_step(tmp_path):
             "at_s": 8.3,
             "detect_s": 0.2,
             "fence_s": 0.1,
+            "waiting_s": 0.0,
             "form_s": 0.1,
             "restore_s": 0.0,
             "first_step_s": 0.8,
@@ -362,6 +363,49 @@ def test_a_worker_under_notice_leaves_as_planned(tmp_path):
     assert (fault["result"], fault["cause"]) == ("left as planned", "SIGTERM")
     assert fault["detect_s"] == pytest.approx(0.2)
     assert fault["left_s"] == pytest.approx(2.4)
+
+
+def test_waiting_for_capacity_is_told_apart_from_the_fence(tmp_path):
+    folder = write_run(tmp_path / "run", [*BEGIN, *ALL_LOST], [KILLED])
+    found = report(read_story(folder))
+    [fault], [recovery] = found["faults"], found["recoveries"]
+    assert (fault["fence_s"], fault["waiting_s"]) == pytest.approx((0.0, 2.0))
+    phases = ("detect_s", "fence_s", "waiting_s", "form_s", "restore_s", "first_step_s")
+    assert sum(fault[p] for p in phases) == pytest.approx(fault["total_s"])
+    assert recovery["waiting_s"] == found["buckets"]["waiting"] == pytest.approx(2.0)
+    text = page(read_story(folder), found)
+    assert "<title>waiting 2.000 s</title>" in text
+    assert "<th>waiting</th>" in text
+
+
+def write_metrics(directory, name, times):
+    """By step."""
+    lines = [{"step": step, "time": at, "loss": 1.0} for step, at in times.items()]
+    (directory / name).write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def gaps_of(folder):
+    found = report(read_story(folder))
+    return found["longest_gap_s"], found["longest_gap_any_step_s"]
+
+
+def test_steps_that_were_rolled_back_end_no_gap(tmp_path, capsys):
+    """The run falls to its beginning: no line before that is left in metrics.jsonl."""
+    directory = tmp_path / "run"
+    folder = write_run(directory, [*BEGIN, *ALL_LOST, Committed(3, 3, 1, 12.25), *END])
+    write_metrics(directory, "metrics.jsonl", {1: 21.5, 2: 21.75, 3: 22.0, 4: 22.5})
+    assert gaps_of(folder) == (0.5, 0.5)
+    write_metrics(directory, "metrics.rolledback.jsonl", {1: 4.0, 2: 9.0, 3: 14.25})
+    assert gaps_of(folder) == (17.5, 7.25)
+    text = page(read_story(folder), report(read_story(folder)))
+    assert "a new step that lasted was 17.50 s, without any new step 7.25 s" in text
+    assert main(["chaos", "report", str(directory)]) == 0
+    assert "at most 17.50 s without a new step that lasted" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_otherwise_waited_for_its_next_step_until_then(tmp_path):
+    folder = write_run(tmp_path / "run", [*BEGIN, *ALL_LOST[:-1]])
+    assert gaps_of(folder) == (4.0, 4.0)
 
 
 def test_a_loss_belongs_to_the_last_fault_before_it(tmp_path):

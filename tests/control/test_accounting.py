@@ -1,5 +1,7 @@
 """Goodput, badput and recoveries of small hand-made runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.control.accounting import Account, Recovery, account, open_account
@@ -48,12 +50,12 @@ BEGIN: list[Event] = [
 ]
 
 
-def play(events: list[Event]) -> tuple[Account, Decision]:
-    decision = start(LIMITS, 0.0)
+def play(events: list[Event], limits: Limits = LIMITS) -> tuple[Account, Decision]:
+    decision = start(limits, 0.0)
     so_far = open_account(0.0)
     for event in events:
         before = decision
-        decision = transition(before.ledger, before.phase, event, LIMITS)
+        decision = transition(before.ledger, before.phase, event, limits)
         so_far = account(so_far, event, before.phase, before.ledger.generation, decision)
     return so_far, decision
 
@@ -113,7 +115,39 @@ def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
     assert so_far.goodput_s == 0.5
     (recovery,) = so_far.recoveries
     assert (recovery.cause, recovery.lost_steps, recovery.total_s) == ("process_died", 2, 4.0)
-    assert recovery.fence_s == 3.0
+    assert (recovery.fence_s, recovery.waiting_s) == (0.0, 3.0)
+
+
+def test_waiting_for_capacity_is_no_part_of_the_fence():
+    """Twice: the generation between was given up."""
+    so_far, _ = play(
+        [
+            *BEGIN,
+            WorkerLost(0, "process_died", 8.0, 8.25),
+            WorkerLost(1, "process_died", 8.5, 8.5),
+            WorkerReady(2, 10.0),
+            Loaded(2, 2, 11.0),
+            WorkerLost(2, "process_died", 11.5, 11.75),
+            WorkerReady(3, 12.0),
+            Loaded(3, 2, 13.0),
+            Joined(4, 0, 0.0, 13.5),
+            Committed(4, 3, 1.0, 14.0),
+        ],
+        replace(LIMITS, max_failures=3),
+    )
+    (recovery,) = so_far.recoveries
+    assert recovery == Recovery(
+        cause="process_died",
+        detect_s=0.25,
+        fence_s=0.25 + 0.75,  # until both were lost, and the generation that was given up
+        waiting_s=2.5 + 1.25,
+        form_s=0.5,
+        state_s=0.0,
+        first_step_s=0.5,
+        total_s=6.0,
+        lost_steps=0,
+    )
+    assert so_far.badput_s["waiting"] == recovery.waiting_s
 
 
 def test_joins_are_no_recoveries_and_repeated_commits_no_steps():

@@ -136,8 +136,9 @@ def check_end(run: Run) -> None:
     assert min(s for _, s in run.account.badput) > -1e-9
     for recovery in run.account.recoveries:
         parts = (recovery.detect_s, recovery.fence_s, recovery.form_s, recovery.state_s)
-        assert min(*parts, recovery.first_step_s) >= 0, recovery
-        assert sum(parts) + recovery.first_step_s == pytest.approx(recovery.total_s)
+        others = (recovery.waiting_s, recovery.first_step_s)
+        assert min(*parts, *others) >= 0, recovery
+        assert sum(parts) + sum(others) == pytest.approx(recovery.total_s)
 
 
 def scenario(seed: int) -> tuple[Limits, Faults]:
