@@ -91,6 +91,7 @@ class Supervisor:
             now=self._now,
             host=Host(
                 spawn=self._spawn,
+                begin_rendezvous=functools.partial(actors.start_rendezvous, order["run_id"]),
                 spec_of=self._spec_of,
                 place=recorder.place,
                 settle=recorder.writer.settle,
@@ -171,7 +172,7 @@ class Supervisor:
 
     async def _take_over(self) -> tuple[s.Ledger, s.Phase, e.Adopted]:
         """Go on where this run's last controller died: its journal, and whoever lives."""
-        self.cluster.rendezvous.forget.remote()
+        self.cluster.stores.rendezvous.forget.remote()
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(None, actors.find_workers, self.order["run_id"])
         past = await self.recorder.reopen()
@@ -275,7 +276,7 @@ class Supervisor:
 
     async def close(self) -> None:
         await self.cluster.close()
-        actors.end(self.cluster.rendezvous)
+        actors.end(self.cluster.stores.rendezvous)
         if self._pings is not None:
             self._pings.cancel()
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from elastic.on_ray.links import LinkServer
 from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.saves import Saves
-from elastic.on_ray.slots import Slot, end_process, hear_last_words, see_off
+from elastic.on_ray.slots import Slot, end_process, hear_last_words, see_off, why_not_started
 from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover, has_returned
 from elastic.protocol.errors import WorkerFailed, WrongInput
@@ -56,7 +56,7 @@ class RayCluster:
 
     token: str
     detect_s: float | None
-    rendezvous: ActorHandle[Any]
+    rendezvous: InitVar[ActorHandle[Any]]
     head: HeadCalls
     host: Host
     now: Callable[[], float]
@@ -68,11 +68,11 @@ class RayCluster:
     recorded_step: int = 0
     log_folder: str | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_ended)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
         self._waits = waits_of(self.detect_s)
-        self.stores = Stores(self.rendezvous, self._waits.start_s)
+        self.stores = Stores(rendezvous, self._waits.start_s, self._begin_rendezvous)
         self._tick_at = time.monotonic() + self._waits.tick_s
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
@@ -135,6 +135,9 @@ class RayCluster:
             case c.Publish() | c.Discard():
                 self._saves.conclude(command)
 
+    async def _begin_rendezvous(self) -> ActorHandle[Any]:
+        return await asyncio.wrap_future(self.head.start(self.host.begin_rendezvous))
+
     async def _load(self, worker: int) -> None:
         await self.host.settle()
         where = {"place": self.host.place, "recorded_step": self.recorded_step}
@@ -171,6 +174,7 @@ class RayCluster:
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
+        why = "it ended before it was ready"
         try:
             actor = await asyncio.wrap_future(record.actor)
             try:
@@ -188,8 +192,12 @@ class RayCluster:
             loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, why)
             return
         except RayError as error:  # dead, out of memory, no environment on its node
-            log.warning('worker=%s reason="%s"', worker_name(worker), first_line(error))
-        self.lost(worker, "start_failed" if record.state == "pending" else "process_died")
+            why = why_not_started(error)
+            log.warning('worker=%s reason="%s"', worker_name(worker), why)
+        if record.state == "pending":
+            self.lost(worker, "start_failed", record.last_words or why)
+        else:
+            self.lost(worker, "process_died")
 
     def user_failed(self, worker: int, fallback: str) -> None:
         """The user's code raised in `worker`: said once, in its own words if any."""

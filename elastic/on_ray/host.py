@@ -20,6 +20,8 @@ class Host:
 
     spawn: Callable[[int], ActorHandle[Any]]
     """Make the pending actor of worker number n."""
+    begin_rendezvous: Callable[[], ActorHandle[Any]]
+    """Make its actor; the one of before, if that lives."""
     spec_of: Callable[[int], Any]
     place: str
     """The run directory, whether it exists already or not."""

@@ -16,10 +16,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
 
 from elastic.control.suspicion import Watch
 
 ENDING_GRACE_S = 3.0
+DEAD = "The actor is dead because"
+"""So begins, among other lines, what Ray knows of a death that is not the actor's own doing."""
+MAX_WHY_CHARS = 400
 SHORT = 0.1
 """If no more than this part of what a process had or could get was left, it may have died of it."""
 
@@ -90,6 +94,17 @@ class Slot:
         """`state` as status.json says it."""
         is_evaluating = self.watch is not None and self.watch.heartbeat.phase == "evaluate"
         return "evaluating" if is_evaluating and self.state == "training" else self.state
+
+
+def why_not_started(error: RayError) -> str:
+    """What Ray says of an actor that did not start, in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if not isinstance(error, RayActorError):
+        return " ".join(lines)[:MAX_WHY_CHARS]
+    if error.actor_init_failed:
+        return lines[-1]  # of the traceback
+    known = next((line for line in lines if line.startswith(DEAD)), lines[0])
+    return known.partition(". ")[0]  # the rest guesses
 
 
 def end_made(actor: "Future[ActorHandle[Any]]") -> None:

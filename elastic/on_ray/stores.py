@@ -10,13 +10,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
-from elastic.on_ray.slots import end_process
+from elastic.on_ray.slots import end_process, why_not_started
 
 PING_S = 0.5
 
@@ -26,16 +26,30 @@ log = logging.getLogger(__name__)
 class Stores:
     """At most one is open or being opened."""
 
-    def __init__(self, rendezvous: ActorHandle[Any], start_s: float) -> None:
-        """start_s: how long it may take to open a store; it starts with the run."""
-        self._rendezvous, self._start_s = rendezvous, start_s
+    def __init__(
+        self,
+        rendezvous: ActorHandle[Any],
+        start_s: float,
+        begin: Callable[[], Awaitable[ActorHandle[Any]]],
+    ) -> None:
+        """start_s: how long it may take to open a store; it starts with the run.
+        begin: make the rendezvous again."""
+        self.rendezvous, self._start_s, self._begin = rendezvous, start_s, begin
         self._opening: dict[int, asyncio.Future[list[Any]]] = {}
 
     def open(self, generation: int) -> None:
         if generation not in self._opening:
-            opening = asyncio.ensure_future(taken(self._rendezvous.open.remote(generation)))
+            opening = asyncio.ensure_future(self._taken(self.rendezvous.open.remote(generation)))
             opening.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._opening = {generation: opening}
+
+    async def _taken(self, answer: Awaitable[tuple[str, int, str]]) -> list[Any]:
+        try:
+            return list(await answer)
+        except ActorDiedError as error:  # for good: Ray starts no actor again that could not begin
+            self.rendezvous = await self._begin()  # for the next try
+            why = f"the rendezvous did not start: {why_not_started(error)}"
+            raise RayError(why) from error
 
     def opened(self, generation: int) -> list[Any] | None:
         """Host, port and secret, if they are known already."""
@@ -64,7 +78,7 @@ class Stores:
         while True:
             begun = time.monotonic()
             try:
-                pong = self._rendezvous.ping.remote(os.getpid(), patience_s)
+                pong = self.rendezvous.ping.remote(os.getpid(), patience_s)
                 pid = await asyncio.wait_for(pong, silent_s if pid else self._start_s)
             except TimeoutError:
                 was_frozen_itself = time.monotonic() - begun > silent_s + PING_S
@@ -77,7 +91,3 @@ class Stores:
                 self._opening.clear()  # what it had opened is gone with it
                 pid = 0
             await asyncio.sleep(PING_S)
-
-
-async def taken(answer: Awaitable[tuple[str, int, str]]) -> list[Any]:
-    return list(await answer)

@@ -54,6 +54,13 @@ class Rendezvous:
         return 77
 
 
+def stores_of(rendezvous: Rendezvous, start_s: float = 60.0) -> Stores:
+    async def begin() -> Any:
+        raise AssertionError("it is not dead for good")
+
+    return Stores(cast(Any, rendezvous), start_s, begin)
+
+
 def test_a_rendezvous_that_stops_answering_is_killed_once(monkeypatch):
     rendezvous, killed = Rendezvous(), []
 
@@ -62,7 +69,7 @@ def test_a_rendezvous_that_stops_answering_is_killed_once(monkeypatch):
         rendezvous.is_frozen = False
 
     async def watch() -> None:
-        task = asyncio.create_task(Stores(cast(Any, rendezvous), 60.0).watch(0.3, 5.0))
+        task = asyncio.create_task(stores_of(rendezvous).watch(0.3, 5.0))
         while len(rendezvous.pings) < 3:
             await asyncio.sleep(0.01)
         rendezvous.is_frozen, seen = True, len(rendezvous.pings)
@@ -84,7 +91,7 @@ def test_a_rendezvous_that_still_starts_is_waited_for(monkeypatch):
 
     async def watch() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(Stores(cast(Any, rendezvous), 60.0).watch(0.05, 5.0), 0.5)
+            await asyncio.wait_for(stores_of(rendezvous).watch(0.05, 5.0), 0.5)
 
     asyncio.run(watch())
 
@@ -93,4 +100,4 @@ def test_a_rendezvous_gets_as_long_to_start_as_the_run_s_waits_say():
     rendezvous = Rendezvous()
     rendezvous.is_frozen = True
     with pytest.raises(TimeoutError, match=r"no store within 0\.05 s; its node may be out of CPU"):
-        asyncio.run(asyncio.wait_for(Stores(cast(Any, rendezvous), 0.05).address(1), 30))
+        asyncio.run(asyncio.wait_for(stores_of(rendezvous, 0.05).address(1), 30))

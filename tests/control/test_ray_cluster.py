@@ -1,16 +1,24 @@
 """What the controller's hands make of a worker's report; without Ray."""
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorDiedErrorContext,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 
 from elastic.control.commands import Abort, Form
 from elastic.control.events import Cancelled, CollectiveFailed, Joined, UserFailed, WorkerLost
 from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
 from elastic.protocol.waits import waits_of
@@ -191,6 +199,68 @@ def test_a_rendezvous_that_cannot_open_a_store_costs_a_try_and_not_the_run():
 
     why = "generation 1: no port is free"
     assert asyncio.run(run()) == CollectiveFailed(1, 0, why, 5.0, is_stall=True)
+
+
+def never_made(error: Exception) -> ActorDiedError:
+    """As Ray says of an actor whose constructor raised."""
+    trace = f"ray::Actor.__init__() (pid=7)\n  File ...\n{type(error).__name__}: {error}"
+    return ActorDiedError(RayTaskError("__init__", trace, error))
+
+
+def test_a_rendezvous_whose_constructor_raises_costs_a_try_and_the_next_asks_another_one():
+    """Ray does not start such an actor again."""
+    second: Any = Rendezvous()
+
+    async def run() -> Any:
+        scene = forming(begin_rendezvous=lambda: second)
+        scene.cluster.head = HeadCalls()
+        await scene.cluster.execute(form_of(1))
+        scene.rendezvous.asked[1].set_exception(never_made(OSError("no port is left")))
+        event = await asyncio.wait_for(scene.cluster.events.get(), 10)
+        await scene.cluster.execute(Abort(Membership(1, (4, 7))))
+        second.answer(2)
+        await settled()
+        scene.told.clear()
+        await scene.cluster.execute(form_of(2))
+        assert scene.told == told_of(2)
+        scene.cluster.head.close()
+        return event
+
+    why = "generation 1: the rendezvous did not start: OSError: no port is left"
+    assert asyncio.run(run()) == CollectiveFailed(1, 0, why, 5.0, is_stall=True)
+
+
+def died(why: str) -> ActorDiedError:
+    return ActorDiedError(ActorDiedErrorContext(error_message=why, actor_id=16 * b"a"))
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (never_made(OSError("no disk is left")), "OSError: no disk is left"),
+        (
+            died("The actor is dead because its node has died. Node Id: 7"),
+            "The actor is dead because its node has died",
+        ),
+        (RuntimeEnvSetupError("no wheel"), "Failed to set up runtime environment. no wheel"),
+        (RayError(), "RayError"),
+        (None, "it ended before it was ready"),
+    ],
+)
+def test_a_worker_that_does_not_start_says_what_failed(end: RayError | None, why: str):
+    async def call(_spec: Any) -> None:
+        if end is not None:
+            raise end
+
+    async def run() -> Any:
+        cluster = forming(spec_of=str).cluster
+        actor: Any = Future()
+        actor.set_result(SimpleNamespace(run=SimpleNamespace(remote=call)))
+        cluster.workers[4] = record = Slot(actor, last_seen=4.0)
+        await cluster._watch(4, record)
+        return await asyncio.wait_for(cluster.events.get(), 10)
+
+    assert asyncio.run(run()) == WorkerLost(4, "start_failed", 4.0, 5.0, why)
 
 
 def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():

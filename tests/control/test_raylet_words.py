@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray import JobID
@@ -23,7 +24,7 @@ def told(message):
         return None, {"job_id": JOB.binary(), "type": "worker_died", "error_message": message}
 
     subscriber = SimpleNamespace(subscribe=lambda: None, poll=poll)
-    driver = SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=JOB)
+    driver: Any = SimpleNamespace(gcs_error_subscriber=subscriber, current_job_id=JOB)
     worker.listen_error_messages(driver, is_over)
 
 
