@@ -11,7 +11,7 @@ from elastic.workload import Workload
 
 if TYPE_CHECKING:
     from elastic import checkpoint, data
-    from elastic.run import Result, RunFailed, run
+    from elastic.launch import Result, RunFailed, run
 
 __all__ = [
     "FaultPolicy",
@@ -36,9 +36,9 @@ def __getattr__(name: str) -> Any:
     if name in ("Result", "RunFailed", "run"):
         import importlib
 
-        module = importlib.import_module("elastic.run")
+        module = importlib.import_module("elastic.launch")
         found = {n: getattr(module, n) for n in ("Result", "RunFailed", "run")}
-        globals().update(found)  # `elastic.run` is the function, whatever the import bound it to
+        globals().update(found)
         return found[name]
     if name == "checkpoint":
         import importlib

@@ -1,6 +1,6 @@
 """The command line `elastic`: options to RunConfig, outcomes to exit statuses.
 
-0 succeeded; 1 failed or stopped; 2 wrong input, with one line. What runs is in run.py; ray and
+0 succeeded; 1 failed or stopped; 2 wrong input, with one line. What runs is in launch.py; ray and
 torch are not imported before a run starts.
 """
 
@@ -48,7 +48,7 @@ from elastic.store.run_directory import RESULT_FIELDS
 from elastic.target import load_target, parse_arguments
 
 if TYPE_CHECKING:
-    from elastic.run import Result
+    from elastic.launch import Result
 
 FAILED, WRONG_INPUT = 1, 2
 TYPERS_INTERRUPTED = 130
@@ -229,7 +229,7 @@ def train(
 ) -> "tuple[Result, int]":
     """Run it; what it came to, and the exit status."""
     target = load_target(text, arguments)
-    from elastic.run import RunFailed, run_config  # here, so that bad input never imports ray
+    from elastic.launch import RunFailed, run_config  # here, so that bad input never imports ray
 
     progress = None if is_silent or detach else Progress(Console(), since=time.time())
     try:

@@ -1,6 +1,6 @@
 """What happens when a run's storage and name exist already: the resume rules of the contract.
 
-`compare` is pure; `read_past_run` reads the run directory; who is asked to go on is in run.py.
+`compare` is pure; `read_past_run` reads the run directory; who is asked to go on is in launch.py.
 """
 
 import hashlib

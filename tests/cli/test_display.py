@@ -12,8 +12,8 @@ from rich.console import Console
 
 from elastic.cli import main
 from elastic.commands.progress import Progress
+from elastic.launch import wait
 from elastic.on_ray.submission import Lease
-from elastic.run import wait
 from elastic.store.files import open_folder, write_json
 from elastic.store.run_directory import RunDirectory
 from tests.cli.test_progress import METRICS, STATUS, decision

@@ -2,13 +2,12 @@
 
 import errno
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 import elastic
-import elastic.run
+from elastic import launch
 from elastic.cli import main
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe
@@ -76,7 +75,7 @@ def test_steps_without_lines_are_told_at_the_end():
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> str:
     """A bucket whose server is away."""
-    monkeypatch.setattr(sys.modules["elastic.run"], "AWAY_PAUSES_S", (0.0,))
+    monkeypatch.setattr(launch, "AWAY_PAUSES_S", (0.0,))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return "s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
 
