@@ -3,15 +3,18 @@
 import json
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import elastic
 from elastic.cli import main, only_result_on_stdout, result_line
 from elastic.config import RunConfig
 from elastic.control.events import Tick
@@ -160,6 +163,13 @@ def test_a_run_without_storage_says_that_its_directory_is_temporary(tmp_path, ca
     (storage,) = tmp_path.iterdir()
     assert said.startswith(f"run directory: {storage}/first (temporary: without storage")
     assert "no Ray cluster answers" in refused
+
+
+@pytest.mark.parametrize("name", elastic.__all__)
+def test_no_module_hides_a_public_name_once_it_is_imported(name):
+    """Importing elastic.run would bind it over the function `elastic.run`."""
+    is_module = name in {module.name for module in pkgutil.iter_modules(elastic.__path__)}
+    assert isinstance(getattr(elastic, name), ModuleType) == is_module
 
 
 def test_help_names_every_option_of_the_contract(capsys):
