@@ -14,7 +14,8 @@ from elastic.protocol.mesh import is_sharded
 from elastic.protocol.waits import waits_of
 
 REDUCTIONS = ("fast", "bitwise")
-PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S"
+PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S"
+"""What there is; `PARALLEL` also knows what is to come."""
 PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:[1-9]\d*|pp:[1-9]\d*")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")

@@ -25,26 +25,41 @@ from rich.table import Table
 from elastic.commands.progress import text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST, Manifest
-from elastic.store.catalogue import ASIDE, PINNED, Catalogue
+from elastic.store.catalogue import ASIDE, PINNED, Catalogue, step_named
 from elastic.store.files import open_folder
 
 app = typer.Typer(
     no_args_is_help=True, help="What a run's checkpoints hold; to and from other formats."
 )
 
-RunDir = Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run directory, path or URI.")]
+CHECKPOINTS = "checkpoints"
+"""Their folder in a run directory."""
+RunDir = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_DIR", help="The run directory, or the folder of one checkpoint; path or URI."
+    ),
+]
 Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the newest.")]
 
 
-def catalogue_of(run_dir: str) -> Catalogue:
-    """WrongInput if there is no checkpoint."""
-    catalogue = Catalogue(open_folder(run_dir).at("checkpoints"))
-    if not catalogue.folder.folders():
-        raise WrongInput(f"{run_dir} has no checkpoints")
-    return catalogue
+def checkpoints_at(place: str, step: int | None = None) -> tuple[Catalogue, int | None]:
+    """The checkpoints of a run, and the step of the one that is meant: None where neither `step`
+    nor `place`, which may be the folder of a checkpoint, says so. WrongInput if there is none."""
+    folder = open_folder(place)
+    own = None if folder.exists(CHECKPOINTS) else step_named(folder.name)
+    if own is None:
+        catalogue = Catalogue(folder.at(CHECKPOINTS))
+        if not catalogue.folder.folders():
+            raise WrongInput(f"{place} has no checkpoints")
+        return catalogue, step
+    if step not in (None, own):
+        raise WrongInput(f"{place} is the checkpoint of step {own}; leave out --step {step}")
+    return Catalogue(folder.parent), own
 
 
 def chosen(catalogue: Catalogue, step: int | None) -> int:
+    """The newest for None. WrongInput if it is not published."""
     steps = catalogue.steps()
     if not steps:
         raise WrongInput(f"{catalogue.folder} has no published checkpoint")
@@ -53,12 +68,24 @@ def chosen(catalogue: Catalogue, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
+def one_at(place: str, step: int | None) -> tuple[Catalogue, int]:
+    """As `checkpoints_at`, and the newest where nothing else is meant."""
+    catalogue, meant = checkpoints_at(place, step)
+    return catalogue, chosen(catalogue, meant)
+
+
+def each_at(place: str, step: int | None = None) -> tuple[Catalogue, list[int]]:
+    """As `checkpoints_at`, and all where no single one is meant."""
+    catalogue, meant = checkpoints_at(place, step)
+    return catalogue, catalogue.steps() if meant is None else [chosen(catalogue, meant)]
+
+
 @app.command()
 def ls(run_dir: RunDir) -> int:
     """The checkpoints, oldest first. Says which manifests are damaged; reads no tensors."""
-    catalogue = catalogue_of(run_dir)
+    catalogue, steps = each_at(run_dir)
     table = Table("step", "saved", "size", "files", "tensors", "generation", "pinned", "manifest")
-    for step in catalogue.steps():
+    for step in steps:
         try:
             m = catalogue.manifest(step)
         except DamagedCheckpoint as error:
@@ -78,8 +105,7 @@ def ls(run_dir: RunDir) -> int:
 @app.command()
 def show(run_dir: RunDir, step: Step = None) -> int:
     """The tensors of a checkpoint: name, dtype, shape, chunks."""
-    catalogue = catalogue_of(run_dir)
-    manifest = read_manifest(catalogue, chosen(catalogue, step))
+    manifest = read_manifest(*one_at(run_dir, step))
     table = Table("tensor", "dtype", "shape", "chunks")
     for tensor in manifest.tensors:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -92,8 +118,7 @@ def show(run_dir: RunDir, step: Step = None) -> int:
 @app.command()
 def verify(run_dir: RunDir, step: Step = None) -> int:
     """Read every byte again and compare it with its checksum; exit status 1 if any differs."""
-    catalogue = catalogue_of(run_dir)
-    steps = catalogue.steps() if step is None else [chosen(catalogue, step)]
+    catalogue, steps = each_at(run_dir, step)
     num_damaged = 0
     for each in steps:
         try:
@@ -114,9 +139,9 @@ def weights_hash(run_dir: RunDir, step: Step = None) -> int:
     """weights_sha256 of the weights in a checkpoint, every byte verified."""
     from workers.checkpoint.load import checkpoint_sha256  # torch loads here
 
-    catalogue = catalogue_of(run_dir)
+    found = one_at(run_dir, step)
     try:
-        print(checkpoint_sha256(catalogue, chosen(catalogue, step)))
+        print(checkpoint_sha256(*found))
     except DamagedCheckpoint as error:
         print(f"DAMAGED: {error}", file=sys.stderr)
         return 1

@@ -16,8 +16,7 @@ from elastic import checkpoint
 from elastic.commands.checkpoint import (
     RunDir,
     Step,
-    catalogue_of,
-    chosen,
+    one_at,
     progress_bar,
     read_manifest,
 )
@@ -47,8 +46,7 @@ def diff(
     as_json: AsJson = False,
 ) -> int:
     """Compare two checkpoints bit by bit; exit status 0 if they are equal, 1 if not."""
-    pairs = [(catalogue_of(run_dir), step), (catalogue_of(other), other_step)]
-    chosen_pairs = [(catalogue, chosen(catalogue, wanted)) for catalogue, wanted in pairs]
+    chosen_pairs = [one_at(run_dir, step), one_at(other, other_step)]
 
     from workers.checkpoint.diff import compare  # torch loads here
     from workers.checkpoint.stream import CheckpointReader
@@ -87,7 +85,7 @@ def print_difference(found: "Difference", places: list[str]) -> None:
 
 @app.command()
 def best(
-    run_dir: RunDir,
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Its run, path or URI.")],
     metric: Annotated[
         str, typer.Option(help="A field of metrics.jsonl, a logged name, or evaluation/NAME.")
     ] = "loss",

@@ -15,8 +15,7 @@ import typer
 from elastic.commands.checkpoint import (
     RunDir,
     Step,
-    catalogue_of,
-    chosen,
+    one_at,
     progress_bar,
     read_manifest,
 )
@@ -61,8 +60,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export.")] = False,
 ) -> int:
     """Write a checkpoint for torch DCP, torch.load or Hugging Face safetensors, verified."""
-    catalogue = catalogue_of(run_dir)
-    step = chosen(catalogue, step)
+    catalogue, step = one_at(run_dir, step)
     max_shard_bytes = parse_size(max_shard_size)
     size_bytes = tensor_bytes(read_manifest(catalogue, step), to)
     try:

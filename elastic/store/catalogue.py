@@ -34,6 +34,12 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_named(name: str) -> int | None:
+    """The inverse of `folder_name`; None if it is the name of something else."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def file_name(generation: int, rank: int, world_size: int, launch: str = "0") -> str:
     """A part's file: of another generation, or of the same run launched again, it is another file,
     so that no zombie writes into it and no published one is ever written again."""
@@ -71,8 +77,8 @@ class Catalogue:
     # --- reading ----------------------------------------------------------------
     def steps(self) -> list[int]:
         """Steps of the published checkpoints, ascending, whether they are good or not."""
-        found = [_NAME.fullmatch(name) for name in self.folder.folders()]
-        steps = sorted(int(match[1]) for match in found if match)
+        found = [step_named(name) for name in self.folder.folders()]
+        steps = sorted(step for step in found if step is not None)
         return [step for step in steps if self.of_step(step).exists(MANIFEST)]
 
     def manifest(self, step: int) -> Manifest:

@@ -38,6 +38,14 @@ class Folder:
     def at(self, name: str) -> "Folder":
         return Folder(self.filesystem, self.path_of(name))
 
+    @property
+    def parent(self) -> "Folder":
+        return Folder(self.filesystem, self.path.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
     def create(self) -> None:
         self.filesystem.create_dir(self.path, recursive=True)
 

@@ -1,5 +1,7 @@
 """`elastic checkpoint ...` on a checkpoint made in this process."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,49 @@ def test_ls_show_and_verify_tell_what_is_there(run_dir, capsys):
 def test_hash_is_that_of_the_model(run_dir, capsys):
     assert main(["checkpoint", "hash", str(run_dir)]) == 0
     assert capsys.readouterr().out.strip() == weights_sha256(replica(1).model)
+
+
+def folder_of(run_dir, step):
+    return f"{run_dir}/checkpoints/step-{step:08d}"
+
+
+def test_a_checkpoints_own_folder_means_that_checkpoint(run_dir, capsys):
+    own = folder_of(run_dir, 10)
+    assert main(["checkpoint", "hash", own + "/"]) == 0
+    assert capsys.readouterr().out.strip() == weights_sha256(replica(0).model)
+    assert main(["checkpoint", "verify", own]) == 0
+    assert capsys.readouterr().out == "step 10: good\n"
+    assert main(["checkpoint", "show", own]) == 0
+    assert "step 10, " in capsys.readouterr().out
+    assert main(["checkpoint", "ls", own]) == 0
+    assert capsys.readouterr().out.count("good") == 1
+    assert main(["checkpoint", "diff", own, str(run_dir), "--other-step", "10"]) == 0
+
+
+def test_a_checkpoint_that_was_moved_out_of_its_run_is_one_still(run_dir, tmp_path, capsys):
+    shutil.copytree(folder_of(run_dir, 10), tmp_path / "elsewhere" / "step-00000010")
+    assert main(["checkpoint", "verify", str(tmp_path / "elsewhere" / "step-00000010")]) == 0
+    assert capsys.readouterr().out == "step 10: good\n"
+
+
+def test_a_run_may_be_named_like_a_checkpoint(tmp_path, capsys):
+    save(tmp_path / "step-00000010", 20, replica(0))
+    assert main(["checkpoint", "verify", str(tmp_path / "step-00000010")]) == 0
+    assert capsys.readouterr().out == "step 20: good\n"
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "says"),
+    [
+        (10, ["--step", "20"], "is the checkpoint of step 10; leave out --step 20"),
+        (30, [], "there is no checkpoint of step 30; there are [10, 20]"),
+    ],
+)
+def test_what_a_checkpoints_own_folder_cannot_mean_is_one_line(
+    run_dir, capsys, step, options, says
+):
+    assert main(["checkpoint", "show", folder_of(run_dir, step), *options]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_verify_names_the_damage_and_exits_with_1(run_dir, capsys):

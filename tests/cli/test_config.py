@@ -64,7 +64,10 @@ def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
         ({"name": "a/b"}, "name='a/b' is no folder name"),
         ({"name": ".."}, "name='..' is no folder name"),
         ({"storage": ""}, "storage is empty"),
-        ({"parallel": "dpp"}, "parallel='dpp' is unknown: choose one of ddp, fsdp"),
+        (
+            {"parallel": "tensor"},
+            "parallel='tensor' is unknown: choose one of ddp, fsdp, fsdp-grad-op, hsdp:S",
+        ),
         ({"reduction": "exact"}, "reduction='exact' is unknown: choose one of fast, bitwise"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
@@ -85,6 +88,13 @@ def test_settings_that_cannot_work_are_one_line_that_names_them(changes, says):
         config(**changes)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_strategy_that_is_none_is_offered_only_those_that_there_are():
+    with pytest.raises(ValueError, match=r"unknown: choose one of (.*)") as caught:
+        config(parallel="tensor")
+    for word in str(caught.value).partition("one of ")[2].replace(":S", ":2").split(", "):
+        config(parallel=word)
 
 
 def test_fault_policies_are_checked():
