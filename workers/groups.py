@@ -112,7 +112,7 @@ class Group:
         backend_name: str,
         rank: int,
         world_size: int,
-        store: dist.Store | None = None,
+        store: StoreClient | None = None,
     ) -> None:
         """store: what the backend was formed over, kept as long as the backend may ask it."""
         self.backend, self.backend_name, self._store = backend, backend_name, store

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol import wire
 
 AGAIN_S = 0.05
 
 
-class StoreClient(dist.Store):
+class StoreClient(Store):
     """One member's connection. Whatever thread a backend calls it from, one call is done at a time:
     a key that this rank itself sets is set before it is waited for."""
 

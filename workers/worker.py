@@ -187,6 +187,7 @@ class Worker:
         self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
         device = torch.device(spec.device)
         if device.type == "cuda":
+            check_gpu(spec)
             device = torch.device("cuda", 0)
             make_deterministic(spec)
         self._device = device
@@ -391,6 +392,15 @@ def place_in_stream(attempt: LoadedBatch | None, spec: WorkerSpec) -> str:
     rows = f", rows {attempt.rows.tolist()}" if attempt.rows.size else ""  # else not loaded yet
     positions = f"{first}..{first + spec.micro_batch - 1}"
     return f", micro-batch {attempt.microbatch_id}, stream positions {positions}{rows}"
+
+
+def check_gpu(spec: WorkerSpec) -> None:
+    """UnfitNode if torch cannot use the GPU that Ray has given."""
+    if not torch.cuda.is_available():
+        raise UnfitNode(
+            f"torch {torch.__version__} on node {spec.host} can use no GPU, though Ray has one "
+            "there; install a build with CUDA that fits the driver, or use --device cpu"
+        )
 
 
 def make_deterministic(spec: WorkerSpec) -> None:

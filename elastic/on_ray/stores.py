@@ -59,8 +59,8 @@ class Stores:
         return opening.result()
 
     async def address(self, generation: int, patience_s: float | None = None) -> list[Any]:
-        """Host, port and secret. Raises TimeoutError if the rendezvous does not answer for `patience_s`
-        (None: as long as it may take to start), RayError if it cannot."""
+        """Host, port and secret. Raises TimeoutError if the rendezvous does not answer for
+        `patience_s` (None: as long as it may take to start), RayError if it cannot."""
         self.open(generation)
         patience_s = self._start_s if patience_s is None else patience_s
         try:

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from elastic.on_ray import actors
+from elastic.on_ray.machines import choose_device, machines, torches_on
 from elastic.on_ray.raylet_words import hush_deaths
 from elastic.protocol.errors import ControllerLost, WrongInput
 
@@ -77,13 +78,13 @@ class RayDriver:
         self._shipped = False
         if not self._was_connected:
             self._connect()
-        self.device = self._choose_device()
-        self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
         self._lease: Lease | None = None
         self._at_close = ExitStack()
+        self.device = self._choose_device()
+        self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
         self.place = ""
         """The run directory, once it exists."""
@@ -147,16 +148,22 @@ class RayDriver:
 
     def _choose_device(self) -> str:
         request = self._request
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if request.device == "cpu" or (request.device == "auto" and gpus == 0):
-            return "cpu"
-        if self.is_embedded and gpus < request.min_workers:
-            ray.shutdown()
-            raise WrongInput(
-                f"{request.min_workers} workers need as many GPUs, this machine has {gpus}; lower "
-                "--workers, or use --device cpu"
-            )
-        return "cuda"
+        with_gpus = [] if request.device == "cpu" else [m for m in machines() if m.gpus]
+        num_gpus = sum(m.gpus for m in with_gpus)
+        try:
+            torches = torches_on(with_gpus) if with_gpus else {}
+            device, note = choose_device(request.device, num_gpus, torches)
+            if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
+                raise WrongInput(
+                    f"{request.min_workers} workers need as many GPUs, this machine has "
+                    f"{num_gpus}; lower --workers, or use --device cpu"
+                )
+        except WrongInput:
+            self.close()
+            raise
+        if note:
+            print(note, file=sys.stderr)
+        return device
 
     def pickle(self, workload: Any, loop: Any) -> bytes:
         """By name where a module holds them, by value for `__main__` and notebooks."""

@@ -2,17 +2,18 @@
 
 import pickle
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import UnfitNode, WrongInput
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
 from workers.build import build_replica
 from workers.health.vitals import Vitals
-from workers.worker import Worker
+from workers.worker import Worker, check_gpu
 
 
 class Sheet(Tiny):
@@ -104,3 +105,9 @@ def test_a_worker_looks_at_the_threads_that_the_workload_has_set():
     finally:
         torch.set_num_threads(before)
         worker._loader._chosen.result(30).close()
+
+
+def test_a_gpu_that_torch_cannot_use_is_the_nodes_fault_and_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", bool)
+    with pytest.raises(UnfitNode, match=r"^torch .* on node h can use no GPU, .* --device cpu$"):
+        check_gpu(replace(spec("fast"), device="cuda", host="h"))

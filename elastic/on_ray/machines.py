@@ -1,0 +1,103 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""What the cluster's machines offer a run: their slots, and a torch that can use their GPUs.
+
+Where a run goes from there is elastic/on_ray/submission.py's, what waits is Ray's.
+"""
+
+import importlib.util
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError
+
+from elastic.protocol.errors import WrongInput
+
+MAX_ASKED = 16
+"""Machines whose torch is looked at."""
+ANSWER_S = 20.0
+"""How long they may take to say; a working_dir may have to reach them first."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One live node, by Ray's count."""
+
+    node_id: str
+    ip: str
+    resources: dict[str, float]
+    """Everything that it has, whoever uses it now."""
+
+    @property
+    def gpus(self) -> int:
+        return int(self.resources.get("GPU", 0))
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The build that is installed on a machine."""
+
+    version: str
+    has_cuda: bool
+
+
+def machines() -> list[Machine]:
+    nodes = cast("list[dict[str, Any]]", ray.nodes())
+    return [
+        Machine(n["NodeID"], n["NodeManagerAddress"], n["Resources"]) for n in nodes if n["Alive"]
+    ]
+
+
+def torch_here() -> Torch | None:
+    """This machine's, from its version file: to import torch takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    values = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return Torch(values["__version__"], bool(values.get("cuda") or values.get("hip")))
+
+
+def torches_on(asked: Sequence[Machine]) -> dict[str, Torch]:
+    """By the machine's address; who does not answer in time is left out."""
+    ask = cast(Any, ray.remote(torch_here))
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0}
+    answers = {
+        ask.options(**options, label_selector={"ray.io/node-id": m.node_id}).remote(): m.ip
+        for m in asked[:MAX_ASKED]
+    }
+    done, late = ray.wait(list(answers), num_returns=len(answers), timeout=ANSWER_S)
+    for answer in late:
+        ray.cancel(answer)
+    found: dict[str, Torch] = {}
+    for answer in done:
+        try:
+            torch = ray.get(answer)
+        except RayError:  # workers on it will say why
+            continue
+        if torch is not None:
+            found[answers[answer]] = torch
+    return found
+
+
+def choose_device(wish: str, num_gpus: int, torches: dict[str, Torch]) -> tuple[str, str]:
+    """-> "cpu" or "cuda", and a line for the user if that may surprise.
+
+    wish: RunConfig.device. torches: of the machines with GPUs that have answered, by address.
+    WrongInput if GPUs are asked for that no torch can use.
+    """
+    if wish == "cpu" or (wish == "auto" and not num_gpus):
+        return "cpu", ""
+    if not torches or any(torch.has_cuda for torch in torches.values()):
+        return "cuda", ""
+    ip, torch = min(torches.items())
+    fact = f"torch {torch.version} on {ip} is a build without CUDA"
+    if wish == "cuda":
+        raise WrongInput(
+            f"device='cuda', but {fact}; install one with CUDA where the workers run, or use "
+            "--device cpu"
+        )
+    return "cpu", f"the cluster has {num_gpus} GPUs, but {fact}: the run trains on CPUs"

@@ -1,0 +1,51 @@
+"""What a run makes of the machines that a cluster has; without Ray."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.on_ray.machines import Torch, choose_device, torch_here
+from elastic.protocol.errors import WrongInput
+
+CPU_BUILD, CUDA_BUILD = Torch("2.13.0+cpu", False), Torch("2.13.0+cu128", True)
+
+
+@pytest.mark.parametrize(
+    "torches", [{}, {"10.0.0.1": CUDA_BUILD}, {"a": CPU_BUILD, "b": CUDA_BUILD}]
+)
+@pytest.mark.parametrize("wish", ["auto", "cuda"])
+def test_gpus_are_used_where_a_torch_can_use_them_or_nobody_could_say(wish, torches):
+    assert choose_device(wish, 2, torches) == ("cuda", "")
+
+
+@pytest.mark.parametrize(("wish", "num_gpus"), [("cpu", 2), ("cpu", 0), ("auto", 0)])
+def test_without_gpus_or_a_wish_for_them_a_run_trains_on_cpus(wish, num_gpus):
+    assert choose_device(wish, num_gpus, {}) == ("cpu", "")
+
+
+def test_gpus_that_no_torch_can_use_are_left_alone_with_a_line():
+    torches = {"10.0.0.2": CPU_BUILD, "10.0.0.1": CPU_BUILD}
+    assert choose_device("auto", 2, torches) == (
+        "cpu",
+        "the cluster has 2 GPUs, but torch 2.13.0+cpu on 10.0.0.1 is a build without CUDA: the "
+        "run trains on CPUs",
+    )
+
+
+def test_who_asks_for_gpus_that_no_torch_can_use_is_refused_in_a_line():
+    with pytest.raises(WrongInput, match=r"2\.13\.0\+cpu on 10\.0\.0\.1 is a build without CUDA"):
+        choose_device("cuda", 2, {"10.0.0.1": CPU_BUILD})
+
+
+def test_a_machine_says_which_build_of_torch_it_has_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert torch_here() == Torch(torch.__version__, bool(torch.version.cuda or torch.version.hip))
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "torch/version.py").write_text("__version__ = '9.0+cu1'\ncuda: str = '1.0'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch")
+    assert torch_here() == Torch("9.0+cu1", True)
