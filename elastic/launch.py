@@ -220,6 +220,7 @@ def run_on_ray(
             cpus_per_worker=config.cpus_per_worker,
             device=config.device,
             folder=folder,
+            run_directory=place_of(record["storage"], record["name"]),
             detach=detach,
         )
     )

@@ -16,14 +16,14 @@ from typing import Any, NoReturn, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from elastic.on_ray import actors
 from elastic.on_ray.machines import choose_device, machines, torches_on
+from elastic.on_ray.package import package_of
 from elastic.on_ray.raylet_words import hush_deaths
 from elastic.protocol.errors import ControllerLost, WrongInput
 
-MAX_FOLDER_BYTES = 100 * 2**20
 REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
 RENEW_EVERY_S = 0.2
@@ -46,6 +46,8 @@ class ClusterRequest:
     device: str
     folder: Path | None
     """What every node needs on its path."""
+    run_directory: str
+    """A path or URI; it is not shipped with the folder."""
     detach: bool
 
 
@@ -111,6 +113,9 @@ class RayDriver:
                 ray.init(address=address, runtime_env=runtime_env, **quiet)
                 self._shipped = bool(runtime_env)
                 return
+            except RuntimeEnvSetupError as error:
+                line = (error.error_message or type(error).__name__).splitlines()[0]
+                raise WrongInput(f"the folder of TARGET cannot be shipped: {line}") from error
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise WrongInput(
@@ -136,15 +141,16 @@ class RayDriver:
         job = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "")
         if folder is None or "working_dir" in job:
             return None
-        size = folder_bytes(folder, MAX_FOLDER_BYTES)
-        if size > MAX_FOLDER_BYTES:
+        package = package_of(folder, self._request.run_directory)
+        if package.is_too_large:
             print(
-                f"{folder} is larger than 100 MB and is not shipped: every node must see it at "
-                "that path, or move the workload to a folder of its own",
+                f"{folder} is not shipped, every node must see it at that path: {package}. Name "
+                "what no worker needs in a .rayignore there, or move the workload to a folder of "
+                "its own",
                 file=sys.stderr,
             )
             return None
-        return {"working_dir": str(folder)}
+        return {"working_dir": str(folder), "excludes": [*package.excludes]}
 
     def _choose_device(self) -> str:
         request = self._request
@@ -286,18 +292,3 @@ def find_cluster() -> str | None:
     from ray._private.services import get_ray_address_from_environment
 
     return get_ray_address_from_environment(cast(Any, None), None)
-
-
-def folder_bytes(folder: Path, enough: int) -> int:
-    """The size of the files below `folder`; stops counting beyond `enough`."""
-    total = 0
-    for root, directories, files in os.walk(folder):
-        directories[:] = [d for d in directories if d not in (".git", "__pycache__", ".venv")]
-        for file in files:
-            try:
-                total += os.lstat(os.path.join(root, file)).st_size
-            except OSError:
-                continue
-        if total > enough:
-            break
-    return total
