@@ -122,7 +122,9 @@ def run(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="TARGET", help="package.module:Class or path/to/file.py:Class, a Workload."
+            metavar="TARGET",
+            help="package.module:Class or path/to/file.py:Class, a Workload; relative paths in it "
+            "are relative to its folder.",
         ),
     ],
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],

@@ -27,7 +27,13 @@ MAX_SHOWN = 10
 
 @app.command()
 def plan(
-    path: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders or URIs.")],
+    path: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...",
+            help="Files, folders or URIs; asked in TARGET's folder, the plan is that of its runs.",
+        ),
+    ],
     global_batch: Annotated[int, typer.Option(min=1, help="Rows per step, to count steps.")] = 256,
     columns: Annotated[str | None, typer.Option(help="Names, with commas between.")] = None,
     window_bytes: Annotated[int, typer.Option(help="As in elastic.data.parquet.")] = 32 * 2**20,
@@ -45,7 +51,7 @@ def plan(
         )
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    made = make_plan(source, seed)
+    made = make_plan(source.within(str(Path.cwd())), seed)
     units, windows = made.units, made.windows(0)
     sizes = sorted(sum(u.size_bytes for u in window) for window in windows)
     steps, rest = divmod(made.num_rows, global_batch)
@@ -97,7 +103,7 @@ def check(
     target = load_target(target_text(config), config["arguments"])
     try:
         with contextlib.chdir(target.folder or Path.cwd()):  # as in a worker
-            stream, size = stream_of(target.workload, config["seed"], place)
+            stream, size = stream_of(target.workload, config["seed"], place, target.folder)
             found = compare(lines, stream, config["global_batch"])
     except Repeated as error:
         print(f"NOT exactly once: {error}")
@@ -139,9 +145,12 @@ def target_text(config: dict[str, Any]) -> str:
 
 
 def stream_of(
-    workload: "Workload", seed: int, run_dir: str
+    workload: "Workload", seed: int, run_dir: str, folder: Path | None
 ) -> tuple[Iterator[tuple[int, Any]], str]:
-    """The stream that the run's dataset() and seed give, and the size of an epoch in words."""
+    """The stream that the run's dataset() and seed give, and the size of an epoch in words.
+
+    folder: TARGET's.
+    """
     from elastic.data import ParquetSource
     from elastic.data.checking import planned_stream
     from elastic.data.footers import make_plan
@@ -151,7 +160,8 @@ def stream_of(
     seed_dataset(seed)
     dataset = workload.dataset()
     if isinstance(dataset, ParquetSource):
-        record = open_record(make_plan(dataset, seed), run_dir)
+        source = dataset if folder is None else dataset.within(str(folder))
+        record = open_record(make_plan(source, seed), run_dir)
         return planned_stream(record), left_out_words(record)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise WrongInput(

@@ -13,7 +13,7 @@ import pyarrow.fs as pa_fs  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.data.plan import Plan, PlannedFile
-from elastic.data.source import ParquetSource
+from elastic.data.source import ParquetSource, is_uri
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.remote import from_uri
 
@@ -22,7 +22,6 @@ parquet: Any = pa_parquet
 arrow_fs: Any = pa_fs
 SUFFIXES = (".parquet", ".pq", ".parq")
 WIDTHS = {"INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
-LOCAL = ("/", "file://")
 MAX_FOOTERS = 16
 """Footers that are read at the same time."""
 
@@ -31,8 +30,8 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
     roots = range(len(source.paths))
     listed = {found.path: found for root in roots for found in list_files(source, root)}
-    _refuse_twins(listed.values())
-    where = " and ".join(shown(path) for path in source.paths)
+    _refuse_twins(source, listed.values())
+    where = " and ".join(shown(source.place(path)) for path in source.paths)
     if not listed:
         raise WrongInput(f"{where}: no Parquet file there ({SUFFIXES})")
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
@@ -45,12 +44,14 @@ def make_plan(source: ParquetSource, seed: int) -> Plan:
     return plan
 
 
-def _refuse_twins(files: Collection[PlannedFile]) -> None:
+def _refuse_twins(source: ParquetSource, files: Collection[PlannedFile]) -> None:
     """WrongInput if a file is named as a local path and as a URI: its rows would be used twice."""
-    local = {f.inside: f.path for f in files if f.path.startswith(LOCAL)}
+    found: dict[str, str] = {}
     for file in files:
-        twin = local.get(file.inside, file.path)
-        if twin != file.path and file.path.startswith(LOCAL):
+        if is_uri(file.path) and not file.path.startswith("file://"):
+            continue
+        twin = found.setdefault(source.place(file.inside), file.path)
+        if twin != file.path:
             raise WrongInput(f"{file.path} and {twin} are one file; name it once")
 
 
@@ -76,20 +77,20 @@ def shown(path: str) -> str:
 def list_files(source: ParquetSource, root: int) -> list[PlannedFile]:
     """The Parquet files of one of the source's paths. WrongInput if there is nothing."""
     path = source.paths[root]
-    filesystem, inside = open_filesystem(path)
-    scheme = path.partition("://")[0] + "://" if "://" in path else ""
+    place = source.place(path)
+    filesystem, inside = open_filesystem(place)
     try:
         found = filesystem.get_file_info(inside)
         if found.type == arrow_fs.FileType.File:
-            return [PlannedFile(scheme + inside, inside, root, found.size, ())]
+            return [_listed(source, root, found, inside)]
         if found.type == arrow_fs.FileType.NotFound:
-            raise WrongInput(f"data path {shown(path)!r} does not exist")
+            raise WrongInput(f"data path {shown(place)!r} does not exist")
         top = inside.rstrip("/")
         infos = filesystem.get_file_info(arrow_fs.FileSelector(top, recursive=True))
     except OSError as error:
-        raise WrongInput(f"data path {shown(path)!r} cannot be listed: {_line(error)}") from error
+        raise WrongInput(f"data path {shown(place)!r} cannot be listed: {_line(error)}") from error
     return [
-        PlannedFile(scheme + info.path, info.path, root, info.size, ())
+        _listed(source, root, info, top)
         for info in infos
         if info.type == arrow_fs.FileType.File
         and info.base_name.endswith(SUFFIXES)
@@ -97,10 +98,28 @@ def list_files(source: ParquetSource, root: int) -> list[PlannedFile]:
     ]
 
 
-def is_there(root: str, inside: str) -> bool:
+def _listed(source: ParquetSource, root: int, info: Any, top: str) -> PlannedFile:
+    """A file in `top`, which is the root in its filesystem."""
+    path = source.paths[root]
+    if is_uri(path):
+        scheme = path.partition("://")[0] + "://"
+        return PlannedFile(scheme + info.path, info.path, root, info.size, ())
+    name = str(Path(path, info.path[len(top) :].lstrip("/")))
+    return PlannedFile(name, name, root, info.size, ())
+
+
+def find(source: ParquetSource, file: PlannedFile) -> tuple[Any, str]:
+    """The filesystem that holds a file, and the file's path in it."""
+    root = source.paths[file.root]
+    filesystem, _ = open_filesystem(source.place(root))
+    return filesystem, file.inside if is_uri(root) else source.place(file.inside)
+
+
+def is_there(source: ParquetSource, file: PlannedFile) -> bool:
     """Whether what holds a file answers: what cannot be read in it is missing or damaged then. On
     a node that lacks a mount, a local path is not there, or is an empty directory."""
-    filesystem, top = open_filesystem(root)
+    _, top = open_filesystem(source.place(source.paths[file.root]))
+    filesystem, inside = find(source, file)
     try:
         filesystem.get_file_info(inside)
         if filesystem.type_name != "local":
@@ -117,7 +136,7 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
     except MemoryError as error:
         raise WrongInput(f"{file.path}: no memory to read the footer: {_line(error)}") from error
     except BadData as error:
-        if not is_there(source.paths[file.root], file.inside):
+        if not is_there(source, file):
             raise WrongInput(str(error)) from error
         if source.on_bad_file == "raise":
             what = f'{error}; repair or remove it, or use parquet(..., on_bad_file="skip")'
@@ -129,9 +148,9 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
 
 
 def _read_footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
-    filesystem, _ = open_filesystem(source.paths[file.root])
+    filesystem, inside = find(source, file)
     try:
-        with filesystem.open_input_file(file.inside) as opened:
+        with filesystem.open_input_file(inside) as opened:
             found = parquet.ParquetFile(opened)
             metadata, schema = found.metadata, found.schema_arrow
     except MemoryError:

@@ -26,9 +26,10 @@ class PlannedFile:
     """A file as its footer describes it."""
 
     path: str
-    """For people and for the record: with the scheme, without credentials or parameters."""
+    """For people and for the record: a URI without credentials and parameters, or a local path;
+    a relative one where its root is."""
     inside: str
-    """In the filesystem of its root."""
+    """In the filesystem of its root; relative as `path` is."""
     root: int
     """Which of the source's paths it was found in."""
     size_bytes: int

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
-from elastic.data.footers import columns_text, is_there, open_filesystem
+from elastic.data.footers import columns_text, find, is_there
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
 from elastic.data.plan import MAX_TOLD, Plan, Unit
@@ -178,11 +178,11 @@ def _read_patiently(plan: Plan, unit: Unit) -> Any:
 
 
 def _read_unit(plan: Plan, unit: Unit) -> Any:
-    filesystem, _ = open_filesystem(plan.source.paths[unit.file.root])
+    filesystem, inside = find(plan.source, unit.file)
     columns = None if plan.source.columns is None else list(plan.source.columns)
     options = {"page_checksum_verification": True, "pre_buffer": filesystem.type_name != "local"}
     try:
-        with filesystem.open_input_file(unit.file.inside) as opened:
+        with filesystem.open_input_file(inside) as opened:
             if opened.size() != unit.file.size_bytes:
                 raise BadData(
                     str(unit),
@@ -195,7 +195,7 @@ def _read_unit(plan: Plan, unit: Unit) -> Any:
         raise Unreachable(str(unit), f"no memory to read it: {error}") from error
     except (OSError, arrow.ArrowException, ValueError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if is_there(plan.source.paths[unit.file.root], unit.file.inside):
+        if is_there(plan.source, unit.file):
             raise BadData(str(unit), f"cannot be read: {line}") from error
         raise Unreachable(str(unit), f"cannot be read: {line}; on {gethostname()}") from error
     if table.num_rows != unit.num_rows:

@@ -5,11 +5,13 @@ window gives is a function of the plan, so it holds for every later start of the
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from elastic.data.plan import Plan, PlannedFile, differences, told
+from elastic.data.source import is_uri
 from elastic.data.stream import WindowKey
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, reach_folder, read_json, write_json
@@ -28,6 +30,8 @@ class FeedRecord:
         default_factory=dict[WindowKey, tuple[int, ...]]
     )
     """Units that were left out of a window when it was read first."""
+    began_in: str | None = None
+    """What relative paths were relative to when the run began; None in records of before."""
     version: int = 1
     """Grows with what is news; `written` is the last one that has been published."""
     written: int = 0
@@ -76,6 +80,7 @@ class FeedRecord:
         return {
             "plan_sha256": self.plan.hash,
             "plan": self.plan.to_json(),
+            "began_in": self.began_in,
             "files": [[*astuple(f)] for f in self.plan.files],
             "columns": self.plan.columns,
             "counts": [[k.epoch, k.window, n] for k, n in sorted(self.counts.items())],
@@ -91,11 +96,12 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
     folder = reach_folder(place)
     found = read_json(folder, NAME)
     if found is None:
-        return FeedRecord(plan, folder)
+        return FeedRecord(plan, folder, began_in=plan.source.place(""))
     if "plan_sha256" not in found:
         raise WrongInput(
             f"the run {place} began with other data than Parquet files; use another --name"
         )
+    plan = named_as_before(plan, found)
     if plan.source.on_bad_file == "skip":  # what is missing or damaged now is left out, not refused
         plan = as_it_was(plan, found)
     if found["plan_sha256"] != plan.hash:
@@ -109,20 +115,45 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
             f"the run {place} left out row groups in {len(found['skipped'])} windows; go on with "
             'on_bad_file="skip", or use another --name'
         )
-    record = FeedRecord(plan, folder)
+    record = FeedRecord(plan, folder, began_in=found.get("began_in"))
     record.counts = {WindowKey(epoch, window): n for epoch, window, n in found["counts"]}
     record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in found["skipped"]}
     record.written = record.version
     return record
 
 
+def named_as_before(plan: Plan, found: Mapping[str, Any]) -> Plan:
+    """The plan with the record's names of files that are the same: a path of the record may be
+    absolute (of a run of before), or relative to a folder that has moved away from its data."""
+    recorded = found["plan"]["files"].keys()
+    unseen = recorded - {f.path for f in plan.files}
+    began_in = found.get("began_in") or ""
+    names = {str(Path(began_in, name)): name for name in unseen if not is_uri(name)}
+
+    def named(file: PlannedFile) -> PlannedFile:
+        if is_uri(file.path) or file.path in recorded:
+            return file
+        return replace(file, path=names.get(plan.source.place(file.inside), file.path))
+
+    files = tuple(sorted(map(named, plan.files), key=lambda file: file.path))
+    if files == plan.files:
+        return plan
+    columns = found.get("columns", plan.columns)  # in the order of the first file
+    return replace(plan, files=files, columns=tuple(columns))
+
+
 def as_it_was(plan: Plan, found: dict[str, Any]) -> Plan:
     """The plan that the record tells of, if files that are gone or changed are all that differs."""
+    now = {f.path: f for f in plan.files}
     files = tuple(
         PlannedFile(
             *first, row_groups=tuple((rows, size) for rows, size in groups), problem=problem
         )
         for *first, groups, problem in found["files"]
+    )
+    files = tuple(
+        replace(f, inside=now[f.path].inside, root=now[f.path].root) if f.path in now else f
+        for f in files
     )
     before = replace(plan, files=files, columns=tuple(found["columns"]))
     is_more = {f.path for f in plan.files} - {f.path for f in files}

@@ -6,7 +6,8 @@ when is elastic/on_ray/feed.py's.
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,6 +24,7 @@ class ParquetSource:
     """Where the rows are and what becomes of them. Made by `parquet`, which explains the fields."""
 
     paths: tuple[str, ...]
+    """URIs and local paths. A relative one is the same data wherever `folder` is."""
     columns: tuple[str, ...] | None
     transforms: tuple[Transform, ...]
     packing: TokenPacking | None
@@ -33,6 +35,20 @@ class ParquetSource:
     max_reads: int
     cpus_per_read: float
     on_bad_file: OnBadFile
+    folder: str | None = None
+    """What relative paths are relative to in this process: TARGET's folder. None: its own."""
+
+    def at(self, folder: str) -> "ParquetSource":
+        """The same data, read in a process where relative paths are relative to `folder`."""
+        return replace(self, folder=folder)
+
+    def within(self, folder: str) -> "ParquetSource":
+        """As `at`; paths that lie in `folder` are relative, however they were written."""
+        return replace(self, paths=tuple(below(folder, p) for p in self.paths), folder=folder)
+
+    def place(self, path: str) -> str:
+        """Where this process finds a path; a URI as it is."""
+        return path if is_uri(path) else str(Path(self.folder or Path.cwd(), path))
 
     @property
     def row_length(self) -> int:
@@ -62,8 +78,10 @@ def parquet(
     """Rows of Parquet files, each exactly once per epoch, read anywhere in the Ray cluster.
 
     path: a file, a directory (searched below, names starting with `.` or `_` left out), a list of
-        either, as local paths that every node sees or as URIs of `pyarrow.fs`. Directory names
-        like `year=2026` make no columns.
+        either, as local paths or as URIs of `pyarrow.fs`. What lies in TARGET's folder goes to
+        every node with it, and is the same data wherever that folder is; a relative path is
+        relative to it. Other local paths must be seen by every node. Directory names like
+        `year=2026` make no columns.
     columns: those to read; None for all.
     transform: one function or several, each from a pyarrow.Table to a pyarrow.Table (or a dict of
         column name to array, of any dims); called in a Ray task with the rows of one unit (a row
@@ -113,7 +131,7 @@ def parquet(
     if isinstance(columns, str) or (columns is not None and not columns):
         raise ValueError(f"columns must be a list of names, got {columns!r}; None means all")
     return ParquetSource(
-        paths=tuple(absolute(p) for p in named),
+        paths=tuple(spelled(p) for p in named),
         columns=None if columns is None else tuple(columns),
         transforms=tuple(t for t in chain if not isinstance(t, TokenPacking)),
         packing=packings[0] if packings else None,
@@ -138,7 +156,23 @@ def chain_of(
     return (cast("Transform | TokenPacking", transform),)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """A URI as it is; a local path as every process of this machine understands it."""
+def spelled(path: str | os.PathLike[str]) -> str:
+    """A URI as it is; a relative path stays relative."""
     text = os.fspath(path)
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text if is_uri(text) else str(Path(text).expanduser())
+
+
+def is_uri(path: str) -> bool:
+    return "://" in path
+
+
+def below(folder: str, path: str) -> str:
+    """A path that leads through `folder`, by whatever name, relative to it; any other as it is."""
+    whole = Path(path)
+    if is_uri(path) or not whole.is_absolute():
+        return path
+    for parent in (whole, *whole.parents):
+        with suppress(OSError):  # one of the two is not there
+            if os.path.samefile(parent, folder):
+                return str(whole.relative_to(parent))
+    return path

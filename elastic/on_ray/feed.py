@@ -9,6 +9,7 @@ and goes on where the workers ask.
 
 import asyncio
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class FeedActor:
     async def _open(self) -> Server:
         order = self._order
         see_folder(order.folder)
-        source = within_stores(cloudpickle.loads(order.source), self._note)
+        source = within_stores(local_source(order.source, order.folder), self._note)
         loop = asyncio.get_running_loop()
         made = await loop.run_in_executor(None, make_plan, source, order.seed)
         opening = functools.partial(open_record, made, order.place)
@@ -203,9 +204,31 @@ def see_folder(folder: str | None) -> None:
         sys.path.insert(0, folder)
 
 
+def folder_here(folder: str | None) -> str | None:
+    """TARGET's folder in this process: where every node has it, or where Ray has unpacked what it
+    ships; None if TARGET is installed on the nodes."""
+    return folder or _unpacked_folder()
+
+
+@functools.cache
+def _unpacked_folder() -> str | None:
+    """Of this node: Ray starts processes there, and the user's code may leave it."""
+    has_package = "working_dir" in ray.get_runtime_context().runtime_env
+    return os.getcwd() if has_package else None
+
+
+def local_source(pickled: bytes, folder: str | None) -> ParquetSource:
+    """A source that another process has pickled, as this one reads it."""
+    source: ParquetSource = cloudpickle.loads(pickled)
+    here = folder_here(folder)
+    return source if here is None else source.at(here)
+
+
 @functools.lru_cache(maxsize=4)
-def _plan_of(pickled: bytes) -> Any:
-    return cloudpickle.loads(pickled)
+def _local_plan(pickled: bytes, folder: str | None) -> Plan:
+    plan: Plan = cloudpickle.loads(pickled)
+    here = folder_here(folder)
+    return plan if here is None else replace(plan, source=plan.source.at(here))
 
 
 def read_task(
@@ -219,7 +242,7 @@ def read_task(
     """A Ray task: a window's rows, and apart from them what the feed must know. Ray begins it again
     for as long as its process dies, so it asks first."""
     see_folder(folder)
-    found: Plan = _plan_of(plan)
+    found = _local_plan(plan, folder)
     with suppress(RayError):
         if not ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S):
             raise BadData(

@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """`RayFeed`: a worker's way to the feed. It fetches windows; what is in them is the worker's."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,14 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTa
 from ray.exceptions import ObjectLostError as RayObjectLost
 
 from elastic.data.reading import WindowRows
-from elastic.on_ray.feed import FeedOrder, Served, find_actor, see_folder, start_feed
+from elastic.on_ray.feed import (
+    FeedOrder,
+    Served,
+    find_actor,
+    folder_here,
+    see_folder,
+    start_feed,
+)
 from elastic.protocol.errors import BadData, StepCancelled, WrongInput
 from elastic.protocol.seams import FedWindow, WorkerSpec
 
@@ -115,12 +123,18 @@ def of_block(block: Any, first_row: int) -> WindowRows:
     return WindowRows(table, ids, None)
 
 
+def located(source: bytes, folder: str | None) -> bytes:
+    """What `dataset()` gave in this worker, for processes of other nodes."""
+    found, here = cloudpickle.loads(source), folder_here(folder)
+    return cloudpickle.dumps(found.at(os.getcwd()) if here is None else found.within(here))
+
+
 def open_feed(spec: WorkerSpec, workload: bytes, source: bytes) -> RayFeed:
     """The run's feed, for one of its workers. source: as workers/data/supply.py has it."""
     return RayFeed(
         FeedOrder(
             run_id=spec.run_id,
-            source=source,
+            source=source and located(source, spec.folder),
             workload=b"" if source else workload,
             folder=spec.folder,
             seed=spec.seed,

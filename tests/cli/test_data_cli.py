@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from elastic.cli import main
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
+from elastic.data.record import open_record
 
 TARGET = """
 import elastic
@@ -93,6 +95,36 @@ def test_check_takes_a_relative_run_directory_and_leaves_the_process_where_it_wa
     assert main(["data", "check", f"../{run.name}"]) == 0
     assert "each as planned" in capsys.readouterr().out
     assert Path.cwd() == tmp_path / "elsewhere"
+
+
+def test_check_finds_relative_data_in_the_folder_of_the_target_wherever_it_is(
+    folder, tmp_path, capsys, monkeypatch
+):
+    """Recorded by the feed where Ray had unpacked the folder, read where it was submitted."""
+    run = record(tmp_path, Path("set"), planned_ids(folder))
+    package = tmp_path / "_ray_pkg_0"
+    shutil.copytree(folder, package / "set")
+    source = parquet("set", window_bytes=300).within(str(package))
+    open_record(make_plan(source, 4), str(run)).write()
+    monkeypatch.chdir(tmp_path.parent)
+    assert main(["data", "check", str(run)]) == 0
+    assert "each as planned" in capsys.readouterr().out
+    pq.write_table(pa.table({"x": np.arange(35)}), folder / "1.parquet")
+    assert main(["data", "check", str(run)]) == 2
+    assert "set/1.parquet changed: " in capsys.readouterr().err
+
+
+def test_the_plan_of_a_folder_is_the_same_wherever_it_is(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for path in ("set", str(folder)):
+        assert main(["data", "plan", path]) == 0
+        said.append(capsys.readouterr().out)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.move(folder, tmp_path / "elsewhere" / "set")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["data", "plan", "set"]) == 0
+    assert said == [capsys.readouterr().out] * 2
 
 
 def test_check_says_what_was_left_out(folder, tmp_path, capsys):

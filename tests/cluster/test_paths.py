@@ -1,0 +1,70 @@
+"""A job with its data and its runs beside it: Ray ships it, after each edit under another name."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.cluster.live import JOBS, LiveRun, assert_complete
+from tests.cluster.test_stop import NODE
+
+pytestmark = pytest.mark.cluster
+
+ROWS, BATCH, MORE = 100, 24, "p1.parquet"
+JOB = f"""
+from pathlib import Path
+
+import elastic
+from fed import Counts
+
+
+class Beside(Counts):
+    def dataset(self):
+        return elastic.data.parquet([self.path, Path(__file__).parent / "{MORE}"])
+"""
+
+
+def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
+    nodes, tmp_path, ray_temp
+):
+    nodes.add_node(**NODE)
+    job = tmp_path / "job"
+    (job / "set").mkdir(parents=True)
+    shutil.copy(JOBS / "fed.py", job)
+    (job / "job.py").write_text(JOB)
+    rows = np.arange(ROWS)
+    for name, part in (("set/p0.parquet", rows[:60]), (MORE, rows[60:])):
+        pq.write_table(pa.table({"row": part}), job / name, row_group_size=9)
+    options = {"address": nodes.address, "workers": 1, "global_batch": BATCH}
+    options["set"] = ["path='set'", f"rows={ROWS}"]
+
+    for steps in (5, 12):
+        with LiveRun(
+            f"{job / 'job.py'}:Beside", job / "runs", "run", ray_temp, steps=steps, **options
+        ) as run:
+            end = run.finish()
+        assert end["status"] == 0, end["err"]
+        with (job / "job.py").open("a") as file:
+            file.write("# another comment\n")
+    assert_complete(run, 12)
+    plan = json.loads((run.directory / "data.json").read_text())["plan"]
+    assert list(plan["files"]) == [MORE, "set/p0.parquet"]
+    packages = [p for p in ray_temp.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()]
+    shipped = [sorted(path.name for path in package.iterdir()) for package in packages]
+    assert shipped == [["fed.py", "job.py", MORE, "set"]] * 2, "one of each start, without runs"
+
+    job.rename(tmp_path / "elsewhere")
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic", "data", "check", "runs/run"],
+        cwd=tmp_path / "elsewhere",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "12 steps used 288 rows, each as planned: 2 whole epochs" in done.stdout
