@@ -28,10 +28,10 @@ from elastic.data.plan import Plan
 from elastic.data.reading import Skipped, WindowRows, read_window, units_text
 from elastic.data.record import FeedRecord, open_record
 from elastic.data.serving import Read, Server
-from elastic.data.source import ParquetSource
+from elastic.data.source import ParquetSource, is_uri
 from elastic.data.stream import WindowKey
 from elastic.on_ray.actors import NAMESPACE, end
-from elastic.protocol.errors import BadData
+from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.remote import patiently
 
 ALONE_CHECK_S = 5.0
@@ -109,6 +109,8 @@ class FeedActor:
         order = self._order
         see_folder(order.folder)
         source = within_stores(local_source(order.source, order.folder), self._note)
+        if order.folder is None and _unpacked_folder() is not None:
+            refuse_unshipped(source)
         loop = asyncio.get_running_loop()
         made = await loop.run_in_executor(None, make_plan, source, order.seed)
         opening = functools.partial(open_record, made, order.place)
@@ -222,6 +224,17 @@ def local_source(pickled: bytes, folder: str | None) -> ParquetSource:
     source: ParquetSource = cloudpickle.loads(pickled)
     here = folder_here(folder)
     return source if here is None else source.at(here)
+
+
+def refuse_unshipped(source: ParquetSource) -> None:
+    """WrongInput if a relative path leads to nothing: ignored files are not shipped."""
+    for path in source.paths:
+        if not os.path.isabs(path) and not os.path.exists(source.place(path)) and not is_uri(path):
+            raise WrongInput(
+                f"data path {path!r} is not in the folder that Ray has shipped: it does not exist, "
+                "or a .gitignore or .rayignore names it. Ship it, or give an absolute path that "
+                "every node sees, or a URI"
+            )
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,7 +7,10 @@ import pytest
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
 
+from elastic.data import parquet
+from elastic.on_ray.feed import refuse_unshipped
 from elastic.on_ray.package import package_of
+from elastic.protocol.errors import WrongInput
 
 
 def put(*files: Path) -> None:
@@ -88,6 +91,14 @@ def test_ignored_files_do_not_count_and_links_do(folder, shipped, tmp_path):
     (folder / "linked").symlink_to(tmp_path / "store")
     (folder / "broken").symlink_to(tmp_path / "nothing")
     assert shipped(folder)[0] == OWN | {".gitignore", "pq/.rayignore", "linked/1.parquet"}
+
+
+def test_data_that_are_not_shipped_are_named_with_the_reason(folder):
+    source = parquet(["pq", "raw", "/nowhere", "s3://bucket/raw"]).within(str(folder))
+    with pytest.raises(WrongInput, match=r"data path 'raw' is not in the folder .* \.gitignore"):
+        refuse_unshipped(source)
+    put(folder / "raw" / "0.parquet")
+    refuse_unshipped(source)
 
 
 def test_a_link_back_to_the_folder_stays(folder, shipped):
