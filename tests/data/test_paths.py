@@ -155,6 +155,13 @@ def test_an_absolute_path_is_the_same_where_the_folder_is_shipped_and_where_it_i
         record.write()
 
 
+def test_the_files_of_the_old_folder_are_new_beside_those_of_the_copy(job, run, tmp_path):
+    begin(run, plan_in(job, "set"))
+    shutil.copytree(job, tmp_path / "copy")
+    with pytest.raises(WrongInput, match=r"/job/set/p0.parquet is new"):
+        open_record(plan_in(tmp_path / "copy", "set", job / "set"), str(run))
+
+
 def test_equal_files_at_another_absolute_path_are_other_data(job, run, tmp_path):
     shutil.copytree(job / "set", tmp_path / "a")
     shutil.copytree(job / "set", tmp_path / "b")
@@ -163,11 +170,16 @@ def test_equal_files_at_another_absolute_path_are_other_data(job, run, tmp_path)
         open_record(plan_in(job, tmp_path / "b"), str(run))
 
 
-def test_a_run_that_skips_reads_the_others_in_the_copy_when_a_file_is_gone(job, run):
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_run_that_skips_reads_the_others_where_they_are_when_a_file_is_gone(
+    job, run, tmp_path, is_copied
+):
     begin(run, plan_in(job, "set", on_bad_file="skip"))
-    there = moved(job)
-    (there / "set" / "p4.parquet").unlink()
-    record = open_record(plan_in(there, "set", on_bad_file="skip"), str(run))
+    there = moved(job) if is_copied else tmp_path / "_ray_pkg_1"
+    path = there / "set" if is_copied else job / "set"
+    there.mkdir(exist_ok=True)
+    (path / "p4.parquet").unlink()
+    record = open_record(plan_in(there, path, on_bad_file="skip"), str(run))
     assert [f.path for f in record.plan.files] == [f"set/p{i}.parquet" for i in range(5)]
     rows, _ = epoch_rows(record.plan, 0, "row")
     assert sorted(rows) == list(range(ROWS - 64))
