@@ -347,7 +347,7 @@ def watch(run_dir: RunDir) -> int:
         past = follow(run_dir, folder, progress)
     except KeyboardInterrupt:
         progress.close()
-        print(f"no longer watching; the run goes on: `elastic watch {run_dir}`")
+        print(f"no longer watching; the run is left alone: `elastic watch {run_dir}`")
         return 0
     finally:
         progress.close()
