@@ -75,7 +75,8 @@ def from_uri(place: str) -> tuple[Any, str]:
 def is_refused(error: OSError) -> bool:
     """Whether it is no outage."""
     text = str(error)
-    return isinstance(error, PermissionError) or any(words in text for words in REFUSALS)
+    is_own = isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG
+    return is_own or any(words in text for words in REFUSALS)
 
 
 def patiently(

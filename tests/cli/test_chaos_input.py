@@ -80,8 +80,10 @@ def test_a_strange_trace_is_one_line(content, tmp_path):
 
 def test_a_scenario_that_is_no_file_of_ours_is_one_line_and_status_2(tmp_path, capfd):
     (tmp_path / "bytes.yaml").write_bytes(b"faults: \xff")
-    for name in ("n" * 300, "no\nfile", str(tmp_path), str(tmp_path / "bytes.yaml")):
-        assert main(["chaos", name, str(tmp_path)]) == 2
+    names = ("n" * 300, "no\nfile", str(tmp_path), str(tmp_path / "bytes.yaml"))
+    wrong = [["chaos", name, str(tmp_path)] for name in names]
+    for arguments in (*wrong, ["chaos", "spot-storm", "n" * 300], ["chaos", "report", "n" * 300]):
+        assert main(arguments) == 2
         out, err = capfd.readouterr()
         assert (out, err.count("\n")) == ("", 1), err
 
