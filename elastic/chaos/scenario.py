@@ -266,7 +266,9 @@ def text_of(value: object, place: str) -> str:
 def whole(value: object, place: str, *, at_least: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and at_least <= value <= MAX_WHOLE:
         return value
-    raise WrongInput(f"{place} is {shown(value)}, must be a whole number from {at_least}")
+    raise WrongInput(
+        f"{place} is {shown(value)}, must be a whole number from {at_least}, below 2**63"
+    )
 
 
 def number_of(value: object, place: str, at_least: float | None = None) -> float:
