@@ -150,7 +150,8 @@ def run(
         str | None, typer.Option(help="The run's folder in storage; the same again resumes it.")
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; the last state is always saved.")
+        int | None,
+        typer.Option(help="Steps between checkpoints, besides every 10 minutes and the end."),
     ] = None,
     on_storage_error: Annotated[
         str, typer.Option(help="warn: train on and say so at the end; or fail.")

@@ -98,7 +98,8 @@ class RunConfig:
     name: str | None = None
     """The run's folder in `storage`; default None: the workload's class and UTC time."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints; default None: only the last step's, where there is `storage`."""
+    """Steps between checkpoints; default None: no such number. With `storage`, or this, a run also
+    saves when its newest checkpoint is ten minutes old, and at its end."""
     keep: tuple[int, int | None] = (2, None)
     """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
     newest two always stay."""

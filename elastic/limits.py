@@ -12,6 +12,9 @@ from elastic.protocol.mesh import is_sharded
 from elastic.protocol.seams import WorkerSpec
 from elastic.protocol.waits import waits_of
 
+SAVE_EVERY_S = 600.0
+"""What a fall back to the newest checkpoint may cost, about."""
+
 
 def limits_of(config: RunConfig) -> Limits:
     waits = waits_of(config.detect_s)
@@ -26,6 +29,7 @@ def limits_of(config: RunConfig) -> Limits:
         confirm_timeout_s=waits.confirm_s,
         cold_patience_s=waits.cold_s,
         can_save=has_checkpoints(config),
+        save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
         must_save=config.on_storage_error == "fail",
         is_sharded=is_sharded(config.parallel),
         has_copies=is_sharded(config.parallel) and config.snapshot_every == 1,

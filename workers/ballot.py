@@ -59,6 +59,7 @@ def cast(
             untracked=untracked,
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
+            wants_save=member.wants_save,
             is_finite=is_finite,
         )
         step_s = time.perf_counter() - began

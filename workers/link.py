@@ -32,7 +32,7 @@ ENDED_S = 1.0
 exit that comes before its own as an unexpected error, on the driver's console."""
 LAST_WORDS_S = 10.0
 """For a log on its way to a store; a process that has to leave may not take longer."""
-URGENT = ("abort", "pause", "recall", "form", "finish", "holders")
+URGENT = ("abort", "pause", "checkpoint", "recall", "form", "finish", "holders")
 """Commands that `on_command` is told of at once, before the main thread obeys them."""
 
 Address = tuple[str, int]

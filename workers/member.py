@@ -79,6 +79,7 @@ class Member:
         self.evaluated = Evaluated(link)
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
+        self._save_asked = (0, 0)  # generation, step; likewise
         self.compilation = Compilation(vitals)
         self._formation: groups.Formation | None = None
         self._followers = Followers(peers)
@@ -100,6 +101,8 @@ class Member:
         self.standing.hear(header)
         if header["type"] == "pause":
             self._pause_asked = generation
+        if header["type"] == "checkpoint":
+            self._save_asked = (generation, header["step"])
         if header["type"] not in ("abort", "recall"):
             return
         self._aborted = max(self._aborted, generation)
@@ -125,6 +128,11 @@ class Member:
     @property
     def wants_pause(self) -> bool:
         return self._pause_asked == self.generation
+
+    @property
+    def wants_save(self) -> bool:
+        generation, step = self._save_asked
+        return generation == self.generation and not self.saver.has_begun(generation, step)
 
     @property
     def mesh(self) -> Mesh:
@@ -187,7 +195,7 @@ class Member:
         if self.keeper is not None:
             self.keeper.after_step(replica, self)
         if not vote.is_saving:
-            self.saver.after_step(replica, self)
+            self.saver.after_step(replica, self, is_asked=vote.should_save)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -266,7 +274,7 @@ class Member:
                 self.end(header)
                 raise RunEnded
             case _:
-                pass  # a pause is kept by `interrupt`; an abort of a dead generation is no news
+                pass  # `interrupt` keeps a pause or save; an abort of a dead generation is no news
         return False
 
     def _say_suspended(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
 
-_COUNTS = 5  # pause, non-finite, unknown log names, untracked buffers, busy savers
+_COUNTS = 6  # pause, non-finite, unknown log names, untracked buffers, busy savers, save
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Vote:
     should_pause: bool
     is_saving: bool
     """Somebody still writes an earlier checkpoint."""
+    should_save: bool
     is_finite: bool
     has_unknown_names: bool
     untracked_buffers: tuple[int, ...]
@@ -97,13 +98,15 @@ def encode(
     untracked: Sequence[bool],
     wants_pause: bool,
     is_saving: bool,
+    wants_save: bool,
     is_finite: bool,
 ) -> np.ndarray:
     """This rank's contribution: int64, (layout.size,)."""
     vector = np.zeros(layout.size, np.int64)
     known = set(layout.log_names)
     has_unknown = any(name not in known for r in records for name in r.logged)
-    vector[:_COUNTS] = wants_pause, not is_finite, has_unknown, any(untracked), is_saving
+    others = (has_unknown, any(untracked), is_saving, wants_save)
+    vector[:_COUNTS] = wants_pause, not is_finite, *others
     at = _COUNTS
     vector[at : at + layout.num_parameters] = used
     at += layout.num_parameters
@@ -157,6 +160,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     return Vote(
         should_pause=bool(counts[0]),
         is_saving=bool(counts[4]),
+        should_save=bool(counts[5]),
         is_finite=not counts[1] and divisor != 0 and math.isfinite(divisor),
         has_unknown_names=bool(counts[2]),
         untracked_buffers=untracked,

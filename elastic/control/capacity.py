@@ -269,6 +269,7 @@ def form(
         holders=NOBODY,
         behind=NOBODY,
         synced=ledger.synced - NumberSet.of(newcomers),
+        save_asked_at=0.0,
     )
     ledger, dropped = drop_save(ledger)
     rollers = rollers & NumberSet.of(survivors)

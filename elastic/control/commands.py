@@ -48,6 +48,15 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Begin a checkpoint of the next boundary, by their vote all of the same one, unless this
+    generation has begun one of `step` or later."""
+
+    membership: Membership
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Keep:
     """Save the state of the boundary at which all have paused; answer Kept."""
 
@@ -97,5 +106,17 @@ class Discard:
 
 
 Command = (
-    Spawn | Load | Sync | Form | Pause | Keep | Abort | Recall | Finish | Retire | Publish | Discard
+    Spawn
+    | Load
+    | Sync
+    | Form
+    | Pause
+    | Checkpoint
+    | Keep
+    | Abort
+    | Recall
+    | Finish
+    | Retire
+    | Publish
+    | Discard
 )

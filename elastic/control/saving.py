@@ -5,9 +5,28 @@ Who writes is workers/checkpoint/saver.py, who publishes is elastic/store/catalo
 
 from dataclasses import replace
 
-from elastic.control.commands import Command, Discard, Publish
+from elastic.control.commands import Checkpoint, Command, Discard, Publish
 from elastic.control.events import PartFailed, PartSaved
-from elastic.control.state import Active, Decision, Ledger, Limits, Save
+from elastic.control.state import Active, Decision, Ledger, Limits, Running, Save
+
+
+def count_from(ledger: Ledger, at: float, limits: Limits) -> Ledger:
+    """There is nothing older to lose: the run begins, or its checkpoint is published."""
+    return ledger if limits.save_every_s is None else replace(ledger, saved_at=at)
+
+
+def ask_to_save(decision: Decision, at: float, limits: Limits) -> Decision:
+    """A step was committed: how much a fall back to the last checkpoint costs has a bound."""
+    ledger, phase = decision.ledger, decision.phase
+    if limits.save_every_s is None or not isinstance(phase, Running):
+        return decision
+    since = max(ledger.saved_at, ledger.save_asked_at)
+    if at - since < limits.save_every_s or ledger.step >= limits.steps:
+        return decision
+    command = Checkpoint(phase.membership, ledger.step)
+    reason = f"no checkpoint for {limits.save_every_s:g} s: the next step is saved"
+    ledger = replace(ledger, save_asked_at=at)
+    return Decision(ledger, phase, (*decision.commands, command), decision.reason or reason)
 
 
 def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -> Decision:
@@ -18,10 +37,11 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -
     ledger, dropped = save_of(ledger, event)
     save = replace(ledger.save, saved=ledger.save.saved.add(event.rank))
     ledger = replace(ledger, save=save)
-    return publish_if_whole(Decision(ledger, phase, dropped, reason_of(dropped)), limits)
+    saved = Decision(ledger, phase, dropped, reason_of(dropped))
+    return publish_if_whole(saved, event.at, limits)
 
 
-def publish_if_whole(decision: Decision, limits: Limits) -> Decision:
+def publish_if_whole(decision: Decision, at: float, limits: Limits) -> Decision:
     """All parts are durable, and the step is committed: with peer memory that may come later."""
     ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
     assert isinstance(phase, Active)
@@ -31,7 +51,8 @@ def publish_if_whole(decision: Decision, limits: Limits) -> Decision:
         return decision
     publish = Publish(save.generation, save.step)
     reason = f"all {world_size} parts of the checkpoint of step {save.step} are durable"
-    return Decision(replace(ledger, save=Save()), phase, (*decision.commands, publish), reason)
+    ledger = count_from(replace(ledger, save=Save()), at, limits)
+    return Decision(ledger, phase, (*decision.commands, publish), reason)
 
 
 def hear_failed_part(ledger: Ledger, phase: Active, event: PartFailed) -> Decision:

@@ -32,6 +32,8 @@ class Limits:
     """How long a failed collective waits for the loss that explains it."""
     cold_patience_s: float = 300.0
     """How long a phase without a usual time may take."""
+    save_every_s: float | None = None
+    """A committed step is saved when the last checkpoint is so old; None: never for that."""
     must_save: bool = False
     """A checkpoint that cannot be written ends the run."""
     is_sharded: bool = False
@@ -104,6 +106,10 @@ class Ledger:
     behind: NumberSet = NOBODY
     """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
     save: Save = Save()
+    saved_at: float = 0.0
+    """When the newest checkpoint was published, or the run began; with `Limits.save_every_s`."""
+    save_asked_at: float = 0.0
+    """Of this generation; 0: it was not."""
     leaving: NumberSet = NOBODY
     """Alive, but under a drain notice: the next generation forms without them, if it can."""
     notices: tuple[Notice, ...] = ()

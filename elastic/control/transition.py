@@ -67,7 +67,14 @@ from elastic.control.recovery import (
     settle,
     suspect_loss,
 )
-from elastic.control.saving import has_failed, hear_failed_part, hear_part, publish_if_whole
+from elastic.control.saving import (
+    ask_to_save,
+    count_from,
+    has_failed,
+    hear_failed_part,
+    hear_part,
+    publish_if_whole,
+)
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -120,6 +127,7 @@ def start(limits: Limits, at: float, earlier_generations: int = 0) -> Decision:
         next_worker=num_workers,
         spawned=NumberSet.of(workers),
     )
+    ledger = count_from(ledger, at, limits)
     reason = f"the run starts: {limits.min_workers} to {limits.max_workers} workers"
     return top_up(Decision(ledger, Waiting("starting"), (Spawn(workers),), reason), at, limits)
 
@@ -202,11 +210,11 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             after = transition(before.ledger, before.phase, event, limits)
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
-        case ((Running() | Pausing() | Ending()), Committed(step=step)):
+        case ((Running() | Pausing() | Ending()), Committed(step=step, at=at)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
             ledger = commit(ledger, step)
-            return publish_if_whole(Decision(ledger, phase), limits)
+            return ask_to_save(publish_if_whole(Decision(ledger, phase), at, limits), at, limits)
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
             pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)

@@ -121,7 +121,7 @@ class RayCluster:
                 self.in_background(self._load(worker))
             case c.Sync(worker=worker, source=source):
                 self._sync(worker, source)
-            case c.Pause() | c.Keep() | c.Abort() | c.Recall():
+            case c.Pause() | c.Checkpoint() | c.Keep() | c.Abort() | c.Recall():
                 self._interrupt(command)
             case c.Form():
                 await self._form(command)
@@ -149,12 +149,13 @@ class RayCluster:
             self.workers[worker].state = "syncing"
         self.links.send(worker, {"type": "sync", "address": address, "source": source})
 
-    def _interrupt(self, command: c.Pause | c.Keep | c.Abort | c.Recall) -> None:
+    def _interrupt(self, command: c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall) -> None:
         generation = command.membership.generation
         kind = type(command).__name__.lower()
         if self._untold is not None and isinstance(command, c.Abort | c.Recall):
             self._untold, kind = None, "recall"  # an Abort means nothing to who heard of no Form
-        self._tell_ranks(command.membership, {"type": kind})
+        own = {"step": command.step} if isinstance(command, c.Checkpoint) else {}
+        self._tell_ranks(command.membership, {"type": kind, **own})
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
             self.stores.open(generation + 1)

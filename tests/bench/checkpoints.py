@@ -115,7 +115,8 @@ class Training:
         self.size_bytes = sum(t.nbytes for t in self.live.values())
         self.batch = torch.randn(BATCH, WIDTH)
         self.replica.step = 1
-        self.saver.after_step(self.replica, By())  # as after the first step of a generation
+        # as after the first step of a generation
+        self.saver.after_step(self.replica, By(), is_asked=False)
         repeat(self.step)
 
     def step(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.config import FaultPolicy, RunConfig
+from elastic.limits import limits_of
 
 SIZES = {"steps": 10, "global_batch": 32, "micro_batch": 8}
 
@@ -32,6 +33,11 @@ def test_json_gives_an_equal_config_again_without_a_second_warning(recwarn):
     stored = {**json.loads(json.dumps(c.to_json())), "target": "m:C", "versions": {}}
     assert RunConfig.from_json(stored) == c
     assert not recwarn.list
+
+
+def test_a_run_with_checkpoints_saves_every_ten_minutes_at_least():
+    kinds = ({"storage": "/runs"}, {"checkpoint_every": 5}, {})
+    assert [limits_of(config(**kind)).save_every_s for kind in kinds] == [600.0, 600.0, None]
 
 
 def test_relative_storage_is_made_absolute(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from elastic.control.commands import (
     Abort,
+    Checkpoint,
     Command,
     Discard,
     Finish,
@@ -101,7 +102,13 @@ class FakeCluster:
                 self.recall(command)
             case Publish() | Discard():
                 self.conclude_save(command)
-            case Finish(membership) | Pause(membership) | Abort(membership) | Keep(membership):
+            case (
+                Finish(membership)
+                | Pause(membership)
+                | Abort(membership)
+                | Keep(membership)
+                | Checkpoint(membership)
+            ):
                 if isinstance(command, Finish):
                     self.begin_end(membership)
                 assert membership.generation == self.generation
@@ -393,6 +400,8 @@ class FakeCluster:
                 self.abort(w, command)
             case Pause():
                 w.wants_pause = True
+            case Checkpoint(membership, step):
+                w.save_asked = (membership.generation, step)
             case Keep():
                 self.keep(w, command)
             case Finish():
@@ -455,6 +464,7 @@ class FakeCluster:
 
     def save(self, w: Worker, generation: int) -> None:
         """This worker's part of the checkpoint of its step."""
+        w.save_begun = (generation, w.step)
         if self.faults.failing_saves and self.rng.random() < 0.1:
             self.faults.failing_saves -= 1
             self.send(w, PartFailed(generation, w.rank, w.step, "disk full", self.now))
@@ -581,6 +591,8 @@ class FakeCluster:
         group.contributed[w.step, "vote"].add(w.rank)
         if w.wants_pause:
             group.pause_at.add(w.step)
+        if w.wants_save:
+            group.save_at.add(w.step)
         w.mode = "vote"
 
     def in_vote(self, w: Worker) -> None:
@@ -595,11 +607,11 @@ class FakeCluster:
         is_replaced = generation < self.generation and self.generation not in self.recalled
         assert not is_replaced, "a generation that was replaced commits"
         assert w.prepared is not None
-        must_pause = w.step in group.pause_at
+        must_pause, must_save = w.step in group.pause_at, w.step in group.save_at
         self.step_to(w, w.prepared)
         if w.rank == 0:
             self.send(w, Committed(generation, w.step, 0.1, self.now))
-        if w.step % 3 == 0:
+        if w.step % 3 == 0 or (must_save and w.step < self.steps):
             self.save(w, generation)
         if must_pause and w.step < self.steps:
             w.mode = "paused"

@@ -51,12 +51,21 @@ class Worker:
     form: Form | None = None
     rank: int = -1
     wants_pause: bool = False
+    save_asked: tuple[int, int] = (0, 0)  # generation, step
+    save_begun: tuple[int, int] = (0, 0)
     evaluated: int = 0
     doomed_at: float | None = None  # has a drain notice: gone then, if it has not left before
     aborted: int = 0  # generations up to this one are given up
     membership: Membership | None = None  # the newest that it has obeyed a command of
     formed: int = 0  # the newest generation that has formed here
     inbox: deque[Command] = field(default_factory=deque)
+
+    @property
+    def wants_save(self) -> bool:
+        assert self.form is not None
+        generation, step = self.save_asked
+        is_mine = generation == self.form.membership.generation
+        return is_mine and not (self.save_begun[0] == generation and self.save_begun[1] >= step)
 
     @property
     def told(self) -> Form | Finish | Recall | None:
@@ -93,6 +102,7 @@ class Group:
     restored: set[int] = field(default_factory=set)  # ranks that have their part of the state
     contributed: dict[tuple[int, str], set[int]] = field(default_factory=lambda: defaultdict(set))
     pause_at: set[int] = field(default_factory=set)
+    save_at: set[int] = field(default_factory=set)
     is_broken: bool = False
     saved: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # step -> ranks
 

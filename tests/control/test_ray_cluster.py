@@ -15,7 +15,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from elastic.control.commands import Abort, Form
+from elastic.control.commands import Abort, Checkpoint, Form
 from elastic.control.events import Cancelled, CollectiveFailed, Joined, UserFailed, WorkerLost
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
@@ -261,6 +261,18 @@ def test_a_worker_that_does_not_start_says_what_failed(end: RayError | None, why
         return await asyncio.wait_for(cluster.events.get(), 10)
 
     assert asyncio.run(run()) == WorkerLost(4, "start_failed", 4.0, 5.0, why)
+
+
+def test_all_members_are_told_to_save_and_from_which_step_on():
+    async def run() -> list[Any]:
+        scene = forming()
+        told: list[Any] = []
+        scene.cluster.links.send = lambda worker, header, payload=b"": told.append((worker, header))
+        await scene.cluster.execute(Checkpoint(Membership(1, (4, 7)), 41))
+        return told
+
+    where = {"type": "checkpoint", "generation": 1, "step": 41, "world_size": 2}
+    assert asyncio.run(run()) == [(4, {**where, "rank": 0}), (7, {**where, "rank": 1})]
 
 
 def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():

@@ -150,6 +150,7 @@ def scenario(seed: int) -> tuple[Limits, Faults]:
         max_workers=rng.randint(low, 4),
         standby=rng.choice((0, 0, 1)),
         steps=rng.choice((3, 8, 20)),
+        save_every_s=(None, 0.05, 0.5)[seed % 3],
     )
     faults = Faults(
         kills=rng.choice((0, 1, 2, 4, 7)),
@@ -269,6 +270,6 @@ def test_simulations_reach_the_interesting_places() -> None:
         assert sum(n for pair, n in seen.items() if pair.endswith(f" {event}")) > 20, (event, seen)
     wanted = ("Spawn", "Load", "Sync", "Form", "Pause", "Abort", "Finish", "Retire", "Publish")
     assert commands["Discard"] > 20, commands
-    assert min(commands[k] for k in wanted) > 50, commands
+    assert min(commands[k] for k in (*wanted, "Checkpoint")) > 50, commands
     assert min(commands[k] for k in ("roll_forward", "then_pause", "fall")) >= 10, commands
     assert min(commands[k] for k in ("vote of the dead", "rolled back")) >= 1, commands

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.control.commands import (
     Abort,
+    Checkpoint,
     Command,
     Discard,
     Finish,
@@ -790,6 +791,49 @@ def test_a_part_that_cannot_be_written_discards_the_save_and_training_goes_on():
     assert strict.phase == Finished(
         "failed", "the checkpoint of step 40 failed: No space left on device"
     )
+
+
+TIMED = replace(LIMITS, save_every_s=600.0)
+
+
+def committed(step: int, at: float) -> Committed:
+    return Committed(7, step, 0.1, at)
+
+
+def test_a_step_is_saved_when_the_last_checkpoint_is_old():
+    """The time is the steps': who commits none has none to lose."""
+    asked = transition(LEDGER, Running(ABC), committed(41, 600.5), TIMED)
+    assert asked.commands == (Checkpoint(ABC, 41),)
+    assert asked.reason == "no checkpoint for 600 s: the next step is saved"
+    on_time = [committed(41, 599.0), Tick(700.0), committed(42, 701.0), committed(43, 1300.0)]
+    ledger, _, commands = play(LEDGER, Running(ABC), *on_time, limits=TIMED)
+    assert commands == [Checkpoint(ABC, 42)]
+    again = play(ledger, Running(ABC), committed(44, 1301.0), limits=TIMED)
+    assert again[2] == [Checkpoint(ABC, 44)], "nothing came of the first one"
+
+
+def test_a_checkpoint_of_any_origin_puts_the_next_one_off():
+    parts = [PartSaved(7, rank, 40, 500.0 + rank) for rank in range(3)]
+    events = [*parts, committed(41, 650.0), committed(42, 1101.0), committed(43, 1102.5)]
+    _, _, commands = play(LEDGER, Running(ABC), *events, limits=TIMED)
+    assert commands == [Publish(7, 40), Checkpoint(ABC, 43)]
+
+
+def test_a_save_that_was_lost_with_its_generation_is_asked_for_again():
+    events = [committed(41, 600.0), lost(2, 601.0), suspended(0, 41), suspended(1, 41)]
+    joined = [Joined(8, rank, 0.0, 602.0) for rank in (0, 1)]
+    step = Committed(8, 42, 0.1, 603.0)
+    ledger = replace(LEDGER, spawned=some(3))
+    _, _, commands = play(ledger, Running(ABC), *events, *joined, step, limits=TIMED)
+    two = Membership(8, (0, 1))
+    assert commands == [Checkpoint(ABC, 41), Abort(ABC), Form(two, 41), Checkpoint(two, 42)]
+
+
+def test_no_step_is_saved_for_its_age_where_another_save_comes_anyway():
+    last = [committed(100, 700.0)]
+    assert play(LEDGER, Running(ABC), *last, limits=TIMED)[2] == []
+    assert play(LEDGER, Pausing(ABC), committed(41, 700.0), limits=TIMED)[2] == []
+    assert play(LEDGER, Running(ABC), committed(41, 700.0))[2] == [], "there are no checkpoints"
 
 
 def test_differing_final_weights_fail_the_run():

@@ -119,9 +119,15 @@ class Saver:
         every = self._spec.checkpoint_every
         return every is not None and step % every == 0 and step < self._spec.steps
 
-    def after_step(self, replica: Replica, by: Standing) -> None:
-        """Nobody is saving: begin if it is time, else see that memory for it is ready by then."""
-        if self.is_due(replica.step):
+    def has_begun(self, generation: int, step: int) -> bool:
+        """A save of this step or a later one."""
+        return self._saved[0] == generation and self._saved[1] >= step
+
+    def after_step(self, replica: Replica, by: Standing, *, is_asked: bool) -> None:
+        """Nobody is saving: begin if it is time, else see that memory for it is ready by then.
+
+        is_asked: by the controller, of all ranks."""
+        if self.is_due(replica.step) or (is_asked and replica.step < self._spec.steps):
             self.begin(replica, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
             tensors = replica.tensors()
