@@ -13,7 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +43,9 @@ Progress = Callable[[str], object]
 POLL_S = 0.2
 END_NOW_S = 10.0
 """How long a controller may take to end a run at once, before it is ended without it."""
+CHECKS_S = 5.0
+"""How long a driver that will leave waits for what the first worker finds wrong: nobody is there to
+be told of it later, and machines may take hours to come."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
 
 
@@ -155,25 +159,28 @@ def run_config(
             f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
             "evaluate(self, session); define it, or leave eval_every out"
         )
-    if config.storage is None:
-        why = "temporary: without storage the same name does not resume it"
-        print(f"run directory: {place} ({why})", file=sys.stderr)
-    answer = run_on_ray(
-        workload,
-        config,
-        {
-            "storage": storage,
-            "name": name,
-            "content": content,
-            "earlier_generations": asked(
-                storage, partial(resume.newest_generation, folder_of_run, past)
-            ),
-        },
-        folder=folder,
-        loop=loop,
-        on_progress=on_progress,
-        detach=detach,
-    )
+    record: dict[str, Any] = {
+        "storage": storage,
+        "name": name,
+        "content": content,
+        "earlier_generations": asked(
+            storage, partial(resume.newest_generation, folder_of_run, past)
+        ),
+    }
+    try:
+        answer = run_on_ray(
+            workload,
+            config,
+            record,
+            folder=folder,
+            loop=loop,
+            on_progress=on_progress,
+            detach=detach,
+        )
+    finally:
+        if config.storage is None:
+            with suppress(OSError):  # there is a run in it
+                Path(storage).rmdir()
     if answer is None:
         return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
     if answer["storage_warning"]:
@@ -237,7 +244,7 @@ def run_on_ray(
             "probe": leave_local_probe(record["storage"], driver),
         }
         driver.submit(supervise, order)
-        answer = wait(driver, on_progress, detach)
+        answer = wait(driver, on_progress, detach, tell=config.storage is None)
         if order["probe"] is not None:
             remove_probe(order["probe"])
     finally:
@@ -258,11 +265,38 @@ def check_writable(storage: str) -> None:
         remove_probe(leave_probe(storage))
 
 
-def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, Any] | None:
+def wait(
+    driver: Any, on_progress: Progress | None, detach: bool, *, tell: bool = False
+) -> dict[str, Any] | None:
     """The controller's answer at the end of the run; None if it was left alone after its start.
 
     The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
+    tell: print the run directory once the run is there to stay.
     """
+    told, end_by = 0, math.inf
+    leave_by = time.monotonic() + CHECKS_S if detach else math.inf
+    onlooker = Onlooker(driver, on_progress, tell=tell)
+    with interrupts_heard() as interrupts:
+        try:
+            while (answer := driver.poll(POLL_S)) is None:
+                onlooker.look()
+                if detach and driver.place and (driver.has_begun or time.monotonic() > leave_by):
+                    return None
+                if len(interrupts) > told:
+                    told = len(interrupts)
+                    reason = signal.Signals(interrupts[0]).name
+                    (driver.stop if told == 1 else driver.end_now)(f"{reason} at the driver")
+                    end_by = math.inf if told == 1 else time.monotonic() + END_NOW_S
+                if time.monotonic() > end_by:
+                    driver.abandon()
+            return answer
+        finally:
+            onlooker.end()
+
+
+@contextmanager
+def interrupts_heard() -> Generator[list[int]]:
+    """The SIGINTs and SIGTERMs so far; they do nothing else."""
     interrupts: list[int] = []
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -271,28 +305,39 @@ def wait(driver: Any, on_progress: Progress | None, detach: bool) -> dict[str, A
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
     previous = {number: signal.signal(number, on_signal) for number in numbers}
-    told, end_by = 0, math.inf
-    display = None if on_progress is None else Display(on_progress)
     try:
-        while (answer := driver.poll(POLL_S)) is None:
-            place = driver.place
-            if detach and place:
-                return None
-            if len(interrupts) > told:
-                told = len(interrupts)
-                reason = signal.Signals(interrupts[0]).name
-                (driver.stop if told == 1 else driver.end_now)(f"{reason} at the driver")
-                end_by = math.inf if told == 1 else time.monotonic() + END_NOW_S
-            if time.monotonic() > end_by:
-                driver.abandon()
-            if display is not None and place:
-                display.begin(place)
-        return answer
+        yield interrupts
     finally:
-        if display is not None:
-            display.end()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class Onlooker:
+    """Tells whoever has started the run what it waits for, where it is, and how it goes."""
+
+    def __init__(self, driver: Any, on_progress: Progress | None, *, tell: bool) -> None:
+        self._driver, self._tell_place = driver, tell
+        self._display = None if on_progress is None else Display(on_progress)
+        self._told = ""
+
+    def look(self) -> None:
+        line = self._driver.waits_for
+        need = line.partition(";")[0]  # what others have left changes all the time
+        if line and need != self._told:
+            self._told = need
+            print(f"elastic: {line}", file=sys.stderr)
+        if not self._driver.has_begun:
+            return
+        if self._tell_place:
+            self._tell_place = False
+            why = "temporary: without storage the same name does not resume it"
+            print(f"run directory: {self._driver.place} ({why})", file=sys.stderr)
+        if self._display is not None:
+            self._display.begin(self._driver.place)
+
+    def end(self) -> None:
+        if self._display is not None:
+            self._display.end()
 
 
 def conclude(answer: dict[str, Any], place: str) -> Result:

@@ -19,8 +19,16 @@ from elastic.control.replay import is_news
 from elastic.control.state import Decision, Limits
 from elastic.past import Landmark, Past, line_of, read_past
 from elastic.protocol.errors import WrongInput
+from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
-from elastic.store.files import first_line, open_folder, place_of, read_json, sees_probe
+from elastic.store.files import (
+    first_line,
+    open_folder,
+    place_of,
+    reach_folder,
+    read_json,
+    sees_probe,
+)
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently
 from elastic.store.run_directory import RunDirectory
 from elastic.writer import Writer
@@ -31,7 +39,8 @@ LEDGER_EVERY = 1000
 
 
 class Recorder:
-    """Owns the run directory, which is made for the first sound worker: lines wait until then."""
+    """Owns the run directory. It shows the run from its start on, but until the first worker is
+    sound the run may come to nothing: then everything is put back as it was."""
 
     def __init__(
         self,
@@ -50,6 +59,8 @@ class Recorder:
         self.place = place_of(order["storage"], order["name"])
         """The run directory, whether it exists already or not."""
         self.directory: RunDirectory | None = None
+        self._before: Before | None = None
+        """What the run directory held when it was opened; None once a worker was sound."""
         self.checkpoints: Checkpoints | None = None
         self._curves: Curves | None = None
         self.writer = Writer(self._storage_failed, fail)
@@ -68,8 +79,14 @@ class Recorder:
         self._closing = threading.Event()
 
     # --- the run directory --------------------------------------------------------------
+    async def open(self) -> str:
+        """Make the run directory, before any worker is ready: status and journal are there."""
+        async with self._opening:
+            await self._open()
+        return self.place
+
     async def open_at(self, step: int, damaged: list[Damage]) -> str:
-        """The run directory stands at `step`; it is created when the first worker is sound.
+        """The run directory stands at `step`: a worker is sound, and the run is there to stay.
 
         A store that is away is waited for at the start and for damaged checkpoints, which must be
         aside before others are written: StoreAway in the end. A run that goes back waits for none.
@@ -85,19 +102,21 @@ class Recorder:
             await self._run(self.checkpoints.open, step, damaged, self._ask)
         return self.place
 
-    async def _open_first(self, step: int, damaged: list[Damage]) -> str:
-        directory: RunDirectory | None = self.directory
-        if directory is None:
+    async def _open(self) -> RunDirectory:
+        if self.directory is None:
             self.directory = directory = cast(RunDirectory, await self._run(self._open_directory))
             self._told_step = directory.last_step
             early_lines, self._early_lines = self._early_lines, []
             for line in early_lines:
                 self._journal(line)
-        checkpoints = self._make_checkpoints(directory)
+        return self.directory
+
+    async def _open_first(self, step: int, damaged: list[Damage]) -> str:
+        checkpoints = self._make_checkpoints(await self._open())
         await self._run(self._go_back, step)
         self._count_from(step)
         await self._run(checkpoints.open, step, damaged, self._ask)
-        self.checkpoints = checkpoints
+        self.checkpoints, self._before = checkpoints, None
         return self.place
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
@@ -129,7 +148,9 @@ class Recorder:
             )
         where = self.order["storage"], self.order["name"]
         launch = self.order["run_id"]
+        before = self._ask(lambda: look_at(reach_folder(where[0]).at(where[1])))
         directory = self._ask(functools.partial(RunDirectory, *where, launch=launch))
+        self._before = before
         self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory
 
@@ -167,10 +188,18 @@ class Recorder:
             self._fail(f"storage failed: {cause}")
 
     async def close(self, status: Callable[[], dict[str, Any]], result: dict[str, Any]) -> None:
-        """status: asked for once everything before is written."""
+        """A run that came to nothing leaves nothing, unless its driver is gone and nobody else
+        would tell. status: asked for once everything before is written."""
         self._closing.set()
-        directory = self.directory
+        async with self._opening:  # else its end would be too late to be undone
+            directory = self.directory
         if directory is None:
+            return
+        if self._before is not None and not self.order["detach"]:
+            self.directory = None
+            self.writer.write(directory.close)
+            self.writer.write(self._before.put_back)
+            await asyncio.get_running_loop().run_in_executor(None, self.writer.executor.shutdown)
             return
         self.writer.write(lambda: directory.write_status(status()))
         self.writer.write(directory.write_result, result)

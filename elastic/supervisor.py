@@ -24,7 +24,9 @@ from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.feed import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
+from elastic.on_ray.machines import Need
 from elastic.on_ray.takeover import Takeover
+from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.protocol.waits import UNLIMITED_S, waits_of
@@ -125,10 +127,12 @@ class Supervisor:
             self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
         )
         taken_over = await self._taken_over() if self.actor.has_predecessor else None
+        self.cluster.in_background(self._show_start())
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         drains = self.cluster.in_background(watch_drains(self.cluster))
+        places = self.cluster.in_background(self._watch_places())
         try:
             finished = await controller.control(
                 self.cluster,
@@ -146,6 +150,7 @@ class Supervisor:
                 self.decision = self.decision._replace(phase=finished)
         finally:
             drains.cancel()
+            places.cancel()
             self._is_over = True
             self._status_due.set()
         recorder, result = self.recorder, self._result(finished)
@@ -182,10 +187,12 @@ class Supervisor:
         else:
             directory = self.recorder.directory
             assert directory is not None
-            self.cluster.take_over(directory.place, directory.last_step, past.last_metrics)
-            self.actor.place = directory.place
-            self.cluster.evaluations.recorded = past.last_evaluation
             self.decision = decision = past.decision
+            has_formed = decision.ledger.num_generations > 0
+            where = directory.place, directory.last_step, past.last_metrics
+            self.cluster.take_over(*where, has_formed=has_formed)
+            self.actor.place, self.actor.has_begun = directory.place, has_formed
+            self.cluster.evaluations.recorded = past.last_evaluation
         self.cluster.takeover = takeover = Takeover(self.cluster, found)
         self.actor.link_address = self._controller_address
         event = await takeover.collect(decision.ledger, decision.phase, self.limits)
@@ -203,13 +210,29 @@ class Supervisor:
             gpus=int(is_gpu),
         )
 
+    async def _watch_places(self) -> None:
+        need = Need(self.config.cpus_per_worker, int(self.order["device"] == "cuda"))
+        workers, head = self.cluster.workers, self.cluster.head
+        await watch_waiting(workers, head, self.config.min_workers, need, self._on_waits)
+
+    def _on_waits(self, line: str) -> None:
+        if line:
+            log.info('reason="%s"', line)
+        self.actor.waits_for = line
+        self._status_due.set()
+
     def _spec_of(self, worker: int) -> WorkerSpec:
         where = self._controller_address, self.recorder.place
         return worker_spec(self.config, self.order, worker, *where, self.cluster.has_formed)
 
     async def _on_loaded(self, step: int, damaged: list[Damage]) -> str:
         self.actor.place = await self.recorder.open_at(step, damaged)
+        self.actor.has_begun = True
         return self.actor.place
+
+    async def _show_start(self) -> None:
+        """Whoever looks sees that the run waits for its workers."""
+        self.actor.place = await self.recorder.open()
 
     def _tell_of_save(self, step: int, is_published: bool) -> None:
         self.cluster.tell_of_save(step, is_published)
@@ -267,7 +290,8 @@ class Supervisor:
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
         said = (self._last_reason, self.stragglers.reason, self.cluster.protection.reason)
-        return "; ".join(filter(None, (*said, self.recorder.trouble.now)))
+        now = self.actor.waits_for, self.recorder.trouble.now
+        return "; ".join(filter(None, (*said, *now)))
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None

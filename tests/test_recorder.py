@@ -17,9 +17,10 @@ from elastic.limits import limits_of
 from elastic.on_ray.cluster import RayCluster
 from elastic.recorder import Recorder
 from elastic.store.catalogue import Damage
-from elastic.store.files import open_folder
+from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.remote import StoreAway
+from tests.cli.test_cli import RESULT, STATUS
 from tests.object_store import FaultProxy, S3Server, uri
 from tests.store.test_run_directory import metrics, samples
 
@@ -41,6 +42,7 @@ def recorder(storage: str, pauses_s: Any = (), **order: Any) -> Recorder:
         "content": {"steps": 9},
         "run_id": "elastic-12345678",
         "config": config,
+        "detach": False,
         **order,
     }
     made = Recorder(
@@ -94,6 +96,78 @@ def test_a_store_that_is_away_when_the_run_directory_is_made_is_waited_for(place
     assert capsys.readouterr().err.count("storage is away") == 1
     lines = read_lines(open_folder(place).at("r"), "journal.jsonl")
     assert lines == [{"at": 5.0, "early": {"n": 1}}, {"at": 5.0, "late": {"n": 2}}]
+
+
+async def end(opened: Recorder) -> None:
+    await opened.close(lambda: STATUS, RESULT)
+
+
+def test_a_run_is_seen_before_a_worker_is_ready_and_is_gone_if_it_comes_to_nothing(tmp_path):
+    async def run(**order: Any) -> None:
+        opened = recorder(str(tmp_path), **order)
+        opened.note("early", {"n": 1})
+        assert await opened.open() == str(tmp_path / "r")
+        opened.write_status(STATUS)
+        await settled(opened)
+        assert read_json(open_folder(opened.place), "status.json") == STATUS
+        assert len(read_lines(open_folder(opened.place), "journal.jsonl")) == 1
+        await end(opened)
+        assert opened.directory is None
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "r/checkpoints/step-00000000").mkdir(parents=True)  # as an import leaves it
+    asyncio.run(run())
+    assert [str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")] == [
+        "r",
+        "r/checkpoints",
+        "r/checkpoints/step-00000000",
+    ]
+
+
+def test_a_resume_that_comes_to_nothing_leaves_the_run_as_it_was(tmp_path):
+    """What it has replaced is put back: nothing was overwritten."""
+    old = {"config.json": b'{"steps": 5}', "status.json": b'{"step": 5}', "result.json": b"{}"}
+    (tmp_path / "r").mkdir()
+    for name, content in old.items():
+        (tmp_path / "r" / name).write_bytes(content)
+
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open()
+        opened.write_status(STATUS)
+        await settled(opened)
+        assert not (tmp_path / "r/result.json").exists()
+        await end(opened)
+
+    asyncio.run(run())
+    assert {name: (tmp_path / "r" / name).read_bytes() for name in old} == old
+
+
+def test_a_run_that_has_begun_or_was_left_alone_keeps_its_end(tmp_path):
+    async def run(*, has_begun: bool, detach: bool) -> None:
+        opened = recorder(str(tmp_path), detach=detach)
+        await opened.open()
+        if has_begun:
+            await opened.open_at(0, [])
+        await end(opened)
+        assert opened.directory is not None
+
+    for has_begun in (True, False):
+        asyncio.run(run(has_begun=has_begun, detach=not has_begun))
+        (tmp_path / "r/result.json").unlink()
+
+
+def test_an_opening_under_way_when_the_run_ends_is_undone_as_well(tmp_path):
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        opening = asyncio.create_task(opened.open())
+        await asyncio.sleep(0)
+        await end(opened)
+        await opening
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_stays_away_ends_the_run_with_a_line_and_no_internal_error(place, s3):

@@ -66,6 +66,10 @@ class ControllerActor:
         self._is_abandoned = self._is_stopping = False
         self.place = ""
         """The run directory as a person would name it, once it exists."""
+        self.has_begun = False
+        """A worker is sound; before that the run may come to nothing."""
+        self.waits_for = ""
+        """What the run lacks, in a line; empty if it lacks nothing."""
         self.link_address: tuple[str, int] | None = None
         """Where workers reach this incarnation, once it listens."""
         self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -117,10 +121,11 @@ class ControllerActor:
         if find_workers(self._order["run_id"]):
             os._exit(EXIT_TO_START_ANEW)
 
-    async def keep_alive(self) -> str:
-        """The driver lives. Returns the run directory's place, empty while there is none."""
+    async def keep_alive(self) -> tuple[str, bool, str]:
+        """The driver lives. Returns the run directory's place, empty while there is none, whether
+        the run has begun, and what it waits for."""
         self._heard = time.monotonic()
-        return self.place
+        return self.place, self.has_begun, self.waits_for
 
     async def address(self) -> tuple[str, int] | None:
         """For workers that have lost their controller."""
@@ -195,7 +200,8 @@ class WorkerActor:
             raise WorkerFailed(text, pickled(error)) from None  # the controller lacks its class
 
     def is_free(self) -> bool:
-        """Answers once `run` has ended: how a controller that did not call it learns of that."""
+        """Answers once it has a place, and after that once `run` has ended: how a controller that
+        did not call it learns of that."""
         return True
 
 

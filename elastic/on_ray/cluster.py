@@ -34,7 +34,14 @@ from elastic.on_ray.links import LinkServer
 from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.saves import Saves
-from elastic.on_ray.slots import Slot, end_process, hear_last_words, see_off, why_not_started
+from elastic.on_ray.slots import (
+    Slot,
+    end_process,
+    hear_last_words,
+    note_place,
+    see_off,
+    why_not_started,
+)
 from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover, has_returned
 from elastic.protocol.errors import WorkerFailed, WrongInput
@@ -179,6 +186,8 @@ class RayCluster:
         try:
             actor = await asyncio.wrap_future(record.actor)
             try:
+                placed = cast(Any, actor).is_free.remote()  # a pending actor's calls wait in order
+                placed.future().add_done_callback(partial(note_place, record))
                 await cast(Any, actor).run.remote(self.host.spec_of(worker))
             except ActorUnavailableError:  # Ray's connections break, too, and nobody is dead of it
                 await has_returned(actor)
@@ -275,9 +284,11 @@ class RayCluster:
             own = {"rank": rank, "vote": vote, "holders": self.holders.for_worker(worker)}
             self.links.send(worker, {**common, **own}, payload)
 
-    def take_over(self, place: str, recorded_step: int, last_metrics: dict[str, Any]) -> None:
+    def take_over(
+        self, place: str, recorded_step: int, last_metrics: dict[str, Any], *, has_formed: bool
+    ) -> None:
         """The run is on record, by a controller before this one."""
-        self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, True
+        self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, has_formed
         self._recorded_generation = last_metrics.get("generation")
 
     def tell_of_save(self, step: int, is_published: bool) -> None:

@@ -38,6 +38,26 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What Ray must give one worker."""
+
+    cpus: int
+    gpus: int
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
+
+    def fits(self, machine: Machine) -> bool:
+        has = machine.resources
+        return all(has.get(kind, 0) >= amount for kind, amount in self.amounts.items())
+
+    def __str__(self) -> str:
+        cpus = "1 CPU" if self.cpus == 1 else f"{self.cpus} CPUs"
+        return f"{cpus} and {self.gpus} GPU" if self.gpus else cpus
+
+
+@dataclass(frozen=True)
 class Torch:
     """The build that is installed on a machine."""
 

@@ -41,6 +41,8 @@ class Slot:
     device: str = ""
     peer_address: tuple[str, int] | None = None
     state: str = "pending"
+    is_placed: bool = False
+    """Ray has found a node for it."""
     step: int = 0
     last_seen: float = 0.0
     """When its trainer was last known to be no dead or stopped process."""
@@ -110,6 +112,10 @@ def why_not_started(error: RayError) -> str:
 def end_made(actor: "Future[ActorHandle[Any]]") -> None:
     if not actor.cancelled() and actor.exception() is None:
         ray.kill(actor.result(), no_restart=True)
+
+
+def note_place(slot: Slot, answered: "Future[Any]") -> None:
+    slot.is_placed = answered.exception() is None
 
 
 def hear_last_words(_worker: int, slot: Slot, header: Any, _payload: bytes) -> None:

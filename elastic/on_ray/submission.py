@@ -88,8 +88,9 @@ class RayDriver:
         self.device = self._choose_device()
         self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
-        self.place = ""
-        """The run directory, once it exists."""
+        self.place, self.has_begun, self.waits_for = "", False, ""
+        """The run directory, once it exists; a run that has not begun may come to nothing. What it
+        lacks, in a line."""
 
     def _connect(self) -> None:
         request = self._request
@@ -210,9 +211,10 @@ class RayDriver:
     def _keep_alive(self) -> None:
         """In the lease's thread."""
         try:
-            self.place = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
+            told = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
         except RayError:
             return  # it is busy, frozen or dead: the end of run() tells of that
+        self.place, self.has_begun, self.waits_for = told
         self._heard_at = time.monotonic()
 
     def _tell_silence(self) -> None:

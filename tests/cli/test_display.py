@@ -31,7 +31,8 @@ class Driver:
     """A driver whose run is at its end once it was asked about it, and its lease renewed, often."""
 
     def __init__(self, place: str, at_the_end: Callable[[], object] = int) -> None:
-        self.place, self._at_the_end = place, at_the_end
+        self.place, self.has_begun, self.waits_for = place, True, ""
+        self._at_the_end = at_the_end
         self.polls, self.renewals = 0, threading.Semaphore(0)
         self.lease = Lease(self.renewals.release)
 

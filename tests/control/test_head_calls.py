@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,7 +30,13 @@ class Head:
         self.num_asked += 1
         assert self.is_there.wait(PATIENCE_S)
         self.made.append(worker)
-        return SimpleNamespace(run=SimpleNamespace(remote=partial(self._run, worker)))
+        answered: Future[bool] = Future()
+        answered.set_result(True)
+        place = SimpleNamespace(future=lambda: answered)
+        return SimpleNamespace(
+            is_free=SimpleNamespace(remote=lambda: place),
+            run=SimpleNamespace(remote=partial(self._run, worker)),
+        )
 
     async def _run(self, worker: int, spec: object) -> None:
         self.run.append((worker, spec))
@@ -74,6 +81,7 @@ def test_the_loop_goes_on_while_actors_wait_for_the_head_and_they_come_in_order(
         await until(lambda: len(head.run) == 3)
         assert head.made == [0, 1, 2]
         assert sorted(head.run) == [(0, "0"), (1, "1"), (2, "2")]
+        assert all(slot.is_placed for slot in cluster.workers.values())
         cluster.head.close()
 
     asyncio.run(run())

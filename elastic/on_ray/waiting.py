@@ -1,0 +1,87 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""What a run waits for that has fewer places for its workers than it needs, in a line.
+
+Who waits is Ray: every wanted worker is a pending actor. What a run makes of the machines that
+there are, before it begins, is machines.py's.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+
+from elastic.on_ray.head_calls import HeadCalls
+from elastic.on_ray.machines import Machine, Need, machines
+from elastic.on_ray.slots import Slot
+
+LOOK_EVERY_S = 1.0
+PLACED_S = 5.0
+"""How long Ray may take to find a place..."""
+STARTED_S = 60.0
+"""...and, where there is one, to make a process there: its packages may have to come first."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the cluster has now."""
+
+    machines: tuple[Machine, ...]
+    free: dict[str, float]
+
+    def lacks(self, need: Need) -> bool:
+        """Whether not even one more worker can have a place."""
+        has_room = all(self.free.get(kind, 0) >= amount for kind, amount in need.amounts.items())
+        return not (has_room and any(need.fits(m) for m in self.machines))
+
+
+def offer_now() -> Offer:
+    return Offer(tuple(machines()), cast("dict[str, Any]", ray.available_resources()))
+
+
+def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
+    """The line."""
+    workers = "1 worker" if num_missing == 1 else f"{num_missing} workers"
+    return f"waiting for a place for {workers} of {need}; {inventory(offer, need)}"
+
+
+def inventory(offer: Offer, need: Need) -> str:
+    nodes = "1 node" if len(offer.machines) == 1 else f"{len(offer.machines)} nodes"
+    counts = [
+        f"{sum(m.resources.get(kind, 0) for m in offer.machines):g} {kind}s "
+        f"({offer.free.get(kind, 0):g} free)"
+        for kind in need.amounts
+    ]
+    return f"the cluster has {nodes} with {' and '.join(counts)}"
+
+
+def num_placed(slots: Iterable[Slot]) -> int:
+    return sum(slot.is_placed or slot.state != "pending" for slot in slots)
+
+
+async def watch_waiting(
+    workers: dict[int, Slot],
+    head: HeadCalls,
+    min_workers: int,
+    need: Need,
+    tell: Callable[[str], None],
+    ask: Callable[[], Offer] = offer_now,
+) -> None:
+    """tell: told the line whenever it changes; empty while enough workers have a place."""
+    told, since = "", math.inf
+    while True:
+        num_missing = min_workers - num_placed(workers.values())
+        since = min(since, time.monotonic()) if num_missing > 0 else math.inf
+        waited_s, line = time.monotonic() - since, ""
+        if waited_s >= PLACED_S:
+            offer = await asyncio.wrap_future(head.start(ask))
+            if waited_s >= STARTED_S or offer.lacks(need):
+                line = waits_for(num_missing, need, offer)
+        if line != told:
+            told = line
+            tell(line)
+        await asyncio.sleep(LOOK_EVERY_S)

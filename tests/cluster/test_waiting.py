@@ -1,0 +1,32 @@
+"""Runs that are started before their machines are there."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with 0 CPUs"
+
+
+def test_a_run_says_what_it_waits_for_and_begins_when_it_comes(start, nodes):
+    with start("Toy", address=nodes.address, workers=2, steps=10) as run:
+        status = run.wait_for(lambda s: LACK in s.get("reason", ""))
+        nodes.add_node(num_cpus=2, object_store_memory=10**8)
+        end = run.finish()
+    assert (status["phase"], status["step"]) == ("starting", 0)
+    assert end["status"] == 0, end["err"]
+    assert f"elastic: {LACK}" in end["err"]
+
+
+def test_a_detached_run_is_left_alone_while_it_waits_and_can_be_stopped(start, nodes):
+    with start("Toy", address=nodes.address, workers=2, steps=10, detach=True) as run:
+        assert run.finish()["status"] == 0
+        assert run.status()["phase"] == "starting"
+        command = [sys.executable, "-m", "elastic", "stop", str(run.directory)]
+        done = subprocess.run(
+            command, env=run.env, capture_output=True, text=True, timeout=100, check=False
+        )
+        end = run.finish()
+    assert (done.returncode, end["result"]["outcome"]) == (0, "stopped"), done.stderr
+    assert end["result"]["steps"] == 0
