@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from elastic.protocol.errors import WrongInput
 
+GROUP = "ray.io/node-group"
 MAX_ASKED = 16
 """Machines whose torch is looked at."""
 ANSWER_S = 20.0
@@ -31,6 +32,8 @@ class Machine:
     ip: str
     resources: dict[str, float]
     """Everything that it has, whoever uses it now."""
+    group: str = ""
+    """Its node type, where `ray up` or KubeRay has made it."""
 
     @property
     def gpus(self) -> int:
@@ -68,7 +71,9 @@ class Torch:
 def machines() -> list[Machine]:
     nodes = cast("list[dict[str, Any]]", ray.nodes())
     return [
-        Machine(n["NodeID"], n["NodeManagerAddress"], n["Resources"]) for n in nodes if n["Alive"]
+        Machine(n["NodeID"], n["NodeManagerAddress"], n["Resources"], n["Labels"].get(GROUP, ""))
+        for n in nodes
+        if n["Alive"]
     ]
 
 
@@ -103,12 +108,22 @@ def torches_on(asked: Sequence[Machine]) -> dict[str, Torch]:
     return found
 
 
-def choose_device(wish: str, num_gpus: int, torches: dict[str, Torch]) -> tuple[str, str]:
+def choose_device(
+    wish: str, num_gpus: int, torches: dict[str, Torch], can_add_gpus: bool | None = False
+) -> tuple[str, str]:
     """-> "cpu" or "cuda", and a line for the user if that may surprise.
 
     wish: RunConfig.device. torches: of the machines with GPUs that have answered, by address.
+    can_add_gpus: whether GPUs may still come where there are none; None if nobody knows.
     WrongInput if GPUs are asked for that no torch can use.
     """
+    if wish == "auto" and not num_gpus and can_add_gpus:
+        return "cuda", "no GPU is there yet, but the cluster can add some: the run waits for them"
+    if wish == "auto" and not num_gpus and can_add_gpus is None:
+        return "cpu", (
+            "no GPU is there, and whether the cluster can add some is not known: the run trains "
+            "on CPUs; --device cuda waits for GPUs"
+        )
     if wish == "cpu" or (wish == "auto" and not num_gpus):
         return "cpu", ""
     if not torches or any(torch.has_cuda for torch in torches.values()):

@@ -19,7 +19,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from elastic.on_ray import actors
-from elastic.on_ray.machines import choose_device, machines, torches_on
+from elastic.on_ray.autoscaling import can_add_gpus, refuse_unfillable, report
+from elastic.on_ray.machines import Need, choose_device, machines, torches_on
 from elastic.on_ray.package import package_of
 from elastic.on_ray.raylet_words import hush_deaths
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -85,7 +86,11 @@ class RayDriver:
         self._run_id = ""
         self._lease: Lease | None = None
         self._at_close = ExitStack()
-        self.device = self._choose_device()
+        try:
+            self.device = self._choose_device()
+        except BaseException:
+            self.close()
+            raise
         self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
         self.place, self.has_begun, self.waits_for = "", False, ""
@@ -154,20 +159,23 @@ class RayDriver:
         return {"working_dir": str(folder), "excludes": [*package.excludes]}
 
     def _choose_device(self) -> str:
-        request = self._request
-        with_gpus = [] if request.device == "cpu" else [m for m in machines() if m.gpus]
+        """WrongInput if a worker can never have what it needs."""
+        request, there = self._request, machines()
+        with_gpus = [] if request.device == "cpu" else [m for m in there if m.gpus]
         num_gpus = sum(m.gpus for m in with_gpus)
-        try:
-            torches = torches_on(with_gpus) if with_gpus else {}
-            device, note = choose_device(request.device, num_gpus, torches)
-            if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
-                raise WrongInput(
-                    f"{request.min_workers} workers need as many GPUs, this machine has "
-                    f"{num_gpus}; lower --workers, or use --device cpu"
-                )
-        except WrongInput:
-            self.close()
-            raise
+        may_grow = any(m.group for m in there)
+        is_open = request.device == "auto" and not num_gpus and may_grow
+        can_add = can_add_gpus() if is_open else False
+        torches = torches_on(with_gpus) if with_gpus else {}
+        device, note = choose_device(request.device, num_gpus, torches, can_add)
+        if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
+            raise WrongInput(
+                f"{request.min_workers} workers need as many GPUs, this machine has {num_gpus}; "
+                "lower --workers, or use --device cpu"
+            )
+        if not self.is_embedded:
+            need = Need(request.cpus_per_worker, int(device == "cuda"))
+            refuse_unfillable(need, there, report())
         if note:
             print(note, file=sys.stderr)
         return device

@@ -7,7 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -154,16 +153,6 @@ def test_version_is_that_of_the_installed_package(capsys):
     shown = capsys.readouterr().out
     assert "--version" in shown
     assert "Train PyTorch on a Ray cluster whose machines come and go." in shown
-
-
-def test_a_run_without_storage_says_that_its_directory_is_temporary(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    nobody = ["--name", "first", "--address", "127.0.0.1:1"]
-    assert main(["run", DIGITS, *SIZES, *nobody]) == 2
-    said, refused = capsys.readouterr().err.splitlines()
-    (storage,) = tmp_path.iterdir()
-    assert said.startswith(f"run directory: {storage}/first (temporary: without storage")
-    assert "no Ray cluster answers" in refused
 
 
 @pytest.mark.parametrize("name", elastic.__all__)

@@ -59,6 +59,16 @@ def attach() -> Iterator[Callable[..., Driver]]:
         driver.lease.end()
 
 
+def test_a_run_without_storage_says_once_that_its_directory_is_temporary(capsys):
+    driver = Driver("/tmp/x/first")
+    try:
+        assert wait(driver, None, detach=False, tell=True) == ANSWER
+    finally:
+        driver.lease.end()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("run directory: /tmp/x/first (temporary: without storage")
+
+
 def test_a_display_that_blocks_holds_up_neither_the_lease_nor_the_end_of_the_run(attach):
     is_free, was_freed = threading.Event(), list[bool]()
     driver = attach("r", lambda _: was_freed.append(is_free.wait(BLOCKED_S)), is_free.set)

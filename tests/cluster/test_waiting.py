@@ -30,3 +30,13 @@ def test_a_detached_run_is_left_alone_while_it_waits_and_can_be_stopped(start, n
         end = run.finish()
     assert (done.returncode, end["result"]["outcome"]) == (0, "stopped"), done.stderr
     assert end["result"]["steps"] == 0
+
+
+def test_a_worker_that_no_node_can_ever_take_is_refused_with_what_there_is(start, nodes):
+    nodes.add_node(num_cpus=2, object_store_memory=10**8)
+    with start("Toy", address=nodes.address, cpus_per_worker=64) as run:
+        end = run.finish()
+    assert end["status"] == 2, end["err"]
+    assert "a worker needs 64 CPUs" in end["err"]
+    assert "the largest has 2 CPUs, and nothing adds nodes" in end["err"]
+    assert not run.directory.exists()

@@ -49,3 +49,12 @@ def test_a_machine_says_which_build_of_torch_it_has_without_importing_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torch")
     assert torch_here() == Torch("9.0+cu1", True)
+
+
+def test_a_run_waits_for_gpus_that_the_cluster_can_add():
+    device, note = choose_device("auto", 0, {}, can_add_gpus=True)
+    assert (device, note.partition(":")[2]) == ("cuda", " the run waits for them")
+    device, note = choose_device("auto", 0, {}, can_add_gpus=None)
+    assert device == "cpu"
+    assert note.endswith("trains on CPUs; --device cuda waits for GPUs")
+    assert choose_device("cuda", 0, {}) == ("cuda", "")

@@ -1,0 +1,99 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""What the cluster can still have: whether machines come by themselves, and whether with GPUs.
+
+Ray tells node types to nobody. Its autoscaler (version 2) says which demand none of them can ever
+fill, and (version 1) under which names it knows the nodes. All of it is private API of Ray; where
+it does not answer, nothing is certain. What there is now is machines.py's.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import ray
+from ray.core.generated import autoscaler_pb2  # pyright: ignore[reportMissingTypeStubs]
+from ray.experimental import internal_kv
+
+from elastic.on_ray.machines import Machine, Need
+from elastic.protocol.errors import WrongInput
+
+REPORT = "__autoscaling_status"
+"""What version 1 says about itself, in Ray's key-value store."""
+BY_HAND = "node_"
+"""Begins its name of a node that it did not make."""
+JUDGED_S = 20.0
+"""How long version 2 may take to look at a demand; it looks every 5 s."""
+LOOK_EVERY_S = 0.5
+
+
+def is_by_hand(machines: Sequence[Machine], report: bytes | None) -> bool:
+    """Whether it is certain that all machines were started by hand, and nothing adds any.
+
+    report: version 1's, None if there is none.
+    """
+    if report is None or any(machine.group for machine in machines):
+        return False
+    try:
+        nodes: dict[str, int] = json.loads(report)["autoscaler_report"]["active_nodes"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return bool(nodes) and all(name.startswith(BY_HAND) for name in nodes)
+
+
+def refuse_unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) -> None:
+    """WrongInput if no machine is large enough for a worker and nothing adds any. A cluster without
+    a single machine of the kind is not complete yet: the run waits."""
+    kind = list(need.amounts)[-1]
+    of_kind = [machine for machine in machines if machine.resources.get(kind, 0) > 0]
+    if not of_kind or any(need.fits(m) for m in of_kind) or not is_by_hand(machines, report):
+        return
+    largest = max(of_kind, key=lambda m: m.resources.get("CPU", 0))
+    has = " and ".join(f"{largest.resources.get(k, 0):g} {k}s" for k in need.amounts)
+    raise WrongInput(
+        f"a worker needs {need}, and none of the cluster's {len(machines)} nodes is that large: "
+        f"the largest has {has}, and nothing adds nodes; lower --cpus-per-worker, or start a "
+        "larger node"
+    )
+
+
+def report() -> bytes | None:
+    return cast(Any, internal_kv)._internal_kv_get(REPORT)
+
+
+def can_add_gpus() -> bool | None:
+    """Whether the autoscaler has a node type with GPUs, by what becomes of a demand for one; None
+    if it does not say."""
+    demand = cast(Any, ray.remote(int)).options(num_cpus=0, num_gpus=1, max_retries=0).remote()
+    gcs = cast(Any, internal_kv).internal_kv_get_gcs_client()
+    seen_in, deadline = None, time.monotonic() + JUDGED_S
+    try:
+        while time.monotonic() < deadline:
+            status = cast(Any, autoscaler_pb2).GetClusterStatusReply()
+            status.ParseFromString(gcs.get_cluster_status())
+            if seen_in is None:
+                seen_in = version_with_gpu_demand(status)
+            if seen_in is not None and (is_judged := judgement(status, seen_in)) is not None:
+                return is_judged
+            time.sleep(LOOK_EVERY_S)
+        return None
+    finally:
+        ray.cancel(demand)
+
+
+def version_with_gpu_demand(status: Any) -> int | None:
+    """Of the cluster's state, if a demand for GPUs is in it."""
+    state = status.cluster_resource_state
+    pending = (r.request.resources_bundle for r in state.pending_resource_requests)
+    has_demand = any(bundle.get("GPU", 0) for bundle in pending)
+    return state.cluster_resource_state_version if has_demand else None
+
+
+def judgement(status: Any, version: int) -> bool | None:
+    """Whether some node type can fill a demand for GPUs that is in this version of the cluster's
+    state; None if the autoscaler has not seen that version."""
+    state = status.autoscaling_state
+    if state.last_seen_cluster_resource_state_version < version:
+        return None
+    return not any(r.resources_bundle.get("GPU", 0) for r in state.infeasible_resource_requests)
