@@ -167,7 +167,7 @@ def run(
     max_failures: Annotated[
         int, typer.Option(help="Workers that may be lost since the last committed step.")
     ] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, which waits for GPUs.")] = "auto",
     cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
     address: Annotated[
         str | None,
@@ -184,7 +184,7 @@ def run(
         ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return at once; the run goes on (see watch).")
+        bool, typer.Option("--detach", help="Return once the run is there; it goes on (see watch).")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The last line on stdout is result.json; no progress.")

@@ -113,7 +113,8 @@ class RunConfig:
     """Workers that may be lost since the last committed step, or falls back to a checkpoint without
     getting further; default 8."""
     device: str = "auto"
-    """"cuda": one GPU per worker, "cpu", or "auto": GPUs where there are any. Default "auto"."""
+    """"cuda": one GPU per worker, which the run waits for; "cpu"; or "auto": GPUs if the cluster
+    has, or can add, some that the torch of its nodes can use. Default "auto"."""
     cpus_per_worker: int = 1
     """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
     address: str | None = None

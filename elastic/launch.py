@@ -43,7 +43,7 @@ Progress = Callable[[str], object]
 POLL_S = 0.2
 END_NOW_S = 10.0
 """How long a controller may take to end a run at once, before it is ended without it."""
-CHECKS_S = 5.0
+CHECKS_S = 8.0
 """How long a driver that will leave waits for what the first worker finds wrong: nobody is there to
 be told of it later, and machines may take hours to come."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")

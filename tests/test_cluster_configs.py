@@ -47,6 +47,22 @@ def test_workers_are_spot_and_the_head_is_not(name):
     assert all(re.search('"spot"|"preemptible": true', json.dumps(w[1])) for w in workers)
 
 
+@pytest.mark.parametrize("name", RAY_UP)
+def test_the_head_of_a_ray_up_file_has_no_slots(name):
+    config = load(name)
+    assert config["available_node_types"][config["head_node_type"]]["resources"] == {"CPU": 0}
+    assert all(
+        "--num-cpus=0" in command
+        for command in config["head_start_ray_commands"]
+        if "ray start" in command
+    )
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_the_head_of_a_kuberay_file_has_no_slots(name):
+    assert cluster_spec(name)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
 @pytest.mark.parametrize("name", KUBERAY)
 def test_pods_get_longer_than_rays_drain_window(name):
     spec = cluster_spec(name)

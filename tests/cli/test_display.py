@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from elastic import launch
 from elastic.cli import main
 from elastic.commands.progress import Progress
 from elastic.launch import wait
@@ -73,6 +74,46 @@ def test_a_display_that_blocks_holds_up_neither_the_lease_nor_the_end_of_the_run
     is_free, was_freed = threading.Event(), list[bool]()
     driver = attach("r", lambda _: was_freed.append(is_free.wait(BLOCKED_S)), is_free.set)
     assert (driver.polls, was_freed[0]) == (POLLS, True)
+
+
+class Waiting:
+    """A driver whose run waits for machines, then begins, then is at its end."""
+
+    def __init__(self, *words: tuple[str, bool, str]) -> None:
+        """words: the run directory, whether the run has begun, what it waits for."""
+        self._words = list(words)
+        self.place, self.has_begun, self.waits_for = "", False, ""
+
+    def poll(self, timeout_s: float) -> dict[str, Any] | None:
+        if not self._words:
+            return ANSWER
+        self.place, self.has_begun, self.waits_for = self._words.pop(0)
+        return None
+
+
+LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with"
+
+
+def test_what_a_run_waits_for_is_told_once_and_its_place_when_it_has_begun(capsys):
+    waits = [("runs/r", False, f"{LACK} {n} CPUs") for n in (0, 1)]
+    driver = Waiting(("", False, ""), *waits, ("runs/r", True, ""), ("runs/r", True, ""))
+    assert wait(driver, None, detach=False, tell=True) == ANSWER
+    said = f"elastic: {LACK} 0 CPUs\nrun directory: runs/r\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_run_that_comes_to_nothing_names_no_place(capsys):
+    assert wait(Waiting(("runs/r", False, "")), None, detach=False, tell=True) == ANSWER
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_is_left_alone_once_it_is_there_whether_machines_are_or_not(monkeypatch):
+    begun = ("runs/r", True, "")
+    assert wait(Waiting(("", False, ""), begun), None, detach=True) is None
+    driver = Waiting(("runs/r", False, LACK), begun)
+    monkeypatch.setattr(launch, "CHECKS_S", -1.0)  # the first worker has had its time
+    assert wait(driver, None, detach=True) is None
+    assert not driver.has_begun
 
 
 def test_a_display_that_fails_is_one_line_and_not_the_end_of_the_run(attach, capsys):
