@@ -5,14 +5,15 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 
 from elastic.control.suspicion import Heartbeat, Watch
+from elastic.on_ray import broken_links
 from elastic.on_ray.broken_links import PATIENCE, wait_for_return
 from elastic.protocol.waits import waits_of
+from tests.control import virtual_time
 
 DETECT_S = 0.5
 REFUSED = "its connection was closed, and nobody listens at its address"
@@ -44,7 +45,7 @@ class Cluster:
         return self._here is not None
 
     def now(self) -> float:
-        return time.monotonic()
+        return virtual_time.CLOCK.monotonic()
 
     async def _beat(self) -> None:
         while self._beats_for_s and self.now() < self._began + self._beats_for_s:
@@ -52,9 +53,7 @@ class Cluster:
             await asyncio.sleep(waits_of(DETECT_S).heartbeat_s)
 
     def is_connected(self, worker: int) -> bool:
-        return (
-            self._back_after_s is not None and time.monotonic() > self._began + self._back_after_s
-        )
+        return self._back_after_s is not None and self.now() > self._began + self._back_after_s
 
     def lost(self, *what) -> None:
         self.happened.append(what)
@@ -62,14 +61,19 @@ class Cluster:
     def waited(self, *, was_reset: bool) -> float:
         """Seconds until it was back or lost."""
 
-        async def work() -> None:
+        async def work() -> float:
+            self._began = self.now()
             beating = asyncio.create_task(self._beat())
             await wait_for_return(self, 3, self.slot, was_reset=was_reset)  # pyright: ignore
             beating.cancel()
+            return round(self.now() - self._began, 6)
 
-        self._began = time.monotonic()
-        asyncio.run(asyncio.wait_for(work(), 20))
-        return time.monotonic() - self._began
+        return virtual_time.run(work())
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(broken_links, "time", virtual_time.CLOCK)
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
+import queue
 import subprocess
-import time
 from typing import Any, cast
 
 import pytest
@@ -11,25 +11,41 @@ import pytest
 from elastic.on_ray import sentinel, stores
 from elastic.on_ray.sentinel import Sentinel
 from elastic.on_ray.stores import Stores
+from tests.control import virtual_time
 
 
 @pytest.fixture
 def sleeper(monkeypatch):
     monkeypatch.setattr(sentinel, "LOOK_S", 0.02)
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
     process.wait()
 
 
-def test_who_is_silent_is_killed_and_who_speaks_is_not(sleeper):
-    watch = Sentinel(sleeper.pid, patience_s=1.0)
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until:
-        watch.hear()
-        assert sleeper.poll() is None
-        time.sleep(0.02)
-    assert sleeper.wait(10) == -9
+class Clock:
+    """Its time passes while the sentinel sleeps; the process speaks for two seconds of it."""
+
+    def __init__(self) -> None:
+        self.now, self.made = 100.0, queue.SimpleQueue[Sentinel]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now < 102.0:
+            watch = self.made.get(timeout=60)
+            watch.hear()
+            self.made.put(watch)
+
+
+def test_who_is_silent_is_killed_and_who_speaks_is_not(sleeper, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(sentinel, "time", clock)
+    clock.made.put(Sentinel(sleeper.pid, patience_s=1.0))
+    assert sleeper.wait(60) == -9
+    assert 102.9 < clock.now < 103.1
 
 
 def test_another_process_of_the_same_number_is_spared(sleeper, monkeypatch):
@@ -79,7 +95,8 @@ def test_a_rendezvous_that_stops_answering_is_killed_once(monkeypatch):
 
     monkeypatch.setattr(stores, "PING_S", 0.01)
     monkeypatch.setattr(stores, "end_process", end_process)
-    asyncio.run(asyncio.wait_for(watch(), 30))
+    monkeypatch.setattr(stores, "time", virtual_time.CLOCK)
+    virtual_time.run(watch())
     assert killed == [77]
     assert set(rendezvous.pings) == {(os.getpid(), 5.0)}
 
@@ -93,7 +110,7 @@ def test_a_rendezvous_that_still_starts_is_waited_for(monkeypatch):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stores_of(rendezvous).watch(0.05, 5.0), 0.5)
 
-    asyncio.run(watch())
+    virtual_time.run(watch())
 
 
 def test_a_rendezvous_gets_as_long_to_start_as_the_run_s_waits_say():

@@ -22,6 +22,7 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
 from elastic.protocol.waits import waits_of
+from tests.control import virtual_time
 
 NOTHING: Any = None
 
@@ -187,7 +188,7 @@ def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_u
     why = "generation 1: the rendezvous opened no store within 0.05 s; its node may be out of CPU "
     why += "or memory, a larger detect_s gives it longer"
     failed = CollectiveFailed(1, 0, why, 5.0, is_stall=True)
-    assert asyncio.run(run()) == ([] if is_given_up else [failed])
+    assert virtual_time.run(run()) == ([] if is_given_up else [failed])
 
 
 def test_a_rendezvous_that_cannot_open_a_store_costs_a_try_and_not_the_run():

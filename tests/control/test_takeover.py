@@ -4,18 +4,26 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from elastic.control.state import Ledger, Running
 from elastic.control.suspicion import Heartbeat
+from elastic.on_ray import takeover as on_ray
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import Membership
+from tests.control import virtual_time
 from tests.control.test_transition import LIMITS
 
 TWO = Running(Membership(3, (0, 1)))
 BEAT = Heartbeat(1, 3, 9, "reduce", 0.2, 0.1, True, "S")
 FROZEN = replace(BEAT, process_state="T", stopped_s=0.3)
 SHARDED = replace(LIMITS, is_sharded=True, has_copies=True)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(on_ray, "time", virtual_time.CLOCK)
 
 
 class Actor:
@@ -63,9 +71,10 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
             loop.call_later(at, takeover.hear_pulse, beat.worker, beat)
         began = loop.time()
         adopted = await takeover.collect(Ledger(3, 9), phase, limits)
-        return [s.worker for s in adopted.standings], ended, loop.time() - began
+        seconds = round(loop.time() - began, 6)
+        return [s.worker for s in adopted.standings], ended, seconds
 
-    return asyncio.run(run())
+    return virtual_time.run(run())
 
 
 def test_a_member_that_cannot_speak_at_once_is_waited_for():

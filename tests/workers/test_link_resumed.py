@@ -2,22 +2,28 @@
 the same controller."""
 
 import asyncio
+import math
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, NoReturn
 
 import pytest
 
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
+from workers import link as links_end
+from workers.health.unanswered import Unanswered
 from workers.link import ControllerLink
 
 SILENCE_S = 0.5
 LEASE_S = 24 * 3600.0
+MADE: list[Any] = []
+"""Links, and what they are connected to."""
 
 
 class Controller:
@@ -27,8 +33,24 @@ class Controller:
         self.heard, self.closed = [], []
         self.loop = asyncio.new_event_loop()
         self.links = LinkServer("secret", self._on_frame, self._on_ended)
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
         self.address = self.do(self.links.open("127.0.0.1"))
+        MADE.append(self)
+
+    def close(self) -> None:
+        self.do(self._end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(20)
+        self.loop.close()
+
+    async def _end(self) -> None:
+        for server in self.links._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def _on_frame(self, worker: int, header: dict, payload: bytes) -> None:
         self.heard.append((worker, header["type"], header.get("step"), bytes(payload)))
@@ -52,10 +74,19 @@ class Relay:
         self._joined: list[socket.socket] = []
         self.address = ("127.0.0.1", 0)
         self._is_turning_away = False
-        self._way = threading.Event()  # of the connections that exist
+        self._ways: list[threading.Event] = []
         self._is_open = threading.Event()
         self.mend()
         self.listen()
+        MADE.append(self)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.refuse()
+        self.reset()
+        for way in self._ways:
+            way.set()
+        self._is_open.set()
 
     def listen(self) -> None:
         self._listener = socket.create_server(self.address)
@@ -72,9 +103,13 @@ class Relay:
         self._way.clear()
 
     def mend(self) -> None:
-        self._way = threading.Event()
-        self._way.set()
+        self._begin_way()
         self._is_open.set()
+
+    def _begin_way(self) -> None:
+        self._way = threading.Event()  # of the connections that exist
+        self._way.set()
+        self._ways.append(self._way)
 
     def turn_away(self, is_so: bool) -> None:
         """End new connections without a word."""
@@ -83,8 +118,7 @@ class Relay:
     def reset(self) -> None:
         """All connections that exist, at both ends, as a firewall that forgets them."""
         joined, self._joined, way = self._joined, [], self._way
-        self._way = threading.Event()
-        self._way.set()
+        self._begin_way()
         way.clear()  # what is on its way is lost, and no end is passed on
         for end in joined:
             with suppress(OSError):
@@ -108,7 +142,11 @@ class Relay:
 
     def _join(self, near: socket.socket) -> None:
         self._is_open.wait()
-        far, way = socket.create_connection(self._to), self._way
+        try:
+            far, way = socket.create_connection(self._to), self._way
+        except OSError:  # the test is over
+            near.close()
+            return
         self._joined += [near, far]
         for ends in ((near, far), (far, near)):
             threading.Thread(target=self._pass, args=(*ends, way), daemon=True).start()
@@ -131,22 +169,117 @@ def until(is_so: Callable[[], bool]) -> None:
         threading.Event().wait(0.01)
 
 
+class Clock:
+    """The links' time, which goes on when a test says so, and the looks that one of them takes."""
+
+    def __init__(self) -> None:
+        self.now, self.num_looks = time.monotonic(), 0
+        clock = self
+
+        class Looking(Unanswered):
+            def look(self, connection: socket.socket, now: float) -> float:
+                clock.num_looks += 1
+                return super().look(connection, now)
+
+        self.unanswered = Looking
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.01))  # between two looks
+
+    def pass_(self, seconds: float) -> None:
+        """Until the link has seen what time it is."""
+        self.now += seconds
+        num_looks = self.num_looks
+        until(lambda: self.num_looks > num_looks + 1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Asked for before the ends, whose link is then as late as the test has it."""
+    made = Clock()
+    monkeypatch.setattr(links_end, "time", made)
+    monkeypatch.setattr(links_end, "Unanswered", made.unanswered)
+    return made
+
+
 @pytest.fixture
 def ends():
     controller = Controller()
     relay = Relay(controller.address)
-    commands = []
-    link = ControllerLink(
-        relay.address,
-        token="secret",
-        worker=3,
-        silence_s=SILENCE_S,
-        lease_s=LEASE_S,
-        find=lambda: relay.address,
-        on_command=commands.append,
-        on_found=lambda address: {"kind": "working"},
-    )
-    return controller, relay, link
+    return controller, relay, link_to(relay.address, lambda: relay.address)
+
+
+class Ended(Exception):
+    """Of a thread of a link, which else ends with its process only."""
+
+
+class Over:
+    """Whoever asks it for anything ends."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Ended
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise Ended
+
+    def __enter__(self) -> NoReturn:
+        raise Ended
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Link(ControllerLink):
+    def _read(self) -> None:
+        with suppress(Ended):
+            super()._read()
+
+    def _redial(self) -> None:
+        with suppress(Ended):
+            super()._redial()
+
+    def _send_late(self) -> None:
+        with suppress(Ended):
+            super()._send_late()
+
+    def close(self) -> None:
+        waits_for = self._seconds, self._is_full
+        self._leave = self._dialled = self._seconds = self._is_full = self._lock = Over()
+        self._silence_s = -math.inf
+        waits_for[0].put(None)
+        waits_for[1].set()
+        for connection in (self._connection, self._trying):
+            if connection is not None:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def has_ended(self) -> bool:
+        self._is_leaving = True
+        targets = [getattr(t, "_target", None) for t in threading.enumerate()]
+        return all(getattr(target, "__self__", None) is not self for target in targets)
+
+
+def link_to(address: tuple[str, int], find: Callable[[], Any]) -> Link:
+    made = Link(
+        address, token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S, find=find,
+        on_command=print, on_found=lambda address: {"kind": "working"},
+    )  # fmt: skip
+    MADE.append(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """A link would dial for ever, and take files and time from the tests that follow."""
+    yield
+    made = MADE[::-1]  # links first
+    MADE.clear()
+    for each in made:
+        each.close()
+    until(lambda: all(each.has_ended() for each in made if isinstance(each, Link)))
 
 
 def heard(controller: Controller) -> list:
@@ -243,17 +376,17 @@ def test_a_reader_that_is_kept_up_while_a_link_is_taken_up_loses_nobody(ends, mo
     assert controller.closed == []
 
 
-def test_words_are_no_silence_and_tell_what_was_heard(ends):
+def test_words_are_no_silence_and_tell_what_was_heard(clock, ends):
     controller, relay, link = ends
-    for step in range(20):
+    for step in range(1, 21):
+        clock.pass_(SILENCE_S / 3)
         link.send("committed", step=step)
         controller.send(type="word", recorded_step=step, formed=0)
-        threading.Event().wait(0.1)
-    until(lambda: link.recorded_step == 19)
+        until(lambda n=step: link.recorded_step == n)
     assert relay.num_dialled == 1
     until(lambda: len(heard(controller)) == 20)
-    controller.send(type="word", recorded_step=20, formed=0)
-    until(lambda: link.recorded_step == 20)
+    controller.send(type="word", recorded_step=21, formed=0)
+    until(lambda: link.recorded_step == 21)
     assert not link._outbox._sent
 
 
@@ -337,36 +470,33 @@ def test_a_path_that_is_silent_and_refuses_new_connections_for_a_while_loses_not
     assert controller.closed == []
 
 
-def test_a_controller_that_is_slow_is_not_left_while_new_connections_are_refused(ends):
+def test_a_controller_that_is_slow_is_not_left_while_new_connections_are_refused(clock, ends):
     controller, relay, link = ends
     link.send("committed", step=0)
     until(lambda: heard(controller) == [0])
     relay.refuse()
-    threading.Event().wait(4 * SILENCE_S)
+    for _ in range(8):
+        clock.pass_(SILENCE_S / 2)
     link.send("committed", step=1)
     controller.send(type="go", step=1)
     until(lambda: heard(controller) == [0, 1] and told(link) == [1])
     assert (relay.num_dialled, controller.closed) == (1, [])
 
 
-def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere():
-    """Its controller has died, and no word of that came through."""
+def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere(clock):
+    """Its controller has died, and no word of that came through. Once the successor is known, it
+    takes no time of the link's."""
     controller, successor = Controller(), Controller()
     relay, found = Relay(controller.address), []
-    link = ControllerLink(
-        relay.address, token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S,
-        find=lambda: successor.address if found else None,
-        on_command=print, on_found=lambda address: {"kind": "working"},
-    )  # fmt: skip
+    link = link_to(relay.address, lambda: successor.address if found else None)
     link.send("committed", step=0)
     until(lambda: heard(controller) == [0])
     relay.cut()
     relay.refuse()
-    threading.Event().wait(2 * SILENCE_S)
-    began = time.monotonic()
+    for _ in range(4):
+        clock.pass_(SILENCE_S / 2)
     found.append(True)
     until(lambda: [kind for _, kind, *_ in successor.heard] == ["standing"])
-    assert time.monotonic() - began < SILENCE_S + 1
     link.send("committed", step=1)
     until(lambda: heard(successor) == [1])
 
@@ -392,10 +522,7 @@ def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
     def find():
         found.append(True)
 
-    link = ControllerLink(
-        deaf.getsockname(), token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S,
-        find=find, on_command=print, on_found=lambda address: {},
-    )  # fmt: skip
+    link = link_to(deaf.getsockname(), find)
     first, _ = deaf.accept()
     assert wire.receive(first)[0]["resumes"] is False
     deaf.settimeout(20)
