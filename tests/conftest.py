@@ -1,9 +1,12 @@
 """Fixtures of more than one suite."""
 
 import os
+import threading
 
 import pytest
 
+from elastic.store.claim import Claim
+from elastic.store.run_directory import RunDirectory
 from tests.object_store import CREDENTIALS, FaultProxy, S3Server
 
 
@@ -22,6 +25,23 @@ def s3(s3_server):
     """A proxy before the server, without faults yet."""
     with FaultProxy(s3_server.port) as proxy:
         yield proxy
+
+
+@pytest.fixture(autouse=True)
+def controllers_end():
+    """What a test leaves of a controller ends as with its process: else it would write on, and
+    complain on the standard error of the tests that follow."""
+    yield
+    threads = threading.enumerate()
+    for thread in threads:
+        owner = getattr(getattr(thread, "_target", None), "__self__", None)
+        if isinstance(owner, RunDirectory):
+            owner._closed.set()
+        elif isinstance(owner, Claim):
+            owner._is_released.set()
+        else:
+            continue
+        thread.join(60)
 
 
 @pytest.hookimpl(wrapper=True)

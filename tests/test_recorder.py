@@ -16,6 +16,7 @@ from elastic.control.events import Cancelled
 from elastic.limits import limits_of
 from elastic.on_ray.cluster import RayCluster
 from elastic.recorder import Recorder
+from elastic.store import run_directory
 from elastic.store.catalogue import Damage
 from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
@@ -25,6 +26,12 @@ from tests.object_store import FaultProxy, S3Server, uri
 from tests.store.test_run_directory import metrics, samples
 
 NOTHING: Any = None
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread waits for a store that is away, however long a test takes."""
+    monkeypatch.setattr(run_directory, "UPLOAD_EVERY_S", 24 * 3600.0)
 
 
 @pytest.fixture
@@ -206,7 +213,7 @@ def test_a_run_that_goes_back_waits_for_no_store(place, s3):
         opened.checkpoints._known = {2, 3}
         opened.checkpoints.committed = 3
         s3.faults.is_silent = True  # a request takes half a minute
-        assert await asyncio.wait_for(opened.open_at(2, []), 1) == opened.place
+        assert await asyncio.wait_for(opened.open_at(2, []), 20) == opened.place
         assert opened.safe_step == 2, "what storage has not heard of is not safe"
         assert opened.lost_steps == 1, "the result has it, whenever the run ends"
         record(opened, 3)

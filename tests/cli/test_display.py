@@ -22,7 +22,7 @@ from tests.object_store import FaultProxy, S3Server, uri
 
 ANSWER = {"outcome": "succeeded"}
 POLLS = 5
-BLOCKED_S = 20.0
+BLOCKED_S = 60.0
 MILLION = 1_000_000
 ENOUGH_BYTES = 8 << 20
 """Of the 100 MB that the files of a million short steps have."""
@@ -39,7 +39,7 @@ class Driver:
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
         self.polls += 1
-        assert self.renewals.acquire(timeout=10)
+        assert self.renewals.acquire(timeout=BLOCKED_S)
         if self.polls < POLLS:
             return None
         self._at_the_end()

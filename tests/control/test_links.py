@@ -8,7 +8,7 @@ from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 HELLO = {"type": "hello", "token": "secret", "role": "worker", "session": "a", "resumes": False}
 
 

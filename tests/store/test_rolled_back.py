@@ -16,6 +16,7 @@ import pytest
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.protocol.manifest import MANIFEST
+from elastic.store import claim, run_directory
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from elastic.store.journal import read_lines
@@ -55,6 +56,14 @@ class Store(Folder):
         self.left[0] -= 1
         if self.left[0] < 0:
             raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are counted here: no thread makes any, however long a test takes."""
+    monkeypatch.setattr(run_directory, "UPLOAD_EVERY_S", 24 * 3600.0)
+    monkeypatch.setattr(claim, "RENEW_EVERY_S", 24 * 3600.0)
+    monkeypatch.setattr(claim, "SURE_S", 24 * 3600.0)
 
 
 @pytest.fixture

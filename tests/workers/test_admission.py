@@ -16,7 +16,7 @@ from workers import admission
 from workers.peer import PeerServer
 from workers.peer_memory.holder import HolderServer, ask, connect
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 KNOWN = {"type": "hello", "token": "secret", "worker": 3, "role": "worker"}
 
 

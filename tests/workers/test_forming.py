@@ -12,7 +12,7 @@ from workers.rendezvous import Rendezvous
 @pytest.fixture
 def rig():
     torch.set_num_threads(1)
-    made = Rig("bitwise")
+    made = Rig("bitwise", join_timeout_s=60.0)
     yield made
     made.loader.close()
 

@@ -31,9 +31,9 @@ def push(connection, generation=1, step=5, content=b"aabbccdd", settled=None):
 
 
 def test_what_was_pushed_is_offered_described_and_read(holder):
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         assert push(connection) == {"type": "held"}
-    with connect(holder.address, "secret", 5) as reader:  # the trainer is gone
+    with connect(holder.address, "secret", 60) as reader:  # the trainer is gone
         have = ask(reader, {"type": "have"})
         assert have == {"type": "have", "copies": [[1, 0, 5, 1, 2, 9]]}
         said = ask(reader, {"type": "describe", "key": [1, 0, 5]})["copy"]
@@ -47,7 +47,7 @@ def test_what_was_pushed_is_offered_described_and_read(holder):
 
 
 def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         assert push(connection, content=b"aabbXcdd") == {
             "type": "refused",
             "reason": "rank 0, step 5: w",
@@ -70,7 +70,7 @@ class Large:
 
 def test_what_a_holder_has_it_says_without_reading_it(holder):
     holder.shelf._copies[Large.key] = Large()
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         assert ask(connection, {"type": "have"})["copies"] == [[1, 0, 5, 1, 2, 40 * 10**9]]
 
 
@@ -80,32 +80,32 @@ def test_a_reader_s_patience_grows_with_the_copy():
 
 
 def test_a_generation_that_was_replaced_cannot_push(holder):
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         assert push(connection, generation=2) == {"type": "held"}
         refused = push(connection, generation=1, step=6)
         assert refused == {"type": "refused", "reason": "generation 1, 2 has begun"}
 
 
 def test_without_the_run_s_token_the_connection_is_closed(holder):
-    with connect(holder.address, "wrong", 5) as connection, pytest.raises(ConnectionError):
+    with connect(holder.address, "wrong", 60) as connection, pytest.raises(ConnectionError):
         ask(connection, {"type": "have"})
 
 
 def test_nonsense_closes_its_own_connection_only(holder):
-    with socket.create_connection(holder.address, timeout=5) as connection:
+    with socket.create_connection(holder.address, timeout=60) as connection:
         connection.sendall(b"\xff" * 64)
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         assert ask(connection, {"type": "have"})["copies"] == []
 
 
 def test_a_holder_ends_when_nobody_has_been_connected_for_its_lease(holder):
     waiting = threading.Thread(target=holder.wait_until_left, args=(0.2,), daemon=True)
-    with connect(holder.address, "secret", 5) as connection:
+    with connect(holder.address, "secret", 60) as connection:
         ask(connection, {"type": "have"})
         waiting.start()
         waiting.join(0.6)
         assert waiting.is_alive()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()

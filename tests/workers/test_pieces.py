@@ -73,8 +73,11 @@ def test_a_round_of_a_generation_that_was_given_up_meanwhile_says_nothing():
         Pieces(group, CPU, lambda: None, 1.0).wait_for_all()
 
 
-LIMIT_S = 3.0
-"""Of the backend, for one collective."""
+LIMIT_S = 6.0
+"""Of the backend, for one collective. A rank that is late by less is no loss."""
+NUM_LAYERS = 28
+PIECE_S = {"initial": 0.25, "checkpoint": 1.4}
+"""Of the slowest rank."""
 
 
 class Layers(Tiny):
@@ -84,7 +87,7 @@ class Layers(Tiny):
         self._pause_s = pause_s
 
     def build_model(self):
-        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 1))
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(NUM_LAYERS)), nn.Linear(4, 1))
 
     def init_weights(self, module, name):
         if isinstance(module, nn.Linear):
@@ -121,11 +124,11 @@ def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
     def body(ranks):
         found, taken_s = [], []
         share = (0.0, 0.3, 1.0)[ranks.index]
-        for generation, kind, pause_s in ((1, "initial", 0.6), (2, "checkpoint", 1.2)):
+        replicas = {kind: build("fsdp", workload=Layers(share * s)) for kind, s in PIECE_S.items()}
+        for generation, (kind, replica) in enumerate(replicas.items()):
             group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
-            replica = build("fsdp", workload=Layers(share * pause_s))
             replica.sharded.holding = Holding(kind)
-            catalogue = Catalogue(Folder(OneByOne(share * pause_s), f"{place}/checkpoints"))
+            catalogue = Catalogue(Folder(OneByOne(share * PIECE_S[kind]), f"{place}/checkpoints"))
             pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
             began = time.monotonic()
             where = group, 0, catalogue, raise_it, nullcontext

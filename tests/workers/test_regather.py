@@ -7,6 +7,7 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.pairing import HolderAt
 from workers.groups import Alone
+from workers.parallel import regather
 from workers.parallel.pieces import Pieces
 from workers.parallel.regather import Regather, is_whole
 from workers.parallel.row_memory import RowMemory
@@ -15,6 +16,12 @@ from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.shelf import Copy, Key, Slice, crc32
 
 KEY = Key(1, 0, 7)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Holders are threads of this process, which may not run for seconds on a busy machine."""
+    monkeypatch.setattr(regather, "HOLDER_S", 100.0)
 
 
 class Forgetful(HolderServer):

@@ -18,7 +18,7 @@ SLICES = [["w", "int32", [8, 2], True, 2, 4, 32], ["n", "float32", [], False, 0,
 @pytest.fixture
 def connection():
     server = HolderServer("127.0.0.1", "t")
-    with connect(server.address, "t", 5) as made:
+    with connect(server.address, "t", 60) as made:
         yield made
     server.close()
 

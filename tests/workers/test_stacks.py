@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from workers.health.stacks import collect, state_of
+from workers.health.stacks import QUIET_S, collect, read_when_whole, state_of
 
+PATIENCE_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import re, sys, threading, time
@@ -62,17 +65,17 @@ def hanging():
 @pytest.mark.parametrize("way", HANGS)
 def test_every_thread_of_a_hanging_process_is_shown(hanging, way):
     process, fd = hanging(way)
-    text = collect(process.pid, fd, timeout_s=5)
+    text = collect(process.pid, fd, timeout_s=PATIENCE_S)
     assert "in hang" in text
     assert "in background" in text
-    again = collect(process.pid, fd, timeout_s=5)
+    again = collect(process.pid, fd, timeout_s=PATIENCE_S)
     assert again.count("in hang") == 1, "the second dump is its own"
     assert process.poll() is None
 
 
 def test_the_stacks_of_forked_loaders_follow_and_other_children_are_left_alone(hanging):
     process, fd = hanging("forks")
-    text = collect(process.pid, fd, timeout_s=5)
+    text = collect(process.pid, fd, timeout_s=PATIENCE_S)
     first, second = text.split("forked from it:\n")
     assert "in hang" in first
     assert "in in_the_child" in second
@@ -80,7 +83,10 @@ def test_the_stacks_of_forked_loaders_follow_and_other_children_are_left_alone(h
     assert process.poll() is None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
-    assert all(state_of(int(child)) == "S" for child in children)
+    deadline = time.monotonic() + PATIENCE_S
+    while any(state_of(int(child)) != "S" for child in children):  # R: just after its dump
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling, bounded by the deadline
     for child in children:
         os.kill(int(child), signal.SIGKILL)
 
@@ -89,11 +95,30 @@ def test_a_stopped_process_shows_where_it_stood_and_stays_stopped(hanging):
     process, fd = hanging("waits")
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    text = collect(process.pid, fd, timeout_s=5)
+    text = collect(process.pid, fd, timeout_s=PATIENCE_S)
     assert text.startswith(f"process {process.pid} was stopped by a signal (state T), here:\n")
     assert "in hang" in text
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     assert state_of(process.pid) == "T"
+
+
+def test_a_dump_of_a_process_that_just_does_not_run_is_waited_for(tmp_path):
+    """Between two of its words it has no turn, for longer than a whole dump is quiet."""
+    thread = 'Thread 0x2 (most recent call first):\n  File "a.py", line 1 in background\n'
+    rest = '\nThread 0x1 (most recent call first):\n  File "a.py", line 9 in <module>\n'
+    dump = tmp_path / "dump"
+    dump.write_text(thread)
+
+    def go_on():
+        time.sleep(5 * QUIET_S)  # this is the fault
+        with dump.open("a") as file:
+            file.write(rest)
+
+    with dump.open("rb") as file:
+        process = threading.Thread(target=go_on)
+        process.start()
+        assert read_when_whole(file.fileno(), 0, PATIENCE_S) == thread + rest
+        process.join(PATIENCE_S)
 
 
 def test_a_process_that_is_gone_is_said_to_be(hanging):

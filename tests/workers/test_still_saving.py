@@ -6,19 +6,26 @@ from elastic.store.files import open_folder
 from tests.workers.session_rig import Rig
 
 FINISH = {"generation": 2, "rank": 0, "world_size": 1, "log_folder": None, "recorded_step": 0}
-TENSOR_S, LEASE_S = 0.05, 0.1
+LEASE_S = 0.1
 
 
 def test_a_member_says_now_and_then_that_the_final_save_gets_further(tmp_path):
-    rig, pause = Rig("bitwise", has_checkpoints=True, lease_s=LEASE_S), threading.Event()
-    saver = rig.member.saver
+    rig, has_told = Rig("bitwise", has_checkpoints=True, lease_s=LEASE_S), threading.Event()
+    saver, say, names = rig.member.saver, rig.link.send, []
     take = saver._memory.take
 
+    def send(kind, *payload, **fields):
+        say(kind, *payload, **fields)
+        if kind == "still_saving":
+            has_told.set()
+
     def slowly(*arguments):
-        pause.wait(TENSOR_S)
+        names.append(arguments[0])
+        if len(names) > 1:  # it has got further
+            has_told.wait(60)
         return take(*arguments)
 
-    saver._memory.take = slowly
+    rig.link.send, saver._memory.take = send, slowly
     saver.open(str(tmp_path))
     rig.member.end(FINISH)
     (first, _), *_ = rig.link.of("still_saving")

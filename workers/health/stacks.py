@@ -14,7 +14,10 @@ ASK = signal.SIGRTMIN + 5
 """Nobody else's: Ray, torch and Python's own modules use none of the real-time signals."""
 LOOK_EVERY_S = 0.005
 QUIET_S = 0.05
-"""A dump that has not grown for so long is whole."""
+"""A dump that has not grown for so long, and ends as one does, is whole."""
+ENDS = (" in <module>\n", " in _run_module_as_main\n", "  ...\n")
+"""The first call of the main thread, whose stack is the last of a dump; or too many calls. A dump
+that ends otherwise may be one of a process that just does not run, and has half of the time."""
 
 
 def arm() -> int:
@@ -72,12 +75,15 @@ def collect_one(pid: int, fd: int, timeout_s: float) -> str:
 def read_when_whole(fd: int, before: int, timeout_s: float) -> str:
     """What comes after `before`; empty if nothing does."""
     deadline = time.monotonic() + timeout_s
-    size, grown_at = before, deadline
-    while (now := time.monotonic()) < deadline and now - grown_at < QUIET_S:
+    size, grown_at, text = before, deadline, ""
+    while (now := time.monotonic()) < deadline:
         if (found := os.fstat(fd).st_size) > size:
             size, grown_at = found, now
+            text = os.pread(fd, size - before, before).decode(errors="replace")
+        elif now - grown_at >= (QUIET_S if text.endswith(ENDS) else timeout_s / 2):
+            break
         time.sleep(LOOK_EVERY_S)
-    return os.pread(fd, size - before, before).decode(errors="replace")
+    return text
 
 
 def state_of(pid: int) -> str:

@@ -308,9 +308,7 @@ def silence_s(size_bytes: int) -> float:
     return HOLDER_S + 2 * size_bytes / CHECKED_BYTES_S
 
 
-def copies_in(
-    holders: Sequence[HolderAt], token: str, timeout_s: float = HOLDER_S
-) -> list[list[Any]]:
+def copies_in(holders: Sequence[HolderAt], token: str, timeout_s: float) -> list[list[Any]]:
     """What the holders have: where, generation, rank, step, origin, world size, bytes of each."""
 
     def ask_one(holder: HolderAt) -> list[list[Any]]:
@@ -336,7 +334,7 @@ def newest_whole(
 ) -> int | None:
     """The newest step of which the holders alone have every row."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
-    for _, _, rank, step, origin, world_size, _ in copies_in(holders, token):
+    for _, _, rank, step, origin, world_size, _ in copies_in(holders, token, HOLDER_S):
         ranks.setdefault((step, origin, world_size), set()).add(rank)
     whole = [step for (step, _, n), found in ranks.items() if is_whole(Mesh(parallel, n), found)]
     return max((step for step in whole if step <= at_most), default=None)
