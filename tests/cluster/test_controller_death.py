@@ -1,11 +1,9 @@
 """The controller dies: training goes on, its successor takes over, and no step is lost."""
 
 import contextlib
-import itertools
 import os
 import random
 import signal
-import statistics
 import time
 from pathlib import Path
 
@@ -46,11 +44,8 @@ def test_training_goes_on_while_the_controller_is_away(start, reference):
         end = run.finish()
     assert_as_if_nothing_had_happened(run, end, reference)
     assert end["result"]["generations"] == 1
-    times = [m["time"] for m in run.lines("metrics.jsonl")]
-    step_s = statistics.median(b - a for a, b in itertools.pairwise(times))
-    adopted_at = adopted(run)
-    made = [at for at in times if killed_at < at < adopted_at]
-    assert len(made) > (adopted_at - killed_at) / step_s / 4, "training stood still"
+    made = [m["time"] for m in run.lines("metrics.jsonl") if killed_at < m["time"] < adopted(run)]
+    assert len(made) > 5, "training stood still"
 
 
 def adopted(run) -> float:

