@@ -19,7 +19,7 @@ def left_alone(*, detect_s: float | None, is_stopping: bool) -> list[str]:
         is_stopping,
         -math.inf,
     )
-    asyncio.run(asyncio.wait_for(actor._watch_driver(), 10))
+    asyncio.run(asyncio.wait_for(actor._watch_driver(), 60))
     return ended
 
 

@@ -125,7 +125,7 @@ async def settled() -> None:
 def test_events_are_taken_while_the_rendezvous_opens_the_store():
     async def run() -> None:
         scene = forming()
-        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         scene.cluster.cancel("stopped", "the driver is gone")
         assert await scene.cluster.next_event() == Cancelled("stopped", "the driver is gone", 5.0)
         assert scene.told == []
@@ -155,7 +155,7 @@ def test_members_that_were_told_of_no_form_are_recalled_from_it_and_never_told_o
 
     async def run() -> None:
         scene = forming()
-        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         await scene.cluster.execute(Abort(Membership(1, (4, 7))))
         assert scene.told == [(4, "recall", 1, None), (7, "recall", 1, None)]
         scene.rendezvous.answer(1)
@@ -176,7 +176,7 @@ def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_u
         scene = forming()
         waits = waits_of(0.5)
         scene.cluster._waits = replace(waits, join_s=waits.confirm_s + 0.05)
-        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 10)
+        await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         if is_given_up:
             await scene.cluster.execute(Abort(Membership(1, (4, 7))))
         await asyncio.sleep(0.2)
@@ -196,7 +196,7 @@ def test_a_rendezvous_that_cannot_open_a_store_costs_a_try_and_not_the_run():
         scene = forming()
         await scene.cluster.execute(form_of(1))
         scene.rendezvous.asked[1].set_exception(RayError("no port is free"))
-        return await asyncio.wait_for(scene.cluster.events.get(), 10)
+        return await asyncio.wait_for(scene.cluster.events.get(), 60)
 
     why = "generation 1: no port is free"
     assert asyncio.run(run()) == CollectiveFailed(1, 0, why, 5.0, is_stall=True)
@@ -287,7 +287,7 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
     async def run() -> None:
         scene = forming(on_loaded=on_loaded)
         scene.cluster.recorded_step = 9
-        await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 10)
+        await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 60)
         scene.rendezvous.answer(1)
         await settled()
         assert (scene.told, went_back) == ([], [8])

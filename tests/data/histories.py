@@ -19,7 +19,7 @@ from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.seams import FedWindow
 from workers.data.fed_loader import FedLoader
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 SEED, GLOBAL_BATCH, MICRO_BATCH = 3, 24, 3
 V = GLOBAL_BATCH // MICRO_BATCH
 SIZES = (37, 0, 101, 1, 64)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
 class Done:

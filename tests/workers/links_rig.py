@@ -36,7 +36,7 @@ class Controller:
     def close(self) -> None:
         self.do(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
         self.loop.close()
 
     async def _end(self) -> None:
@@ -54,7 +54,7 @@ class Controller:
         self.closed.append((worker, was_reset))
 
     def do(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def send(self, **header) -> None:
         self.loop.call_soon_threadsafe(self.links.send, 3, header)
@@ -158,7 +158,7 @@ class Relay:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)

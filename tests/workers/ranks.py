@@ -11,7 +11,8 @@ from workers import groups
 from workers.rendezvous import StoreServer
 from workers.store import StoreClient
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
+"""Processes that import torch, six of them on a machine that is busy."""
 
 
 def run_ranks(
@@ -78,7 +79,7 @@ class Ranks:
         return StoreClient(self.address, DEADLINE_S)
 
     def form(
-        self, generation: int, members: list[int], operation_timeout_s: float = 60
+        self, generation: int, members: list[int], operation_timeout_s: float = DEADLINE_S
     ) -> groups.AnyGroup:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
@@ -90,9 +91,9 @@ class Ranks:
             world_size=len(members),
             host="127.0.0.1",
             device=torch.device("cpu"),
-            join_timeout_s=60,
+            join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
-        ).wait(60)
+        ).wait(DEADLINE_S)
 
 
 def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:

@@ -17,7 +17,7 @@ from workers.data import agreement
 from workers.data.agreement import keep_comparing, watch_length
 from workers.data.loader import Loader
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Table:

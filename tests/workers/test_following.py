@@ -25,7 +25,7 @@ def pair():
     assert source.step().committed
     sync = {"type": "sync", "address": list(source.member.peers.address)}
     newcomer.member._obey(sync, b"")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not newcomer.link.of("synced"):
         assert time.monotonic() < deadline
         source.member._take_on_newcomers()
@@ -130,7 +130,7 @@ def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():
     sync = {"type": "sync", "address": list(listener.getsockname())}
     newcomer.member.wake = lambda: None
     newcomer.member._obey(sync, b"")
-    assert newcomer.member._copying._following.arrived.wait(30)
+    assert newcomer.member._copying._following.arrived.wait(120)
     newcomer.link.commands.put(({"type": "log_to", "folder": ""}, b""))
     with pytest.raises(OutOfMemory, match=r"it copied the state: .*can't allocate memory"):
         newcomer.member.wait_for_generation()

@@ -81,7 +81,7 @@ def test_a_controller_that_is_slow_loses_nobody_and_hears_everything_once(ends):
     link.send("committed", step=0)
     until(lambda: heard(controller) == [0])
     resting = threading.Event()
-    controller.loop.call_soon_threadsafe(resting.wait, 20)
+    controller.loop.call_soon_threadsafe(resting.wait, 60)
     for step in range(1, 4):
         link.send("committed", step=step)
     until(lambda: relay.num_dialled > 3)  # it gives some connections up
@@ -285,7 +285,7 @@ def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
     link = link_to(deaf.getsockname(), find)
     first, _ = deaf.accept()
     assert wire.receive(first)[0]["resumes"] is False
-    deaf.settimeout(20)
+    deaf.settimeout(60)
     second, _ = deaf.accept()
     assert wire.receive(second)[0]["resumes"] is True
     assert not found
@@ -297,18 +297,18 @@ def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
 def test_a_worker_that_was_lost_during_a_cut_is_told_so_when_it_dials():
     controller = Controller()
     hello = {"type": "hello", "role": "worker", "worker": 3, "token": "secret", "session": "a"}
-    with socket.create_connection(controller.address, timeout=20) as first:
+    with socket.create_connection(controller.address, timeout=60) as first:
         wire.send(first, {**hello, "resumes": False})
         wire.send(first, {"type": "committed", "step": 0})
         until(lambda: heard(controller) == [0])
         controller.loop.call_soon_threadsafe(controller.links.drop, 3)
-        with socket.create_connection(controller.address, timeout=20) as second:
+        with socket.create_connection(controller.address, timeout=60) as second:
             wire.send(second, {**hello, "resumes": True})
             assert wire.receive(second)[0] == {"type": "leave"}
-        with socket.create_connection(controller.address, timeout=20) as stranger:
+        with socket.create_connection(controller.address, timeout=60) as stranger:
             wire.send(stranger, {**hello, "worker": 4, "resumes": True})
             assert wire.receive(stranger)[0] == {"type": "unknown"}
-        with socket.create_connection(controller.address, timeout=20) as stranger:
+        with socket.create_connection(controller.address, timeout=60) as stranger:
             wire.send(stranger, {**hello, "token": "guess", "worker": 4, "resumes": True})
             with pytest.raises(wire.ConnectionClosed):
                 wire.receive(stranger)

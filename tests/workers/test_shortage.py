@@ -17,7 +17,7 @@ from workers.parallel.sharded import Holding
 from workers.peer import Follower
 from workers.peer_memory.keeper import Keeper
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 LARGE = {"w": torch.empty(2**46, device="meta")}
 """256 TiB, which no host has."""
 

@@ -179,7 +179,7 @@ def test_a_newcomer_that_copies_and_follows_has_the_bits_of_its_source(reduction
     source.form(generation=1, step=0)
     assert source.step().committed
     newcomer.member._obey({"type": "sync", "address": list(source.member.peers.address)}, b"")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not newcomer.link.of("synced"):
         assert time.monotonic() < deadline
         source.member._take_on_newcomers()
