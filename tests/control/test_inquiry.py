@@ -15,6 +15,7 @@ from elastic.control.suspicion import Heartbeat, Watch, watch
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership, NumberSet
 from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, waits_of
+from tests.control import virtual_time
 from workers.health.vitals import PHASES, WAITING
 
 HUNG = Heartbeat(1, 4, 9, "compute", 6.0, 0.1, False, "R")
@@ -91,7 +92,7 @@ class Cluster:
                 await asyncio.wait_for(work, 5)
             self.work.clear()
 
-        asyncio.run(run())
+        virtual_time.run(run())
         return self.happened
 
 
