@@ -104,7 +104,8 @@ def planned_stream(record: FeedRecord) -> Iterator[tuple[int, np.ndarray]]:
 def _rows(plan: Plan, record: FeedRecord, key: WindowKey) -> WindowRows:
     if not plan.source.has_planned_counts:
         left_out = record.skipped.get(key, ())
-        return read_window(plan, key.epoch, key.window, left_out)[0]
+        known = record.checksums_of(key)
+        return read_window(plan, key.epoch, key.window, left_out, known)[0]
     units = plan.windows(key.epoch)[key.window]
     parts = [np.arange(u.first_row, u.first_row + u.num_rows, dtype=np.int64) for u in units]
     ids = np.concatenate(parts)

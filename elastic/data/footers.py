@@ -166,11 +166,11 @@ def _read_footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile,
 
 def _size_of(row_group: Any, columns: Sequence[str] | None) -> int:
     chunks = [row_group.column(i) for i in range(row_group.num_columns)]
-    wanted = [c for c in chunks if columns is None or _is_of(c.path_in_schema, columns)]
+    wanted = [c for c in chunks if columns is None or is_of(c.path_in_schema, columns)]
     return sum(max(c.total_uncompressed_size, _decoded_bytes(c)) for c in wanted)
 
 
-def _is_of(path: str, columns: Sequence[str]) -> bool:
+def is_of(path: str, columns: Sequence[str]) -> bool:
     """Whether a leaf is of one of these columns; their names may have dots, too."""
     return any(path == name or path.startswith(name + ".") for name in columns)
 

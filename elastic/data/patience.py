@@ -48,14 +48,14 @@ class Patience:
     def asked(self, key: WindowKey, now: float) -> None:
         self.readings[key] = Reading(now)
 
-    def began(self, key: WindowKey, now: float) -> bool:
-        """A process has begun to read it; False: it shall not, too many have died of it. (What is
-        read once more because Ray lost it is not counted.)"""
+    def began(self, key: WindowKey, now: float) -> int | None:
+        """A process has begun to read it: how many have died of it before. None: it shall not, too
+        many have. (What is read once more because Ray lost it is not counted.)"""
         reading = self.readings.get(key)
         if reading is None:
-            return True
+            return 0
         self.readings[key] = replace(reading, began_at=now, tries=reading.tries + 1)
-        return reading.tries < MAX_TRIES
+        return reading.tries if reading.tries < MAX_TRIES else None
 
     def ended(self, key: WindowKey, now: float) -> None:
         reading = self.readings.pop(key)

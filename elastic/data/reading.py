@@ -6,25 +6,22 @@ A function of (plan, epoch, window): whoever reads it again gets the same rows i
 import random
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from socket import gethostname
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
-import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
-from elastic.data.footers import columns_text, find, is_there
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
 from elastic.data.plan import MAX_TOLD, Plan, Unit
+from elastic.data.units import Unreachable, crashes, read_unit
 from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
-parquet: Any = pa_parquet
 UNIT_SHIFT = 32
 """Where transforms may change the number of rows, an id is unit << 32 | place in its output."""
 DOCUMENT_SHIFT = 20
@@ -43,6 +40,8 @@ class WindowRows:
     """int64, which row of the data each element is; for tokens, each document."""
     starts: np.ndarray | None
     """For tokens: the element at which each document starts; else None."""
+    checksums: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Unit -> of its bytes in the file, of those that were read from a disk."""
 
     @property
     def count(self) -> int:
@@ -70,28 +69,38 @@ class Skipped:
     problem: str
 
 
-class Unreachable(BadData):
-    """The store does not answer, or memory is short: this says nothing about the file, which is not
-    left out."""
-
-
 def read_window(
-    plan: Plan, epoch: int, window: int, left_out: Collection[int] = ()
+    plan: Plan,
+    epoch: int,
+    window: int,
+    left_out: Collection[int] = (),
+    checksums: Mapping[int, int] | None = None,
+    *,
+    is_wary: bool = False,
 ) -> tuple[WindowRows, list[Skipped]]:
     """The window's rows, and what was skipped in it.
 
-    left_out: units that were skipped when the window was read first; they stay so.
+    left_out: units that were skipped when the window was read first; they stay so. checksums: of
+    units that were read before. is_wary: a process that read this window has died: another one
+    shows first whether a unit is the reason.
     BadData names the file and row group that cannot be read, or where the transform raised.
     """
     tables: list[Any] = []
     ids: list[np.ndarray] = []
     skipped: list[Skipped] = []
-    for unit in plan.windows(epoch)[window]:
+    found: dict[int, int] = {}
+    known = checksums or {}
+    units = plan.windows(epoch)[window]
+    crashing = crashes(plan, units) if is_wary else {}
+    for unit in units:
         if unit.index in left_out:
             skipped.append(Skipped(unit.index, ""))
             continue
         try:
-            table = _read_patiently(plan, unit)
+            if unit.index in crashing:
+                what = f"cannot be read: the process that reads it ends with {crashing[unit.index]}"
+                raise BadData(str(unit), what)
+            table, checksum = _read_patiently(plan, unit, known.get(unit.index))
         except BadData as error:
             if plan.source.on_bad_file == "raise" or isinstance(error, Unreachable):
                 raise
@@ -100,7 +109,9 @@ def read_window(
         table = _transformed(plan, epoch, unit, table)
         tables.append(table)
         ids.append(_ids(plan, unit, table.num_rows))
-    return _joined(plan, epoch, window, tables, ids), skipped
+        if checksum is not None:
+            found[unit.index] = checksum
+    return replace(_joined(plan, epoch, window, tables, ids), checksums=found), skipped
 
 
 def _joined(
@@ -167,57 +178,14 @@ def _ids(plan: Plan, unit: Unit, count: int) -> np.ndarray:
     return unit.first_row + np.arange(count, dtype=np.int64)
 
 
-def _read_patiently(plan: Plan, unit: Unit) -> Any:
+def _read_patiently(plan: Plan, unit: Unit, checksum: int | None) -> tuple[Any, int | None]:
     """Once more before it is left out: what passes is no damage."""
     try:
-        return _read_unit(plan, unit)
+        return read_unit(plan, unit, checksum)
     except Unreachable:
         raise
     except BadData:
-        return _read_unit(plan, unit)
-
-
-def _read_unit(plan: Plan, unit: Unit) -> Any:
-    filesystem, inside = find(plan.source, unit.file)
-    columns = None if plan.source.columns is None else list(plan.source.columns)
-    options = {"page_checksum_verification": True, "pre_buffer": filesystem.type_name != "local"}
-    try:
-        with filesystem.open_input_file(inside) as opened:
-            if opened.size() != unit.file.size_bytes:
-                raise BadData(
-                    str(unit),
-                    f"the file changed since the plan was made: {unit.file.size_bytes} bytes "
-                    f"before, {opened.size()} now",
-                )
-            file = parquet.ParquetFile(opened, **options)
-            table = file.read_row_group(unit.row_group, columns=columns, use_threads=False)
-    except MemoryError as error:
-        raise Unreachable(str(unit), f"no memory to read it: {error}") from error
-    except (OSError, arrow.ArrowException, ValueError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if is_there(plan.source, unit.file):
-            raise BadData(str(unit), f"cannot be read: {line}") from error
-        raise Unreachable(str(unit), f"cannot be read: {line}; on {gethostname()}") from error
-    if table.num_rows != unit.num_rows:
-        raise BadData(
-            str(unit),
-            f"the file changed since the plan was made: {unit.num_rows} rows before, "
-            f"{table.num_rows} now",
-        )
-    found = columns_text({field.name: str(field.type) for field in table.schema})
-    if found != plan.schema:
-        raise BadData(
-            str(unit),
-            f"the file changed since the plan was made: columns {plan.schema} before, {found} now",
-        )
-    return _uniform(plan, table)
-
-
-def _uniform(plan: Plan, table: Any) -> Any:
-    """The columns in the plan's order, any of them nullable: neither depends on the file."""
-    fields = [table.schema.field(name).with_nullable(True) for name in plan.columns]
-    schema = arrow.schema(fields, metadata=table.schema.metadata)
-    return arrow.Table.from_arrays([table.column(name) for name in plan.columns], schema=schema)
+        return read_unit(plan, unit, checksum)
 
 
 def _transformed(plan: Plan, epoch: int, unit: Unit, table: Any) -> Any:

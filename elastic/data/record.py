@@ -32,6 +32,8 @@ class FeedRecord:
     """Units that were left out of a window when it was read first."""
     began_in: str | None = None
     """What relative paths were relative to when the run began; None in records of before."""
+    checksums: dict[int, int] = field(default_factory=dict[int, int])
+    """Unit -> of its bytes when it was read first."""
     version: int = 1
     """Grows with what is news; `written` is the last one that has been published."""
     written: int = 0
@@ -60,6 +62,18 @@ class FeedRecord:
                 self.last_skip = self.version
         return True
 
+    def keep(self, checksums: Mapping[int, int]) -> None:
+        """Of units that have been read; those that were read before have none other."""
+        with self.changing:
+            if checksums.keys() - self.checksums.keys():
+                self.checksums.update(checksums)
+                self.version += 1
+
+    def checksums_of(self, key: WindowKey) -> dict[int, int]:
+        """Of the units of a window, as far as they were read before."""
+        units = (unit.index for unit in self.plan.windows(key.epoch)[key.window])
+        return {unit: self.checksums[unit] for unit in units if unit in self.checksums}
+
     @property
     def num_left_out(self) -> int:
         """Row groups that were left out of some window."""
@@ -85,6 +99,7 @@ class FeedRecord:
             "columns": self.plan.columns,
             "counts": [[k.epoch, k.window, n] for k, n in sorted(self.counts.items())],
             "skipped": [[k.epoch, k.window, *u] for k, u in sorted(self.skipped.items())],
+            "checksums": sorted(self.checksums.items()),
         }
 
 
@@ -118,6 +133,7 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
     record = FeedRecord(plan, folder, began_in=found.get("began_in"))
     record.counts = {WindowKey(epoch, window): n for epoch, window, n in found["counts"]}
     record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in found["skipped"]}
+    record.checksums = {unit: checksum for unit, checksum in found.get("checksums", [])}
     record.written = record.version
     return record
 

@@ -5,8 +5,8 @@ given (elastic/on_ray/feed.py: Ray tasks and object references).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.data.ahead import Ahead
@@ -28,10 +28,12 @@ class Read:
     count: int
     size_bytes: int
     skipped: Sequence[Skipped]
+    checksums: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Unit -> of its bytes."""
 
 
-ReadWindow = Callable[[WindowKey, tuple[int, ...]], Awaitable[Read]]
-"""A window, but for these units; raises BadData."""
+ReadWindow = Callable[[WindowKey, tuple[int, ...], dict[int, int]], Awaitable[Read]]
+"""A window, but for these units, compared with these checksums; raises BadData."""
 
 
 class Server:
@@ -103,7 +105,8 @@ class Server:
 
     async def _read_one(self, key: WindowKey) -> Read:
         try:
-            read = await self._read(key, self.record.skipped.get(key, ()))
+            left_out = self.record.skipped.get(key, ())
+            read = await self._read(key, left_out, self.record.checksums_of(key))
             new = [s for s in read.skipped if s.problem]
             if new and key in self.record.counts:
                 what = "was read before, and cannot be left out now"
@@ -114,6 +117,7 @@ class Server:
             raise
         finally:
             del self._reads[key]
+        self.record.keep(read.checksums)
         self._rows[key] = read.rows
         self.ahead.read(key, read.size_bytes)
         if self.record.add(key, read.count, (s.unit for s in read.skipped)):

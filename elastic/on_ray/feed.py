@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -97,8 +97,8 @@ class FeedActor:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._server.record.write)
 
-    async def began(self, epoch: int, window: int) -> bool:
-        """Said by a task before it reads; False: it shall give up."""
+    async def began(self, epoch: int, window: int) -> int | None:
+        """Said by a task before it reads: how many have died of it; None: it shall give up."""
         return self._patience.began(WindowKey(epoch, window), time.monotonic())
 
     async def held_bytes(self) -> int:
@@ -135,11 +135,13 @@ class FeedActor:
         end = None if order.num_samples is None else order.num_samples * source.row_length
         return Server(record, self._read, self._note, end)
 
-    async def _read(self, key: WindowKey, left_out: tuple[int, ...]) -> Read:
+    async def _read(
+        self, key: WindowKey, left_out: tuple[int, ...], checksums: dict[int, int]
+    ) -> Read:
         folder, here = self._order.folder, ray.get_runtime_context().current_actor
         self._patience.asked(key, time.monotonic())
         ask = self._task.remote
-        rows, told = ask(folder, self._plan, here, key.epoch, key.window, left_out)
+        rows, told = ask(folder, self._plan, here, key.epoch, key.window, left_out, checksums)
         try:
             return Read(rows, *await told)
         except RayTaskError as error:
@@ -251,20 +253,24 @@ def read_task(
     epoch: int,
     window: int,
     left_out: tuple[int, ...],
-) -> tuple[WindowRows, tuple[int, int, list[Skipped]]]:
+    checksums: dict[int, int],
+) -> tuple[WindowRows, tuple[int, int, list[Skipped], Mapping[int, int]]]:
     """A Ray task: a window's rows, and apart from them what the feed must know. Ray begins it again
     for as long as its process dies, so it asks first."""
     see_folder(folder)
     found = _local_plan(plan, folder)
+    deaths: int | None = 0
     with suppress(RayError):
-        if not ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S):
+        deaths = ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S)
+        if deaths is None:
             raise BadData(
                 units_text(found.windows(epoch)[window]),
                 f"the process that reads it was killed or crashed {MAX_TRIES} times; a node may be "
                 "out of memory (smaller row groups or window_bytes), or the transform crashes",
             )
-    rows, skipped = read_window(found, epoch, window, left_out)
-    return rows, (rows.count, rows.size_bytes, skipped)
+    is_wary = bool(deaths)
+    rows, skipped = read_window(found, epoch, window, left_out, checksums, is_wary=is_wary)
+    return rows, (rows.count, rows.size_bytes, skipped, rows.checksums)
 
 
 async def end_when_alone(run_id: str) -> None:

@@ -195,6 +195,20 @@ def test_what_torch_alone_wrote_as_dcp_is_read(tmp_path, form):
     assert_equal(started.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
 
 
+def test_weights_that_are_not_what_torch_wrote_are_refused(tmp_path, capsys):
+    path = tmp_path / "weights.pt"
+    model = build(3).model
+    torch.save(model.state_dict(), path)
+    content = bytearray(path.read_bytes())
+    values = next(p.detach().numpy().tobytes() for p in model.parameters())
+    content[content.index(values) + 1] ^= 1
+    path.write_bytes(content)
+    command = ["checkpoint", "import", str(path), str(tmp_path / "new"), JOB, "--from", "torch"]
+    assert main(command) == 2
+    assert f"{path} is damaged: the checksum of 'weights/data/" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("form", ["dcp", "torch", "safetensors"])
 def test_a_source_that_is_no_such_thing_is_one_line(tmp_path, form, capsys):
     (tmp_path / "garbage").write_bytes(b"\x00garbage" * 100)

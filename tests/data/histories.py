@@ -49,12 +49,12 @@ class LocalFeed:
         self.plan = self.record.plan
         self.server = Server(self.record, self.read, self.notes.append, end)
 
-    async def read(self, key, left_out) -> Read:
+    async def read(self, key, left_out, checksums) -> Read:
         self.reads.append(key)
         await asyncio.sleep(0)
-        rows, skipped = read_window(self.plan, key.epoch, key.window, left_out)
+        rows, skipped = read_window(self.plan, key.epoch, key.window, left_out, checksums)
         self.peak_bytes = max(self.peak_bytes, sum(self.server.ahead.held.values()))
-        return Read(rows, rows.count, rows.size_bytes, skipped)
+        return Read(rows, rows.count, rows.size_bytes, skipped, rows.checksums)
 
     def window_at(self, element, committed, is_over) -> FedWindow:
         waiting = asyncio.run_coroutine_threadsafe(

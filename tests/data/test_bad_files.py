@@ -182,3 +182,84 @@ def test_a_run_that_skips_does_not_take_new_files_in(source, tmp_path):
     (tmp_path / "set" / "zz.parquet").write_bytes(first.read_bytes())
     with pytest.raises(WrongInput, match=r"zz.parquet is new"):
         open_record(make_plan(source, SEED), str(tmp_path))
+
+
+def flip(path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def values_in(path) -> int:
+    """Where a plain column's values are in a file of `one_column`."""
+    return pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset + 100
+
+
+def one_column(folder, *, has_checksums: bool):
+    """A source of one file whose values are stored as they are."""
+    folder.mkdir()
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    table = pa.table({"row": np.arange(100)})
+    path = folder / "p.parquet"
+    pq.write_table(table, path, write_page_checksum=has_checksums, **options)
+    return path, parquet(folder)
+
+
+def test_a_flipped_bit_in_a_page_with_a_checksum_is_damage(tmp_path):
+    path, source = one_column(tmp_path / "set", has_checksums=True)
+    flip(path, values_in(path))
+    with pytest.raises(BadData, match=r"p.parquet, row group 0: cannot be read: .*CRC"):
+        read_window(make_plan(source, SEED), 0, 0)
+
+
+def test_a_bit_that_flips_after_the_first_epoch_is_damage_also_for_a_later_start(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path, source = one_column(tmp_path / "set", has_checksums=False)
+    feed = LocalFeed(source, tmp_path)
+    feed.window_at(0, 0, lambda: False)
+    feed.close()
+    flip(path, values_in(path))
+    again = LocalFeed(source, tmp_path)
+    with pytest.raises(BadData, match=r"p.parquet, row group 0: its bytes are not those that"):
+        again.window_at(100, 100, lambda: False)
+    again.close()
+    flip(path, values_in(path))
+    again = LocalFeed(source, tmp_path)
+    assert again.window_at(100, 100, lambda: False).rows.table["row"].to_pylist()
+    again.close()
+
+
+def test_columns_that_are_not_read_may_change(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    table = pa.table({"a": np.arange(100), "b": np.arange(100)})
+    pq.write_table(table, folder / "p.parquet", compression="none", use_dictionary=False)
+    plan = make_plan(parquet(folder, columns=["a"]), SEED)
+    checksums = read_window(plan, 0, 0)[0].checksums
+    flip(folder / "p.parquet", values_in(folder / "p.parquet") + 850)
+    assert list(checksums) == [0]
+    assert read_window(plan, 1, 0, (), checksums)[0].checksums == checksums
+
+
+CRASHING = """
+import os, pyarrow.parquet
+
+class Crashing(pyarrow.parquet.ParquetFile):
+    def read_row_group(self, row_group, **options):
+        if row_group == 1:
+            os.abort()
+        return super().read_row_group(row_group, **options)
+
+pyarrow.parquet.ParquetFile = Crashing
+"""
+
+
+def test_a_row_group_that_ends_the_process_that_reads_it_is_a_bad_one(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(CRASHING)  # of every new process
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = write_rows(tmp_path / "set")
+    plan = make_plan(parquet(folder / "p2.parquet", on_bad_file="skip"), SEED)
+    rows, skipped = read_window(plan, 0, 0, is_wary=True)
+    assert (rows.count, [s.unit for s in skipped]) == (101 - 15, [1])
+    assert "p2.parquet, row group 1: cannot be read: the process" in skipped[0].problem
+    assert "SIGABRT" in skipped[0].problem

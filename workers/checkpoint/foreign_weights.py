@@ -70,11 +70,14 @@ def foreign(
 def read_torch(path: Path) -> Foreign:
     """A state dict, or a dict that has one under a usual name. Only what `weights_only` allows."""
     try:
-        content: Any = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        is_archive = zipfile.is_zipfile(path)
+        if is_archive:
+            check_archive(path)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except FileNotFoundError as error:
         raise WrongInput(f"there is no file {path}") from error
+    except WrongInput:
+        raise
     except Exception as error:  # its unpickler and its file format have many
         raise WrongInput(
             f"{path} cannot be read with torch.load(weights_only=True): {first_line(error)}"
@@ -82,6 +85,16 @@ def read_torch(path: Path) -> Foreign:
     if not isinstance(content, dict):
         raise WrongInput(f"{path} holds a {type(content).__name__}, not a state dict")
     return from_tree(str(path), cast(dict[str, Any], content))
+
+
+def check_archive(path: Path) -> None:
+    """WrongInput if a member is not what its checksum says: torch reads them without."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise WrongInput(
+                f"{path} is damaged: the checksum of {damaged!r} in it does not match (or torch "
+                "wrote it after set_crc32_options(False): load and save it again)"
+            )
 
 
 def from_tree(place: str, found: dict[str, Any]) -> Foreign:
