@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.store.catalogue import Catalogue
-from elastic.store.files import Folder, open_folder
-from elastic.store.journal import read_lines
+from elastic.store.files import Folder, check_kinds, open_folder
+from elastic.store.journal import read_lines, read_records
 
 EVALUATION = "evaluation"
 """Begins the metrics that `session.evaluate` has put into the journal."""
@@ -89,14 +89,17 @@ def metric_by_step(folder: Folder, metric: str) -> dict[int, float]:
 
 def recorded(folder: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
     """(step, fields and what was logged); a field's name goes before a logged one."""
-    for line in read_lines(folder, "metrics.jsonl"):
+    for line in read_records(folder, "metrics.jsonl", {"step": int, "user": dict}):
         yield line["step"], {**line["user"], **line}
 
 
 def evaluations(folder: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
     for line in read_lines(folder, "journal.jsonl"):
         if EVALUATION in line:
-            yield line[EVALUATION]["step"], line[EVALUATION]["values"]
+            check_kinds(line, {EVALUATION: dict}, f"{folder}/journal.jsonl")
+            evaluated: dict[str, Any] = line[EVALUATION]
+            check_kinds(evaluated, {"step": int, "values": dict}, f"{folder}/journal.jsonl")
+            yield evaluated["step"], evaluated["values"]
 
 
 def names_in(folder: Folder) -> list[str]:
@@ -108,9 +111,11 @@ def names_in(folder: Folder) -> list[str]:
 
 
 def as_number(value: object) -> float | None:
-    if not is_number(value) or not math.isfinite(number := float(cast(float, value))):
+    try:
+        number = float(cast(float, value)) if is_number(value) else math.nan
+    except OverflowError:
         return None
-    return number
+    return number if math.isfinite(number) else None
 
 
 def is_number(value: object) -> bool:

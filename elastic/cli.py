@@ -32,15 +32,15 @@ from elastic.commands.progress import (
     Progress,
     decision_line,
     is_told,
+    printable,
     worker_table,
 )
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
-from elastic.control.transition import UnexpectedEvent
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import decode
-from elastic.protocol.errors import ControllerLost, WrongInput
+from elastic.protocol.errors import ControllerLost, WrongInput, in_words
 from elastic.resume import PastRun, read_past_run
 from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse(message: str, *, status: int = WRONG_INPUT) -> int:
-    print("elastic:", " ".join(message.split("\n")), file=sys.stderr)
+    print("elastic:", printable(" ".join(message.split("\n"))), file=sys.stderr)
     return status
 
 
@@ -329,9 +329,10 @@ def status(
     if as_json:
         print(encode(found).decode())
         return 0
-    print(f"{found['phase']}, generation {found['generation']}, {found['world_size']} workers")
+    size = found["world_size"]
+    print(f"{printable(found['phase'])}, generation {found['generation']}, {size} workers")
     print(f"step {found['step']} of {found['steps']}")
-    print(f"reason: {found['reason'] or '-'}")
+    print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
     if found["workers"] or found["standby"]:
@@ -385,8 +386,8 @@ def replay(run_dir: RunDir) -> int:
     entries = [line for line in lines if "entry" in line]
     if not entries:
         raise WrongInput(f"{run_dir} has no decision in its journal yet: nothing to replay")
-    for line in filter(is_told, entries):
-        print(f"{line['at'] - entries[0]['at']:10.3f} s  {decision_line(line)}")
+    for text in told_lines(run_dir, entries):
+        print(text)
     mismatches = replay_entries(run_dir, [line["entry"] for line in entries])
     for mismatch in mismatches:
         print(f"elastic: {mismatch}", file=sys.stderr)
@@ -405,8 +406,19 @@ def replay_entries(run_dir: str, encoded: list[Any]) -> list[str]:
                 parts.append([])
             parts[-1].append(value)
         return [str(mismatch) for part in parts for mismatch in replay_journal(part)]
-    except (ValueError, UnexpectedEvent) as error:
-        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {error}") from error
+    except Exception as error:  # a decision takes the types of its event's fields for granted
+        what = in_words(error) if not isinstance(error, ValueError) else str(error)
+        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error
+
+
+def told_lines(run_dir: str, entries: list[dict[str, Any]]) -> list[str]:
+    """The decisions that have a reason, for a person."""
+    try:
+        told = [line for line in entries if is_told(line)]
+        return [f"{x['at'] - entries[0]['at']:10.3f} s  {decision_line(x)}" for x in told]
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"a decision is damaged: {in_words(error)}"
+        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error
 
 
 def open_run(run_dir: str) -> Folder:

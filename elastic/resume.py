@@ -17,6 +17,7 @@ from elastic.protocol.waits import waits_of
 from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
+from elastic.store.run_directory import read_result, read_status
 
 MAY_DIFFER = frozenset(
     [
@@ -153,7 +154,7 @@ def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     if past.get("reduction") == "bitwise":
         may_differ -= DECIDES_BITS
     for name in sorted(past.keys() & new.keys() - may_differ - WHERE_IT_IS):
-        is_extended = name == "steps" and new[name] > past[name]
+        is_extended = name == "steps" and isinstance(past[name], int) and new[name] > past[name]
         if past[name] != new[name] and not is_extended:
             found.append(f"{name} was {past[name]!r} and now is {new[name]!r}")
     return found
@@ -203,13 +204,13 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
     config = read_json(folder, "config.json")
     if config is None:
         return None
-    status = read_json(folder, "status.json")
+    status = read_status(folder)
     now = now or time.time()
     written, begun = folder.modified("status.json"), folder.modified("config.json")
     return PastRun(
         config=config,
         status=status,
-        result=read_json(folder, "result.json"),
+        result=read_result(folder),
         silent_s=float("inf") if written is None else now - written,
         is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,

@@ -17,6 +17,7 @@ from workers.parallel.row_step import on_rows
 from workers.parallel.shards import is_shard, local
 from workers.precision import Casting, LossScale
 from workers.reduction.norm import clip_coefficient, global_norm
+from workers.state_header import entry, names_in
 from workers.strides import laid_out
 
 if TYPE_CHECKING:
@@ -228,14 +229,15 @@ class Replica:
     def restore(self, header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot; `tensors` are given away."""
         self.settle()
-        values = header["values"]
+        values = entry(header, "values", dict)
+        step, skipped = entry(header, "step", int), entry(header, "skipped_in_a_row", int)
+        log_names, tracked = names_in(header, "log_names"), names_in(header, "tracked")
         state.restore(self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True)
-        self.step = header["step"]
-        self.skipped_in_a_row = header["skipped_in_a_row"]
+        self.step, self.skipped_in_a_row = step, skipped
         if self.loss_scale is not None and header.get("loss_scale"):  # else keep the first one
             self.loss_scale = LossScale(*header["loss_scale"])
-        self.log_names = tuple(header["log_names"])
-        self.buffers.track_only(header["tracked"])
+        self.log_names = tuple(log_names)
+        self.buffers.track_only(tracked)
         self._agreed = (self.buffers.tracked, self.log_names)
         self.buffers.refresh()
 

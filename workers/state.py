@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import WrongInput, in_words
 from workers.digest import plain_name
 from workers.parallel.shards import is_shard, local
+from workers.state_header import MALFORMED, entry, names_in
 from workers.strides import is_dense, laid_out, plain_strides
 
 Json = Any
@@ -62,14 +63,20 @@ def restore(
     """Put a captured state into objects built by the same workload.
 
     is_owned: the caller gives `tensors` away, and the optimizer's become its state without a copy;
-    else none is kept.
+    else none is kept. WrongInput for a header that is not as `capture` gives it.
     """
     _restore_model(header, tensors, model)
-    _restore_optimizer(header["optimizer"], tensors, _names(model), optimizer, is_owned)
-    if (header["scheduler"] is None) != (scheduler is None):
+    _restore_optimizer(
+        entry(header, "optimizer", dict), tensors, _names(model), optimizer, is_owned
+    )
+    if (entry(header, "scheduler", object) is None) != (scheduler is None):
         raise ValueError("one of the state and the workload has a scheduler, the other has none")
     if scheduler is not None:
-        scheduler.load_state_dict(decode(header["scheduler"], tensors))
+        state = decode(header["scheduler"], tensors)
+        try:
+            scheduler.load_state_dict(state)
+        except MALFORMED as error:
+            raise WrongInput(f"the scheduler does not take the state: {in_words(error)}") from error
 
 
 def trained_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -123,7 +130,8 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
                     f"{target.dtype}{list(target.shape)} in the model"
                 )
     for name, module in _with_extra_state(model):
-        module.set_extra_state(decode(header["extra"][name], tensors))
+        extra = entry(header, "extra", dict)
+        module.set_extra_state(decode(entry(extra, name, object), tensors))
 
 
 def _is_cache(model: nn.Module, name: str) -> bool:
@@ -170,16 +178,17 @@ def _restore_optimizer(
     is_owned: bool,
 ) -> None:
     have = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if have != [group["params"] for group in header["groups"]]:
+    groups = entry(header, "groups", list)
+    if have != [names_in(group, "params") for group in groups]:
         raise ValueError("build_optimizer made other parameter groups than those of the state")
-    for group, captured in zip(optimizer.param_groups, header["groups"], strict=True):
-        group.update(decode(captured["options"], tensors))
+    for group, captured in zip(optimizer.param_groups, groups, strict=True):
+        group.update(entry({"options": decode(captured.get("options"), tensors)}, "options", dict))
     optimizer.state.clear()
     parameters = {name: p for p, name in names.items()}
-    for name, value in header["state"].items():
-        p = parameters[name]
+    for name, value in entry(header, "state", dict).items():
+        p = entry(parameters, name, Tensor)
         optimizer.state[p] = decode(value, tensors, p, is_owned=is_owned)
-    for key, value in header["shared"].items():
+    for key, value in entry(header, "shared", dict).items():
         cast(dict[Any, Any], optimizer.state)[key] = decode(value, tensors)
 
 
@@ -230,11 +239,20 @@ def decode(
     """What `encode` was given, its tensors on the parameter's device unless they were on the CPU.
 
     They are copies, unless the caller owns `tensors` and gives them away. What has the parameter's
-    shape gets its strides, which need not be those of the process that encoded it.
+    shape gets its strides, which need not be those of the process that encoded it. WrongInput for
+    what `encode` does not give.
     """
+    try:
+        return _decode(value, tensors, parameter, is_owned)
+    except MALFORMED as error:
+        raise WrongInput(f"the state holds a damaged value: {in_words(error)}") from error
 
+
+def _decode(
+    value: Json, tensors: Mapping[str, Tensor], parameter: Tensor | None, is_owned: bool
+) -> Any:
     def decoded(item: Json) -> Any:
-        return decode(item, tensors, parameter, is_owned=is_owned)
+        return _decode(item, tensors, parameter, is_owned)
 
     if isinstance(value, list):
         return [decoded(v) for v in cast(list[Json], value)]
@@ -250,7 +268,8 @@ def decode(
         tensor = tensors[content].to(target, copy=not is_owned)
         if is_shard(tensor) or not isinstance(tensor, Tensor):  # or it is still in its file
             return tensor
-        return laid_out(tensor, about.get("strides") or _usual_strides(tensor, parameter))
+        strides = _own_dense(tensor.shape, about.get("strides"))
+        return laid_out(tensor, strides or _usual_strides(tensor, parameter))
     if tag == "numpy":
         return np.dtype(content).type(decoded(rest[0][1]))
     if tag in _SEQUENCE_OF:
@@ -263,6 +282,20 @@ def decode(
 def _own_strides(tensor: Tensor, parameter: Tensor | None) -> dict[str, list[int]]:
     is_usual = is_shard(tensor) or tensor.stride() == _usual_strides(tensor, parameter)
     return {} if is_usual or not is_dense(tensor) else {"strides": list(tensor.stride())}
+
+
+def _own_dense(shape: torch.Size, strides: list[int] | None) -> list[int] | None:
+    """Those that were told. ValueError if they are none of a tensor without gaps."""
+    if strides is None:
+        return None
+    sizes = sorted((step, size) for step, size in zip(strides, shape, strict=True) if size != 1)
+    dense = [1]
+    for _, size in sizes:
+        dense.append(dense[-1] * max(size, 1))
+    is_whole = all(type(step) is int and 0 <= step <= dense[-1] for step in strides)
+    if not is_whole or [step for step, _ in sizes] != dense[:-1]:
+        raise ValueError(f"strides {strides} of a tensor of {list(shape)}")
+    return strides
 
 
 def _usual_strides(tensor: Tensor, parameter: Tensor | None) -> tuple[int, ...]:

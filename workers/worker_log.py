@@ -10,6 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from elastic.store.files import open_own
+
 
 class WorkerLog:
     """Owns this process's stdout and stderr."""
@@ -36,7 +38,7 @@ class WorkerLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{self._name}.log"
-        with self.path.open("ab", buffering=0) as file:
+        with open_own(self.path, "ab") as file:
             self._direct(file.fileno())
         self.collect()
 
@@ -46,5 +48,5 @@ class WorkerLog:
             return
         new = os.pread(self._early.fileno(), 2**24, self._moved)
         self._moved += len(new)
-        with self.path.open("ab", buffering=0) as file:
+        with open_own(self.path, "ab") as file:
             file.write(new)

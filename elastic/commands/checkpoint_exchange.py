@@ -185,6 +185,7 @@ def tensor_bytes(manifest: Manifest, to: Format) -> int:
     if to is not Format.SAFETENSORS:
         return manifest.size_bytes
     from workers.checkpoint.stream import size_bytes
+    from workers.state_header import weights_of
 
-    stored = set(manifest.state["weights"].values())
+    stored = set(weights_of(manifest.state, {t.name for t in manifest.tensors}).values())
     return sum(size_bytes(t) for t in manifest.tensors if t.name in stored)

@@ -14,8 +14,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from elastic.protocol.errors import BadData, WrongInput
-from elastic.store.files import open_folder, read_json
-from elastic.store.journal import read_lines
+from elastic.store.files import check_kinds, open_folder, read_json
+from elastic.store.journal import read_records
 
 if TYPE_CHECKING:
     from elastic.data.record import FeedRecord
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Show a data set's plan; check what a run used.")
 MAX_SHOWN = 10
+CONFIG_KINDS = {"target": str, "arguments": dict, "seed": int, "global_batch": int}
+SAMPLES_KINDS = {"step": int, "first": int, "count": int, "sha256": str}
 
 
 @app.command()
@@ -95,8 +97,9 @@ def check(
     config = read_json(folder, "config.json")
     if config is None:
         raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    committed = read_lines(folder, "metrics.jsonl")  # first: a live run writes on
-    lines = read_lines(folder, "samples.jsonl")
+    check_kinds(config, CONFIG_KINDS, f"{run_dir}/config.json")
+    committed = read_records(folder, "metrics.jsonl", {"step": int})  # first: a live run writes on
+    lines = read_records(folder, "samples.jsonl", SAMPLES_KINDS)
     if not lines:
         raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
     place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())

@@ -13,6 +13,7 @@ from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import read_past_run
 from elastic.store.files import Folder, open_folder, read_json
 from elastic.store.journal import read_backwards
+from elastic.store.run_directory import read_result
 
 
 def stop(
@@ -31,10 +32,10 @@ def stop(
     config = read_json(folder, "config.json")
     if config is None:
         raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    if (result := read_json(folder, "result.json")) is not None:
+    if (result := read_result(folder)) is not None:
         print(f"the run has ended already: {result['outcome']} after {result['steps']} steps")
         return 0
-    if address is None and config["address"] == "local":
+    if address is None and config.get("address") == "local":
         raise WrongInput(
             "a run with embedded Ray is stopped by Ctrl-C or SIGTERM at its driver; nobody else "
             "reaches its cluster"
@@ -44,10 +45,10 @@ def stop(
     absence = Absence(print)
     if (past := read_past_run(folder)) is not None:
         absence.look(past)
-    ask_to_end(run_id_of(folder, run_dir), address or config["address"], is_now=now)
+    ask_to_end(run_id_of(folder, run_dir), address or config.get("address"), is_now=now)
     print("stop asked for" + ("" if now else "; the run finishes its step and saves its state"))
     result = await_result(folder, run_dir, absence)
-    print(f"{result['outcome']} after {result['steps']} of {config['steps']} steps")
+    print(f"{result['outcome']} after {result['steps']} of {config.get('steps', '?')} steps")
     return 0
 
 
@@ -63,7 +64,7 @@ def run_id_of(folder: Folder, run_dir: str) -> str:
 def await_result(folder: Folder, run_dir: str, absence: Absence) -> dict[str, Any]:
     """Ctrl-C ends only the waiting. ControllerLost if nobody is left who could write it."""
     every_s = LOOK_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
-    while (result := read_json(folder, "result.json")) is None:
+    while (result := read_result(folder)) is None:
         past = read_past_run(folder)
         if past is not None and past.result is None and past.is_over:
             raise ControllerLost(f"{run_dir}: {said_of(past)}")

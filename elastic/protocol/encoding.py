@@ -10,6 +10,8 @@ from typing import Any, cast
 
 from elastic.protocol.membership import NumberSet
 
+MAX_NUMBER = 2**24
+"""In a NumberSet that somebody else has written: above it would take all memory."""
 Registry = Mapping[str, Callable[..., Any]]
 
 
@@ -42,9 +44,16 @@ def encode(value: object) -> Any:
 
 
 def decode(encoded: Any, types: Registry) -> Any:
-    """The inverse of `encode`; raises UndecodableValue."""
+    """The inverse of `encode`; raises UndecodableValue. What the fields hold is not checked."""
+    try:
+        return _decode(encoded, types)
+    except RecursionError as error:
+        raise UndecodableValue("it is nested too deeply") from error
+
+
+def _decode(encoded: Any, types: Registry) -> Any:
     if isinstance(encoded, list):
-        return tuple(decode(item, types) for item in cast(list[Any], encoded))
+        return tuple(_decode(item, types) for item in cast(list[Any], encoded))
     if not isinstance(encoded, dict):
         return encoded
     values = dict(cast(dict[str, Any], encoded))
@@ -54,8 +63,10 @@ def decode(encoded: Any, types: Registry) -> Any:
             return from_ranges(values["ranges"])
         if name not in types:
             raise UndecodableValue(f"type {name!r} is none of {', '.join(sorted(types))}")
-        return types[name](**{key: decode(item, types) for key, item in values.items()})
-    except (KeyError, TypeError) as error:
+        return types[name](**{key: _decode(item, types) for key, item in values.items()})
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UndecodableValue):
+            raise
         raise UndecodableValue(f"not a {name}: {encoded!r:.200} ({error})") from error
 
 
@@ -83,4 +94,10 @@ def ranges(numbers: NumberSet) -> Iterator[tuple[int, int]]:
 
 
 def from_ranges(pairs: list[tuple[int, int]]) -> NumberSet:
+    """ValueError for numbers that no set of ours has, TypeError for what are no numbers."""
+    at = -1
+    for first, last in pairs:
+        if not at < first <= last <= MAX_NUMBER:
+            raise ValueError(f"a range of numbers from {first} to {last}")
+        at = last
     return NumberSet.of(n for first, last in pairs for n in range(first, last + 1))

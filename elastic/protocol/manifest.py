@@ -91,7 +91,7 @@ def decode(content: bytes, place: str) -> Manifest:
     try:
         text, _, seal = content.decode().rpartition(_SEAL)
         value = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(place, "it is cut off or no JSON") from error
     if seal != hashlib.sha256(text.encode()).hexdigest() + '"}\n':
         raise DamagedCheckpoint(place, "its checksum does not match its content")
@@ -107,35 +107,59 @@ def decode(content: bytes, place: str) -> Manifest:
             about=dict(value["about"]),
         )
         check_chunks(manifest)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedCheckpoint(place, f"sealed, but no manifest: {error}") from error
     return manifest
 
 
 def check_chunks(manifest: Manifest) -> None:
     """ValueError unless the chunks cover the tensors and lie in plainly named files of it."""
+    _check_counts("step and generation", (manifest.step, manifest.generation))
     sizes = {file.name: file.size_bytes for file in manifest.files}
+    if len(sizes) < len(manifest.files) or len({t.name for t in manifest.tensors}) < len(
+        manifest.tensors
+    ):
+        raise ValueError("it names a file or a tensor twice")
     for file in manifest.files:
+        _check_counts(f"{file.name!r}", (file.size_bytes, *file.blocks))
         if "/" in file.name or "\0" in file.name or file.name in ("", ".", ".."):
             raise ValueError(f"{file.name!r} is no file of this folder")
         if len(file.blocks) != -(-file.size_bytes // BLOCK_BYTES):
             raise ValueError(f"{file.name!r} has {len(file.blocks)} checksums of its blocks")
     for tensor in manifest.tensors:
+        _check_counts(f"{tensor.name!r}", tensor.shape)
         for chunk in tensor.chunks:
-            if not 0 <= chunk.offset <= sizes[chunk.file]:
-                raise ValueError(f"a chunk of {tensor.name!r} lies outside {chunk.file}")
+            _check_counts(f"a chunk of {tensor.name!r}", (chunk.offset, *chunk.start, *chunk.shape))
+            if chunk.offset > sizes[chunk.file]:
+                raise ValueError(f"a chunk of {tensor.name!r} lies outside {chunk.file!r}")
+            ends = [at + size for at, size in zip(chunk.start, chunk.shape, strict=True)]
+            if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+                raise ValueError(f"a chunk of {tensor.name!r} lies outside of it")
         check_cover(tensor)
 
 
+def _check_counts(what: str, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"{what}: {number!r} is no count")
+
+
 def _file(value: dict[str, Any]) -> StoredFile:
-    return StoredFile(value["name"], value["size_bytes"], tuple(value["blocks"]))
+    return StoredFile(_text(value["name"]), value["size_bytes"], tuple(value["blocks"]))
 
 
 def _tensor(value: dict[str, Any]) -> StoredTensor:
     chunks = tuple(
         Chunk(c["file"], c["offset"], tuple(c["start"]), tuple(c["shape"])) for c in value["chunks"]
     )
-    return StoredTensor(value["name"], value["dtype"], tuple(value["shape"]), chunks)
+    name, dtype = _text(value["name"]), _text(value["dtype"])
+    return StoredTensor(name, dtype, tuple(value["shape"]), chunks)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 def part_from_json(value: dict[str, Any]) -> Part:

@@ -7,6 +7,7 @@ the controller. What is in the files is checkpoint_files.py's.
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
 from elastic.protocol.manifest import MANIFEST, Manifest, Part, decode, merge
+from elastic.store.checkpoint_files import SAFETENSORS_DTYPES
 from elastic.store.checkpoint_reading import PartReader, raise_unless_missing
 from elastic.store.files import Folder, first_line, sync_directory
 
@@ -92,6 +94,7 @@ class Catalogue:
             raise_unless_missing(error)
             raise DamagedCheckpoint(place, f"cannot be read: {error}") from error
         manifest = decode(content, place)
+        check_bytes(manifest, place)
         if manifest.step != step:
             raise DamagedCheckpoint(place, f"it is of step {manifest.step}: a foreign file")
         return manifest
@@ -245,6 +248,19 @@ class Catalogue:
             is_later = found and found[2] == self.launch and int(found[1]) > generation
             if found and not is_later and name not in kept:
                 folder.delete(name)
+
+
+def check_bytes(manifest: Manifest, place: str) -> None:
+    """DamagedCheckpoint if a tensor is more than its file holds: nobody makes room for it then."""
+    sizes = {file.name: file.size_bytes for file in manifest.files}
+    for tensor in manifest.tensors:
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise DamagedCheckpoint(place, f"{tensor.name!r} is of no dtype: {tensor.dtype!r}")
+        element = SAFETENSORS_DTYPES[tensor.dtype][1]
+        for chunk in tensor.chunks:
+            if chunk.offset + math.prod(chunk.shape) * element > sizes[chunk.file]:
+                what = f"a chunk of {tensor.name!r} is longer than {chunk.file!r}"
+                raise DamagedCheckpoint(place, what)
 
 
 def newest_good(catalogue: Catalogue) -> tuple[Manifest | None, list[Damage]]:

@@ -3,14 +3,17 @@
 What the files mean is elsewhere (journal.py, run_directory.py).
 """
 
+import errno
 import json
 import math
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import UnionType
+from typing import IO, Any, cast
 
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
@@ -191,6 +194,22 @@ def write_local(path: Path, content: bytes, *, is_durable: bool) -> None:
         sync_directory(path.parent)
 
 
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """A file of a run, to write to. WrongInput if it is a symbolic link: whoever may write to the
+    folder must not choose what else this process writes to."""
+    try:
+        return open(path, mode, buffering=0 if "b" in mode else -1, opener=_open_unlinked)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        what = "is a symbolic link, through which no run writes; move it away"
+        raise WrongInput(f"{path} {what}") from error
+
+
+def _open_unlinked(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames in `path` survive the machine's crash."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -234,11 +253,24 @@ def read_json(folder: Folder, name: str) -> dict[str, Any] | None:
         raise WrongInput(f"{folder}/{name} cannot be read: {first_line(error)}") from error
     try:
         value = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise WrongInput(f"{folder}/{name} is damaged: it is no JSON object; move it away")
     return cast("dict[str, Any]", value)
+
+
+Kinds = Mapping[str, type | UnionType]
+"""Field -> what it must be."""
+
+
+def check_kinds(found: Mapping[str, Any], kinds: Kinds, place: str) -> None:
+    """WrongInput if a field is not there or is of another kind. Whole numbers are numbers, too."""
+    for name, kind in kinds.items():
+        value = found.get(name)
+        is_bare = name not in found or (isinstance(value, bool) and kind is not bool)
+        if is_bare or not (isinstance(value, kind) or (kind is float and isinstance(value, int))):
+            raise WrongInput(f"{place} is damaged: it has no sound {name!r}")
 
 
 def write_json(folder: Folder, name: str, value: object, *, is_durable: bool = True) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, encode
+from elastic.store.files import Folder, Kinds, check_kinds, encode, open_own
 
 BLOCK_BYTES = 1 << 16
 REMOTE_BLOCK_BYTES = 1 << 20
@@ -31,14 +31,13 @@ class LineFile:
         self._remote = remote
         if remote is not None and not is_new and not path.exists():
             path.write_bytes(joined(remote, path.name))
-        path.touch()
+        self._file = open_own(path, "ab")
         whole = whole_size(path)
         if whole < path.stat().st_size:
             os.truncate(path, whole)
         self._is_cut = False
         """Storage has lines that `truncate_here` has dropped."""
         self._uploaded = self._base_size() if remote is not None and not is_new else 0
-        self._file = path.open("ab", buffering=0)
         self._pending = b""  # could not be written when it came: the disk was full
 
     def append(self, line: dict[str, Any]) -> None:
@@ -202,6 +201,14 @@ def parse_lines(content: bytes, name: str) -> list[dict[str, Any]]:
         elif number < len(lines) or is_torn:
             raise WrongInput(f"{name} line {number} is damaged: {line[:60]!r}")
     return values
+
+
+def read_records(folder: Folder, name: str, kinds: Kinds) -> list[dict[str, Any]]:
+    """As `read_lines`, of lines that all have these fields; WrongInput names one that has not."""
+    lines = read_lines(folder, name)
+    for number, line in enumerate(lines, start=1):
+        check_kinds(line, kinds, f"{folder}/{name} line {number}")
+    return lines
 
 
 def read_lines(folder: Folder, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,18 @@ from typing import IO, Any
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.claim import Claim
-from elastic.store.files import Folder, encode, first_line, place_of, reach_folder, write_json
+from elastic.store.files import (
+    Folder,
+    Kinds,
+    check_kinds,
+    encode,
+    first_line,
+    open_own,
+    place_of,
+    reach_folder,
+    read_json,
+    write_json,
+)
 from elastic.store.journal import LineFile, as_object, lines_backwards, segments
 from elastic.store.remote import AWAY, is_refused
 
@@ -30,37 +41,35 @@ LOCK = ".lock"
 """Held by the process that writes the run."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
-STATUS_FIELDS = frozenset(
-    [
-        "phase",
-        "generation",
-        "world_size",
-        "step",
-        "steps",
-        "committed_checkpoint",
-        "workers",
-        "standby",
-        "controller",
-        "reason",
-    ]
-)
+STATUS_KINDS: Kinds = {
+    "phase": str,
+    "generation": int,
+    "world_size": int,
+    "step": int,
+    "steps": int,
+    "committed_checkpoint": int | None,
+    "workers": list,
+    "standby": list,
+    "controller": dict,
+    "reason": str,
+}
+STATUS_FIELDS = frozenset(STATUS_KINDS)
 METRICS_FIELDS = frozenset(
     ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
 )
 SAMPLES_FIELDS = frozenset(["step", "first", "count", "sha256"])
-RESULT_FIELDS = frozenset(
-    [
-        "outcome",
-        "steps",
-        "loss",
-        "weights_sha256",
-        "generations",
-        "lost_steps",
-        "goodput",
-        "badput",
-        "recoveries",
-    ]
-)
+RESULT_KINDS: Kinds = {
+    "outcome": str,
+    "steps": int,
+    "loss": float | int | None,
+    "weights_sha256": str,
+    "generations": int,
+    "lost_steps": int,
+    "goodput": float | int | None,
+    "badput": dict,
+    "recoveries": list,
+}
+RESULT_FIELDS = frozenset(RESULT_KINDS)
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +179,7 @@ class RunDirectory:
     def append_logs(self, texts: dict[str, str]) -> None:
         """Add to files among the logs, by name."""
         for name, text in texts.items():
-            with (self.logs / name).open("a") as file:
+            with open_own(self.logs / name, "a") as file:
                 file.write(text)
 
     def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
@@ -365,7 +374,7 @@ def create(folder: Folder, place: str) -> None:
 def lock(directory: Path, place: str) -> IO[bytes] | None:
     """Only one process writes a run: the lock is gone with it. WrongInput if another holds it; None
     where the file system has no locks."""
-    file = (directory / LOCK).open("wb")
+    file = open_own(directory / LOCK, "wb")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -376,6 +385,30 @@ def lock(directory: Path, place: str) -> IO[bytes] | None:
             f"{place} is being written by a live run; wait for it, or use another name"
         ) from error
     return file
+
+
+def read_status(folder: Folder) -> dict[str, Any] | None:
+    """status.json, None if there is none yet; WrongInput if it is damaged."""
+    found = read_json(folder, "status.json")
+    if found is not None:
+        place = f"{folder}/status.json"
+        check_kinds(found, STATUS_KINDS, place)
+        if not all(isinstance(row, dict) for row in [*found["workers"], *found["standby"]]):
+            raise WrongInput(f"{place} is damaged: a worker in it is none")
+    return found
+
+
+def read_result(folder: Folder) -> dict[str, Any] | None:
+    """result.json, None if there is none; WrongInput if it is damaged."""
+    found = read_json(folder, "result.json")
+    if found is not None:
+        place = f"{folder}/result.json"
+        check_kinds(found, RESULT_KINDS, place)
+        if found.keys() != RESULT_FIELDS or not all(
+            isinstance(r, dict) for r in found["recoveries"]
+        ):
+            raise WrongInput(f"{place} is damaged: it is no result of a run")
+    return found
 
 
 def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> None:

@@ -177,3 +177,54 @@ def test_a_state_of_another_model_or_optimizer_is_refused_and_says_how() -> None
         restore(*_build("adamw", "lambda", seed=0), header, tensors)
     with pytest.raises(ValueError, match=r"'model/short' is torch\.float32"):
         restore(*source, header, {**tensors, "model/short": torch.zeros(4)})
+
+
+def damaged_headers(header):
+    """A field is gone, or is of another kind, at each place of the header."""
+
+    def walk(node, path):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, item in list(items):
+            yield (*path, key)
+            if isinstance(item, dict | list):
+                yield from walk(item, (*path, key))
+
+    for path in walk(header, ()):
+        for change in ("gone", None, "text", [], {}, {"tensor": []}, {"float": {}}):
+            copy = json.loads(json.dumps(header))
+            node = copy
+            for key in path[:-1]:
+                node = node[key]
+            if change != "gone":
+                node[path[-1]] = change
+            else:
+                del node[path[-1]]
+            yield copy
+
+
+def test_a_header_that_lacks_something_is_wrong_input_and_no_other_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    header, tensors = capture(model, optimizer, None)
+    tensors = {name: t.clone() for name, t in tensors.items()}
+    refused = 0
+    for damaged in damaged_headers(json.loads(json.dumps(header))):
+        try:
+            restore(model, torch.optim.AdamW(model.parameters()), None, damaged, tensors)
+        except (WrongInput, ValueError):
+            refused += 1
+    assert refused > 100
+    with pytest.raises(WrongInput, match="it has no dict 'optimizer'"):
+        restore(model, optimizer, None, {"extra": {}, "scheduler": None}, tensors)
+
+
+@pytest.mark.parametrize("strides", [[2**40, 1], [0, 0], [1], [1, 1], ["a", 1], [-2, 1], 7])
+def test_strides_of_no_dense_tensor_are_damage(strides) -> None:
+    told = {"tensor": "t", "device": "cpu", "strides": strides}
+    with pytest.raises(WrongInput, match="damaged value"):
+        decode(told, {"t": torch.zeros(2, 2)})
+    right = {"tensor": "t", "device": "cpu", "strides": [1, 2]}
+    assert decode(right, {"t": torch.zeros(2, 2)}).stride() == (1, 2)

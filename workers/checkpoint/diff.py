@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.checkpoint.stream import CheckpointReader
+from workers.state_header import entry
 
 PIECE = 2**22
 """Elements that are compared at a time."""
@@ -86,9 +87,10 @@ def compare(here: CheckpointReader, there: CheckpointReader, prefix: str = "") -
 
 
 def _other_parts(here: Any, there: Any, *, is_whole: bool) -> list[str]:
-    found = ["weights"] if here["weights"] != there["weights"] else []
+    found = ["weights"] if entry(here, "weights", dict) != entry(there, "weights", dict) else []
     for part in ("optimizer", "scheduler", "extra") if is_whole else ():
-        one, two = (json.dumps(state["values"][part]) for state in (here, there))
+        values = (entry(state, "values", dict) for state in (here, there))
+        one, two = (json.dumps(entry(each, part, object)) for each in values)
         found += [part] if one != two else []
     return found
 

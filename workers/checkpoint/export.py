@@ -149,7 +149,7 @@ def export_safetensors(
     the metadata maps the others to it."""
     kept, tied = untied(reader.weights)
     notes = [f"{name!r} is left out: it is tied to {kept_as!r}" for name, kept_as in tied.items()]
-    if reader.manifest.state["values"]["extra"]:
+    if reader.has_extra_state:
         notes.append("the modules' extra state is left out: it is no tensor")
     shards = list(_shards(reader, kept, max_shard_bytes))
     total = len(shards)

@@ -18,6 +18,7 @@ from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
 from workers.peer import as_bytes
 from workers.replica import Replica
+from workers.state_header import weights_of
 
 READERS = 4
 """Threads that read: one alone does not use a disk's or an object store's bandwidth."""
@@ -183,7 +184,8 @@ def checkpoint_sha256(catalogue: Catalogue, step: int | None = None) -> str:
         raise FileNotFoundError(f"there is no checkpoint in {catalogue.folder}")
     manifest = catalogue.manifest(steps[-1] if step is None else step)
     tensors = read_tensors(catalogue, manifest, ("model/",))
-    return weights_sha256({n: tensors[stored] for n, stored in manifest.state["weights"].items()})
+    weights = weights_of(manifest.state, tensors)
+    return weights_sha256({name: tensors[stored] for name, stored in weights.items()})
 
 
 def box_of(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

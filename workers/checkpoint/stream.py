@@ -15,6 +15,7 @@ from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue
 from workers.checkpoint.load import read_tensors
 from workers.state import decode
+from workers.state_header import entry, names_in, weights_of
 
 OnBytes = Callable[[int], object]
 """Is told how many bytes of tensors went by."""
@@ -52,7 +53,7 @@ class CheckpointReader:
     @property
     def weights(self) -> dict[str, str]:
         """Name in the state dict -> name of the stored tensor; tied ones share it."""
-        return self.manifest.state["weights"]
+        return weights_of(self.manifest.state, self.tensors)
 
     def read(self, stored: str) -> Tensor:
         """On the host, every byte verified."""
@@ -73,6 +74,22 @@ class CheckpointReader:
     def _read(self, wanted: tuple[StoredTensor, ...]) -> dict[str, Tensor]:
         return read_tensors(self._catalogue, replace(self.manifest, tensors=wanted))
 
+    @property
+    def _values(self) -> dict[str, Any]:
+        return entry(self.manifest.state, "values", dict)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return entry(self._values, "extra", dict)
+
+    @property
+    def has_extra_state(self) -> bool:
+        return bool(self._extra)
+
+    @property
+    def _optimizer(self) -> dict[str, Any]:
+        return entry(self._values, "optimizer", dict)
+
     # --- the state, tensors as References ---------------------------------------------
     def reference(self, stored: str) -> Reference:
         described = self.tensors[stored]
@@ -80,7 +97,7 @@ class CheckpointReader:
 
     def model(self) -> dict[str, Any]:
         """The model's state dict: weights under every name, and extra state."""
-        extra = cast(dict[str, Any], self.manifest.state["values"]["extra"])
+        extra = self._extra
         found: dict[str, Any] = {n: self.reference(s) for n, s in self.weights.items()}
         for module, encoded in extra.items():
             found[f"{module}." * bool(module) + "_extra_state"] = self.tree(encoded)
@@ -88,21 +105,24 @@ class CheckpointReader:
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Options and, under `params`, names."""
-        groups = self.manifest.state["values"]["optimizer"]["groups"]
-        return [{**self.tree(g["options"]), "params": list(g["params"])} for g in groups]
+        found: list[dict[str, Any]] = []
+        for group in entry(self._optimizer, "groups", list):
+            options = {"options": self.tree(entry(group, "options", dict))}
+            found.append({**entry(options, "options", dict), "params": names_in(group, "params")})
+        return found
 
     def optimizer_state(self) -> dict[str, Any]:
         """By the name of the parameter."""
-        state = self.manifest.state["values"]["optimizer"]["state"]
+        state = entry(self._optimizer, "state", dict)
         return {name: self.tree(encoded) for name, encoded in state.items()}
 
     def optimizer_shared(self) -> dict[str, Any]:
         """What an optimizer keeps under keys that are no parameters."""
-        shared = self.manifest.state["values"]["optimizer"]["shared"]
+        shared = entry(self._optimizer, "shared", dict)
         return {name: self.tree(encoded) for name, encoded in shared.items()}
 
     def scheduler(self) -> Any | None:
-        encoded = self.manifest.state["values"]["scheduler"]
+        encoded = entry(self._values, "scheduler", object)
         return None if encoded is None else self.tree(encoded)
 
     def tree(self, encoded: Any) -> Any:
