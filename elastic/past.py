@@ -14,6 +14,7 @@ from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.state import Decision, Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode, registry
+from elastic.protocol.errors import WrongInput, in_words
 from elastic.store.journal import lines_backwards
 
 TYPES = {**JOURNAL_TYPES, **registry(Account, Healing, Recovery)}
@@ -65,7 +66,18 @@ def line_of(
 
 
 def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
-    """None if the journal has nothing of this run. Its torn last line must be gone already."""
+    """None if the journal has nothing of this run. Its torn last line must be gone already.
+    WrongInput if it is not as this run's controllers write it."""
+    try:
+        return _read_past(directory, run_id, limits)
+    except OSError:
+        raise
+    except Exception as error:  # a decision takes the types of its event's fields for granted
+        what = f"cannot be gone on from: {in_words(error)}"
+        raise WrongInput(f"{directory / 'journal.jsonl'} {what}") from error
+
+
+def _read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
     tail: list[dict[str, Any]] = []
     for _, raw in lines_backwards(directory / "journal.jsonl"):
         tail.append(json.loads(raw))

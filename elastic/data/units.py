@@ -54,6 +54,8 @@ def read_unit(plan: Plan, unit: Unit, checksum: int | None = None) -> tuple[Any,
             if opened.size() != unit.file.size_bytes:
                 raise _changed(unit, f"{unit.file.size_bytes} bytes", f"{opened.size()}")
             file = _opened(opened, filesystem)
+            if (count := file.metadata.num_row_groups) <= unit.row_group:
+                raise _changed(unit, f"row group {unit.row_group}", f"{count} of them")
             if filesystem.type_name == "local":
                 found = _checksum(opened, file.metadata, unit, plan.source.columns)
             table = _row_group(file, unit.row_group, plan.source.columns)

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from elastic.protocol.membership import NumberSet
+from elastic.protocol.membership import MAX_NUMBER, NumberSet
 
-MAX_NUMBER = 2**24
-"""In a NumberSet that somebody else has written: above it would take all memory."""
 Registry = Mapping[str, Callable[..., Any]]
 
 

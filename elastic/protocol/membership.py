@@ -29,6 +29,8 @@ class Membership:
 
 
 CHUNK = 4096
+MAX_NUMBER = 2**24
+"""Above it a set that somebody else has written would take all memory."""
 """Numbers per integer of a NumberSet."""
 
 
@@ -47,6 +49,8 @@ class NumberSet:
     @classmethod
     def of(cls, numbers: Iterable[int]) -> "NumberSet":
         found = tuple(numbers)
+        if found and not 0 <= min(found) <= max(found) <= MAX_NUMBER:
+            raise ValueError(f"{min(found)} to {max(found)} are no numbers of workers or ranks")
         flags = bytearray(max(found, default=-1) // 8 + 1)
         for n in found:
             flags[n >> 3] |= 1 << (n & 7)
@@ -65,6 +69,8 @@ class NumberSet:
     def add(self, number: int) -> "NumberSet":
         if number in self:
             return self
+        if not 0 <= number <= MAX_NUMBER:
+            raise ValueError(f"{number} is no number of a worker or rank")
         index, bit = divmod(number, CHUNK)
         chunks = [*self.chunks, *(0 for _ in range(len(self.chunks), index + 1))]
         chunks[index] |= 1 << bit

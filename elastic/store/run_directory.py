@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.claim import Claim
@@ -70,6 +70,8 @@ RESULT_KINDS: Kinds = {
     "recoveries": list,
 }
 RESULT_FIELDS = frozenset(RESULT_KINDS)
+PHASES_S = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s", "total_s")
+RECOVERY_KINDS: Kinds = {"cause": str, "lost_steps": int, **dict.fromkeys(PHASES_S, float)}
 
 log = logging.getLogger(__name__)
 
@@ -393,8 +395,15 @@ def read_status(folder: Folder) -> dict[str, Any] | None:
     if found is not None:
         place = f"{folder}/status.json"
         check_kinds(found, STATUS_KINDS, place)
-        if not all(isinstance(row, dict) for row in [*found["workers"], *found["standby"]]):
-            raise WrongInput(f"{place} is damaged: a worker in it is none")
+        for row in [*found["workers"], *found["standby"]]:
+            worker = as_dict(row)
+            is_known = isinstance(worker.get("rank"), int | None)
+            if (
+                not worker
+                or not is_known
+                or not isinstance(worker.get("own_s"), float | int | None)
+            ):
+                raise WrongInput(f"{place} is damaged: a worker in it is none")
     return found
 
 
@@ -404,11 +413,15 @@ def read_result(folder: Folder) -> dict[str, Any] | None:
     if found is not None:
         place = f"{folder}/result.json"
         check_kinds(found, RESULT_KINDS, place)
-        if found.keys() != RESULT_FIELDS or not all(
-            isinstance(r, dict) for r in found["recoveries"]
-        ):
-            raise WrongInput(f"{place} is damaged: it is no result of a run")
+        for recovery in found["recoveries"]:
+            check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
+        if found.keys() != RESULT_FIELDS:
+            raise WrongInput(f"{place} is damaged: it has fields of no result")
     return found
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> None:
