@@ -53,7 +53,7 @@ def plan(
         )
     except ValueError as error:
         raise WrongInput(str(error)) from error
-    made = make_plan(source.within(str(Path.cwd())), seed)
+    made = make_plan(source.within(str(Path.cwd())), seed, is_wary=True)
     units, windows = made.units, made.windows(0)
     sizes = sorted(sum(u.size_bytes for u in window) for window in windows)
     steps, rest = divmod(made.num_rows, global_batch)

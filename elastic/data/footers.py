@@ -12,6 +12,7 @@ import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.fs as pa_fs  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
+from elastic.data.crashing import crashes
 from elastic.data.plan import Plan, PlannedFile
 from elastic.data.source import ParquetSource, is_uri
 from elastic.protocol.errors import BadData, WrongInput
@@ -26,16 +27,22 @@ MAX_FOOTERS = 16
 """Footers that are read at the same time."""
 
 
-def make_plan(source: ParquetSource, seed: int) -> Plan:
-    """WrongInput if there is no row, a footer cannot be read, or the files' columns differ."""
+def make_plan(source: ParquetSource, seed: int, *, is_wary: bool = False) -> Plan:
+    """WrongInput if there is no row, a footer cannot be read, or the files' columns differ.
+
+    is_wary: a process that made this plan has died: another one shows first whether a file is the
+    reason.
+    """
     roots = range(len(source.paths))
     listed = {found.path: found for root in roots for found in list_files(source, root)}
     _refuse_twins(source, listed.values())
     where = " and ".join(shown(source.place(path)) for path in source.paths)
     if not listed:
         raise WrongInput(f"{where}: no Parquet file there ({SUFFIXES})")
+    ordered = [listed[path] for path in sorted(listed)]
+    crashing = _crashing(source, ordered) if is_wary else {}
     with ThreadPoolExecutor(MAX_FOOTERS) as pool:
-        read = list(pool.map(partial(_footer, source), [listed[path] for path in sorted(listed)]))
+        read = list(pool.map(partial(_footer, source, crashing), ordered))
     files = tuple(file for file, _ in read)
     types = _common_types(source, read)
     plan = Plan(source, seed, files, columns_text(types), tuple(types))
@@ -130,8 +137,21 @@ def is_there(source: ParquetSource, file: PlannedFile) -> bool:
         return False
 
 
-def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
+def _crashing(source: ParquetSource, files: Sequence[PlannedFile]) -> dict[str, str]:
+    """Files whose footer ends the process that reads it -> with which signal."""
+    roots = [source.place(path) for path in source.paths]
+    calls = [[roots[file.root], find(source, file)[1], source.columns] for file in files]
+    found = crashes((__name__, "read_footer"), calls)
+    return {files[place].path: signal for place, signal in found.items()}
+
+
+def _footer(
+    source: ParquetSource, crashing: Mapping[str, str], file: PlannedFile
+) -> tuple[PlannedFile, Any]:
     try:
+        if file.path in crashing:
+            what = f"the process that reads it ends with {crashing[file.path]}"
+            raise BadData(file.path, f"the footer cannot be read: {what}")
         return _read_footer(source, file)
     except MemoryError as error:
         raise WrongInput(f"{file.path}: no memory to read the footer: {_line(error)}") from error
@@ -141,6 +161,8 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
         if source.on_bad_file == "raise":
             what = f'{error}; repair or remove it, or use parquet(..., on_bad_file="skip")'
             raise WrongInput(what) from error
+        if file.path in crashing:
+            return replace(file, problem=str(error)), None
     try:  # once more: what passes is no damage
         return _read_footer(source, file)
     except BadData as error:
@@ -148,20 +170,29 @@ def _footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]
 
 
 def _read_footer(source: ParquetSource, file: PlannedFile) -> tuple[PlannedFile, Any]:
-    filesystem, inside = find(source, file)
+    root = source.place(source.paths[file.root])
     try:
-        with filesystem.open_input_file(inside) as opened:
-            found = parquet.ParquetFile(opened)
-            metadata, schema = found.metadata, found.schema_arrow
+        groups, schema = read_footer(root, find(source, file)[1], source.columns)
     except MemoryError:
         raise
     except (OSError, arrow.ArrowException, ValueError) as error:
         raise BadData(file.path, f"the footer cannot be read: {_line(error)}") from error
+    return replace(file, row_groups=groups), schema
+
+
+def read_footer(
+    root: str, inside: str, columns: Sequence[str] | None
+) -> tuple[tuple[tuple[int, int], ...], Any]:
+    """(rows, bytes) of each row group, and the schema; what pyarrow raises passes through."""
+    filesystem, _ = open_filesystem(root)
+    with filesystem.open_input_file(inside) as opened:
+        found = parquet.ParquetFile(opened)
+        metadata, schema = found.metadata, found.schema_arrow
     groups = tuple(
-        (metadata.row_group(g).num_rows, _size_of(metadata.row_group(g), source.columns))
+        (metadata.row_group(g).num_rows, _size_of(metadata.row_group(g), columns))
         for g in range(metadata.num_row_groups)
     )
-    return replace(file, row_groups=groups), schema
+    return groups, schema
 
 
 def _size_of(row_group: Any, columns: Sequence[str] | None) -> int:

@@ -18,7 +18,7 @@ import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 from elastic.data.packing import TOKENS
 from elastic.data.permutation import permutation
 from elastic.data.plan import MAX_TOLD, Plan, Unit
-from elastic.data.units import Unreachable, crashes, read_unit
+from elastic.data.units import Unreachable, crashing_units, read_unit
 from elastic.protocol.errors import BadData
 
 arrow: Any = pa  # has no type stubs
@@ -91,7 +91,7 @@ def read_window(
     found: dict[int, int] = {}
     known = checksums or {}
     units = plan.windows(epoch)[window]
-    crashing = crashes(plan, units) if is_wary else {}
+    crashing = crashing_units(plan, units) if is_wary else {}
     for unit in units:
         if unit.index in left_out:
             skipped.append(Skipped(unit.index, ""))

@@ -3,18 +3,14 @@
 What becomes of its rows is reading.py's; footers of whole data sets are footers.py's.
 """
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from socket import gethostname
 from typing import Any
 
 import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import pyarrow.parquet as pa_parquet  # pyright: ignore[reportMissingTypeStubs]
 
+from elastic.data.crashing import crashes
 from elastic.data.footers import columns_text, find, is_of, is_there, open_filesystem
 from elastic.data.plan import Plan, Unit
 from elastic.protocol.errors import BadData
@@ -25,16 +21,6 @@ parquet: Any = pa_parquet
 PIECE_BYTES = 4 * 2**20
 FOOTER_END_BYTES = 8
 """The footer's length and the format's mark."""
-CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Signals that a process gives itself; who is short of memory is killed by another one."""
-TRIAL_S = 600.0
-TRIAL = """
-import json, sys
-asked = json.load(sys.stdin)
-sys.path[:] = asked["sys_path"]
-from elastic.data.units import decode_all
-decode_all(asked["order"])
-"""
 
 
 class Unreachable(BadData):
@@ -96,18 +82,26 @@ def _checksum(opened: Any, metadata: Any, unit: Unit, columns: tuple[str, ...] |
     """CRC-32 of the footer and of what the row group's columns have in the file."""
     end = unit.file.size_bytes - FOOTER_END_BYTES
     length = int.from_bytes(opened.read_at(FOOTER_END_BYTES, end)[:4], "little")
-    ranges = [(end - length, unit.file.size_bytes)]
-    group = metadata.row_group(unit.row_group)
-    for chunk in (group.column(i) for i in range(group.num_columns)):
-        if columns is None or is_of(chunk.path_in_schema, columns):
-            has_dictionary = chunk.has_dictionary_page and chunk.dictionary_page_offset
-            first = chunk.dictionary_page_offset if has_dictionary else chunk.data_page_offset
-            ranges.append((first, first + chunk.total_compressed_size))
+    ranges = [(end - length, unit.file.size_bytes), *_ranges(metadata, unit.row_group, columns)]
     found = 0
     for at, stop in ranges:
         while at < min(stop, unit.file.size_bytes):
             piece = opened.read_at(min(PIECE_BYTES, stop - at), at)
             found, at = crc32(memoryview(piece), found), at + len(piece)
+    return found
+
+
+def _ranges(
+    metadata: Any, row_group: int, columns: tuple[str, ...] | None
+) -> list[tuple[int, int]]:
+    """Where the columns of a row group are in the file."""
+    found: list[tuple[int, int]] = []
+    group = metadata.row_group(row_group)
+    for chunk in (group.column(i) for i in range(group.num_columns)):
+        if columns is None or is_of(chunk.path_in_schema, columns):
+            has_dictionary = chunk.has_dictionary_page and chunk.dictionary_page_offset
+            first = chunk.dictionary_page_offset if has_dictionary else chunk.data_page_offset
+            found.append((first, first + chunk.total_compressed_size))
     return found
 
 
@@ -118,43 +112,20 @@ def _uniform(plan: Plan, table: Any) -> Any:
     return arrow.Table.from_arrays([table.column(name) for name in plan.columns], schema=schema)
 
 
-# --- files that end the process that reads them ---------------------------------------
-def crashes(plan: Plan, units: Sequence[Unit]) -> dict[int, str]:
-    """Units that end a process of their own when it reads them -> with which signal."""
-    found: dict[int, str] = {}
-    left = list(units)
-    while left:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", TRIAL],
-                input=json.dumps({"order": _order(plan, left), "sys_path": sys.path}).encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=TRIAL_S,
-            )
-        except subprocess.TimeoutExpired:
-            break
-        begun = done.stdout.count(b"\n")
-        if -done.returncode not in CRASHES or not begun:
-            break
-        found[left[begun - 1].index] = signal.Signals(-done.returncode).name
-        left = left[begun:]
-    return found
-
-
-def _order(plan: Plan, units: Sequence[Unit]) -> list[Any]:
+def crashing_units(plan: Plan, units: Sequence[Unit]) -> dict[int, str]:
+    """Units that end the process that reads them -> with which signal."""
     source, columns = plan.source, plan.source.columns
     roots = [source.place(path) for path in source.paths]
-    return [[roots[u.file.root], find(source, u.file)[1], u.row_group, columns] for u in units]
+    calls = [[roots[u.file.root], find(source, u.file)[1], u.row_group, columns] for u in units]
+    found = crashes((__name__, "decode"), calls)
+    return {units[place].index: signal for place, signal in found.items()}
 
 
-def decode_all(order: list[Any]) -> None:
-    """As `read_unit` reads them, with a line on stdout before each: whoever counts them knows which
-    one has ended this process."""
-    for root, inside, row_group, columns in order:
-        print(flush=True)
-        filesystem, _ = open_filesystem(root)
-        names = None if columns is None else tuple(columns)
-        passing = suppress(OSError, MemoryError, ValueError, arrow.ArrowException)
-        with passing, filesystem.open_input_file(inside) as opened:
-            _row_group(_opened(opened, filesystem), row_group, names)
+def decode(root: str, inside: str, row_group: int, columns: list[str] | None) -> None:
+    """As `read_unit` reads."""
+    filesystem, _ = open_filesystem(root)
+    names = None if columns is None else tuple(columns)
+    with filesystem.open_input_file(inside) as opened:
+        file = _opened(opened, filesystem)
+        _ranges(file.metadata, row_group, names)
+        _row_group(file, row_group, names)

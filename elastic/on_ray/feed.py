@@ -112,7 +112,9 @@ class FeedActor:
         if order.folder is None and _unpacked_folder() is not None:
             refuse_unshipped(source)
         loop = asyncio.get_running_loop()
-        made = await loop.run_in_executor(None, make_plan, source, order.seed)
+        is_wary = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        planning = functools.partial(make_plan, source, order.seed, is_wary=is_wary)
+        made = await loop.run_in_executor(None, planning)
         opening = functools.partial(open_record, made, order.place)
         record = await loop.run_in_executor(None, patiently, opening)
         plan = record.plan

@@ -263,3 +263,28 @@ def test_a_row_group_that_ends_the_process_that_reads_it_is_a_bad_one(tmp_path, 
     assert (rows.count, [s.unit for s in skipped]) == (101 - 15, [1])
     assert "p2.parquet, row group 1: cannot be read: the process" in skipped[0].problem
     assert "SIGABRT" in skipped[0].problem
+
+
+CRASHING_FOOTER = """
+import os, pyarrow.parquet
+
+class Crashing(pyarrow.parquet.ParquetFile):
+    def __init__(self, source, **options):
+        if source.size() == SIZE:
+            os.abort()
+        super().__init__(source, **options)
+
+pyarrow.parquet.ParquetFile = Crashing
+"""
+
+
+def test_a_footer_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeypatch):
+    folder = write_rows(tmp_path / "set")
+    size_bytes = (folder / "p3.parquet").stat().st_size
+    hook = CRASHING_FOOTER.replace("SIZE", str(size_bytes))
+    (tmp_path / "sitecustomize.py").write_text(hook)  # of every new process
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plan = make_plan(parquet(folder, on_bad_file="skip"), SEED, is_wary=True)
+    assert [f.path for f in plan.files if f.problem] == [str(folder / "p3.parquet")]
+    with pytest.raises(WrongInput, match=r"p3.parquet: the footer .* ends with SIGABRT; repair"):
+        make_plan(parquet(folder), SEED, is_wary=True)

@@ -63,6 +63,8 @@ class Target:
     content: bytes
     damage: Callable[[random.Random, bytes], bytes]
     attempt: Callable[[bytes], object]
+    crashed: Callable[[bytes], bool] | None = None
+    """Where the attempt may end its process: whether a wary reader names this file."""
 
 
 # --- checkpoints ------------------------------------------------------------------------
@@ -332,7 +334,17 @@ def parquet_file(folder: Path, *, has_checksums: bool = False) -> Target:
                 again, _ = read_window(plan, 0, window, (), known)
                 assert again.table.equals(read[window].table), "other rows were accepted"
 
-    return Target(path.read_bytes(), damaged_bytes, attempt)
+    def crashed(content: bytes) -> bool:
+        path.write_bytes(content)
+        try:
+            wary = make_plan(parquet(path), 3, is_wary=True)
+            for window in range(len(wary.windows(0))):
+                read_window(wary, 0, window, is_wary=True)
+        except (WrongInput, BadData) as error:
+            return "ends with SIG" in str(error)
+        return False
+
+    return Target(path.read_bytes(), damaged_bytes, attempt, crashed)
 
 
 def checksummed_parquet(folder: Path) -> Target:

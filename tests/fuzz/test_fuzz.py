@@ -4,15 +4,20 @@
 gives its input again.
 """
 
+import faulthandler
+import os
 import random
 import signal
 import tracemalloc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from tests.fuzz.targets import REFUSALS, TARGETS
+from elastic.data.crashing import CRASHES
+from tests.fuzz.targets import REFUSALS, TARGETS, Target
 
 MAX_S = 3.0
 """Of this process's own time, which other load on the machine does not change."""
@@ -50,10 +55,44 @@ def on_alarm(*_: object) -> None:
 def run(name: str, seeds: range, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     target = TARGETS[name](folder)
+    if target.crashed is None:
+        attempt_all(name, target, seeds)
+        return
+    first = seeds.start
+    while first < seeds.stop:  # a child does it as long as it lives
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            in_child(name, target, range(first, seeds.stop), writer)
+        os.close(writer)
+        with open(reader, "rb") as said:
+            begun = said.read().split()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:
+            return
+        assert -status in CRASHES, f"{name}: status {status} at seed {begun[-1]}"
+        first = int(begun[-1]) + 1
+        assert target.crashed(target.damage(random.Random(first - 1), target.content))
+
+
+def in_child(name: str, target: Target, seeds: range, told: int) -> NoReturn:
+    faulthandler.disable()
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what the C++ library says when it ends
+        attempt_all(name, target, seeds, lambda seed: os.write(told, b"%d\n" % seed))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def attempt_all(
+    name: str, target: Target, seeds: range, tell: Callable[[int], object] = lambda _: None
+) -> None:
     before = signal.signal(signal.SIGPROF, on_alarm)
     try:
         for seed in seeds:
             content = target.damage(random.Random(seed), target.content)
+            tell(seed)
             signal.setitimer(signal.ITIMER_PROF, MAX_S)
             try:
                 target.attempt(content)
