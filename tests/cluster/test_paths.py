@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cluster.live import JOBS, LiveRun, assert_complete
+from tests.cluster.test_lifecycle import one_line
 from tests.cluster.test_stop import NODE
 
 pytestmark = pytest.mark.cluster
@@ -43,10 +44,16 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     options = {"address": nodes.address, "workers": 1, "global_batch": BATCH}
     options["set"] = ["path='set'", f"rows={ROWS}"]
 
+    target = f"{job / 'job.py'}:Beside"
+    refused = LiveRun(target, job / "runs", "run", ray_temp, **options)
+    refused.env |= {"RAY_RUNTIME_ENV_FAIL_UPLOAD_FOR_TESTING": "1"}
+    with refused:
+        end = refused.finish()
+    assert (end["status"], refused.directory.exists()) == (2, False)
+    assert "the folder of TARGET cannot be shipped: Failed to upload" in one_line(end["err"])
+
     for steps in (5, 12):
-        with LiveRun(
-            f"{job / 'job.py'}:Beside", job / "runs", "run", ray_temp, steps=steps, **options
-        ) as run:
+        with LiveRun(target, job / "runs", "run", ray_temp, steps=steps, **options) as run:
             end = run.finish()
         assert end["status"] == 0, end["err"]
         with (job / "job.py").open("a") as file:
