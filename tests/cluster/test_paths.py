@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_complete
+from tests.cluster.live import JOBS, PATIENCE_S, LiveRun, assert_complete
 from tests.cluster.test_lifecycle import one_line
 from tests.cluster.test_stop import NODE
 
@@ -71,7 +71,7 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
         cwd=tmp_path / "elsewhere",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "12 steps used 288 rows, each as planned: 2 whole epochs" in done.stdout
