@@ -18,8 +18,6 @@ LEASE_S = 10.0  # 10 x detect_s
 END_CONTROLLERS = """
 import ray
 ray.init(address={address!r}, namespace="elastic", log_to_driver=False)
-print("ready", flush=True)
-input()
 for actor in ray.util.list_named_actors():
     if actor.endswith("-controller"):
         ray.kill(ray.get_actor(actor), no_restart=True)
@@ -55,19 +53,13 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     again = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
     assert (again.returncode, "ended already" in again.stdout) == (0, True), again.stderr
 
-    command = [sys.executable, "-c", END_CONTROLLERS.format(address=nodes.address)]
-    ender = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(ray_temp)
-    )
-    assert ender.stdout is not None
-    assert "ready\n" in iter(ender.stdout.readline, "")
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
         assert run.process.wait(100) == 0
     step = run.status()["step"]
     until(lambda: run.status()["step"] > step + 20 and run.status()["world_size"] == 2)
     pids = [w["pid"] for w in run.status()["workers"]]
-    ender.communicate("\n", timeout=100)
-    assert ender.returncode == 0
+    done = run_python(ray_temp, "-c", END_CONTROLLERS.format(address=nodes.address))
+    assert done.returncode == 0, done.stderr
     at = time.monotonic()
     until(lambda: leftovers(pids) == [])
     assert time.monotonic() - at < LEASE_S + 30
