@@ -212,8 +212,7 @@ class Supervisor:
 
     async def _watch_places(self) -> None:
         need = Need(self.config.cpus_per_worker, int(self.order["device"] == "cuda"))
-        workers, head = self.cluster.workers, self.cluster.head
-        await watch_waiting(workers, head, self.config.min_workers, need, self._on_waits)
+        await watch_waiting(self.cluster.workers, self.config.min_workers, need, self._on_waits)
 
     def _on_waits(self, line: str) -> None:
         if line:

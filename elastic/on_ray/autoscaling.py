@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import ray
 from ray.core.generated import autoscaler_pb2  # pyright: ignore[reportMissingTypeStubs]
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from elastic.on_ray.machines import Machine, Need
@@ -62,10 +63,14 @@ def report() -> bytes | None:
     return cast(Any, internal_kv)._internal_kv_get(REPORT)
 
 
+def nothing() -> None:
+    """A task that only asks for a place."""
+
+
 def can_add_gpus() -> bool | None:
     """Whether the autoscaler has a node type with GPUs, by what becomes of a demand for one; None
     if it does not say."""
-    demand = cast(Any, ray.remote(int)).options(num_cpus=0, num_gpus=1, max_retries=0).remote()
+    demand = cast(Any, ray.remote(nothing)).options(num_cpus=0, num_gpus=1, max_retries=0).remote()
     gcs = cast(Any, internal_kv).internal_kv_get_gcs_client()
     seen_in, deadline = None, time.monotonic() + JUDGED_S
     try:
@@ -77,9 +82,11 @@ def can_add_gpus() -> bool | None:
             if seen_in is not None and (is_judged := judgement(status, seen_in)) is not None:
                 return is_judged
             time.sleep(LOOK_EVERY_S)
-        return None
+    except RayError:
+        pass
     finally:
         ray.cancel(demand)
+    return None
 
 
 def version_with_gpu_demand(status: Any) -> int | None:

@@ -7,17 +7,21 @@ there are, before it begins, is machines.py's.
 """
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
+from ray.exceptions import RayError
 
-from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.machines import Machine, Need, machines
 from elastic.on_ray.slots import Slot
+from elastic.store.files import first_line
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 PLACED_S = 5.0
@@ -65,23 +69,29 @@ def num_placed(slots: Iterable[Slot]) -> int:
 
 async def watch_waiting(
     workers: dict[int, Slot],
-    head: HeadCalls,
     min_workers: int,
     need: Need,
     tell: Callable[[str], None],
     ask: Callable[[], Offer] = offer_now,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """tell: told the line whenever it changes; empty while enough workers have a place."""
+    loop = asyncio.get_running_loop()
     told, since = "", math.inf
     while True:
         num_missing = min_workers - num_placed(workers.values())
         since = min(since, time.monotonic()) if num_missing > 0 else math.inf
         waited_s, line = time.monotonic() - since, ""
         if waited_s >= PLACED_S:
-            offer = await asyncio.wrap_future(head.start(ask))
-            if waited_s >= STARTED_S or offer.lacks(need):
-                line = waits_for(num_missing, need, offer)
+            try:
+                offer = await loop.run_in_executor(None, ask)
+            except (RayError, RuntimeError, OSError) as error:  # the head is away: ask again
+                log.warning('wait reason="%s"', first_line(error))
+                line = told
+            else:
+                if waited_s >= STARTED_S or offer.lacks(need):
+                    line = waits_for(num_missing, need, offer)
         if line != told:
             told = line
             tell(line)
-        await asyncio.sleep(LOOK_EVERY_S)
+        await pause(LOOK_EVERY_S)

@@ -1,8 +1,6 @@
 """What a run says that has too few places for its workers; without Ray."""
 
 import asyncio
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,32 +40,35 @@ def test_a_place_is_lacking_where_no_machine_is_large_enough_whatever_is_free():
     assert Offer((machine(CPU=4),) * 2, {"CPU": 8}).lacks(Need(8, 0))
 
 
-def watched(*steps: tuple[dict[int, Slot], Offer]) -> list[str]:
-    """What is told while the workers and the offer become these, a look after the other."""
-    workers, told, left = dict[int, Slot](), list[str](), list(steps)
+def watched(*looks: tuple[dict[int, Slot], Offer | OSError]) -> list[str]:
+    """What is told while the workers, and what Ray says, become these, a look after the other."""
+    workers, told, left = dict[int, Slot](), list[str](), iter(looks)
+    found: list[Offer | OSError] = []
+    is_over = asyncio.Event()
 
-    def begin_look() -> None:
-        changed, head.offer = left.pop(0)
+    def next_look() -> None:
+        changed, offer = next(left, (None, None))
+        if changed is None or offer is None:
+            is_over.set()
+            return
         workers.clear()
         workers.update(changed)
+        found[:] = [offer]
 
-    def start(ask: Any) -> Future[Offer]:
-        answer: Future[Offer] = Future()
-        answer.set_result(ask())
-        return answer
+    def ask() -> Offer:
+        if isinstance(found[0], OSError):
+            raise found[0]
+        return found[0]
 
-    head: Any = SimpleNamespace(start=start, offer=None)
-    begin_look()
+    async def pause(_: float) -> None:
+        next_look()
+        await asyncio.Event().wait() if is_over.is_set() else None
 
     async def run() -> None:
-        watch = watch_waiting(workers, head, 2, ONE_CPU, told.append, lambda: head.offer)
+        next_look()
+        watch = watch_waiting(workers, 2, ONE_CPU, told.append, ask, pause)
         task = asyncio.create_task(watch)
-        while left:
-            for _ in range(20):  # what can happen happens
-                await asyncio.sleep(0)
-            begin_look()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await asyncio.wait_for(is_over.wait(), 30)
         task.cancel()
 
     asyncio.run(run())
@@ -76,7 +77,6 @@ def watched(*steps: tuple[dict[int, Slot], Offer]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0)
     monkeypatch.setattr(waiting, "PLACED_S", 0)
 
 
@@ -90,6 +90,13 @@ def test_a_run_waits_until_its_minimum_has_places():
         waits_for(1, ONE_CPU, BUSY),
         "",
         waits_for(1, ONE_CPU, BUSY),
+    ]
+
+
+def test_a_head_that_is_away_changes_nothing():
+    lacking = {0: slot(), 1: slot()}
+    assert watched((lacking, OSError("away")), (lacking, BUSY), (lacking, OSError("away"))) == [
+        waits_for(2, ONE_CPU, BUSY)
     ]
 
 

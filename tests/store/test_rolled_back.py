@@ -154,7 +154,7 @@ def workers_say(run: RunDirectory, steps: range) -> None:
         calls = HeadCalls()
         cluster = RayCluster("token", 3.0, cast(Any, None), calls, cast(Any, host), clock)
         last = read_lines(run.folder, "metrics.jsonl")[-1]
-        cluster.take_over(run.place, run.last_step, last)
+        cluster.take_over(run.place, run.last_step, last, has_formed=True)
         lines = [line(step, 2) for step in steps]
         for _ in range(2):  # whoever is the lowest rank next repeats them
             if lines:
