@@ -44,7 +44,7 @@ from elastic.protocol.errors import ControllerLost, WrongInput, in_words
 from elastic.resume import PastRun, read_past_run
 from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
-from elastic.store.run_directory import RESULT_FIELDS
+from elastic.store.run_directory import RESULT_FIELDS, check_result, read_status
 from elastic.target import load_target, parse_arguments
 
 if TYPE_CHECKING:
@@ -323,8 +323,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    past = read_past_run(open_run(run_dir))
-    if past is None or (found := past.status) is None:
+    folder = open_run(run_dir)
+    past = read_past_run(folder)
+    if past is None or (found := read_status(folder)) is None:
         raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
     if as_json:
         print(encode(found).decode())
@@ -355,6 +356,7 @@ def watch(run_dir: RunDir) -> int:
         progress.close()
     if past.result is None:
         return refuse(f"{run_dir}: {said_of(past)}", status=FAILED)
+    check_result(past.result, f"{run_dir}/result.json")
     print_outcome(past.result, run_dir, past.config.get("steps"))
     return 0 if past.result["outcome"] == "succeeded" else FAILED
 

@@ -5,6 +5,7 @@ import traceback
 from typing import Any
 
 from elastic.protocol.errors import UserError, WrongInput
+from elastic.store.remote import shown_uri
 
 
 def print_failure(failure: BaseException) -> None:
@@ -19,6 +20,7 @@ def print_failure(failure: BaseException) -> None:
 
 def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None) -> None:
     """A few lines for a person."""
+    run_directory = shown_uri(run_directory)
     if result["outcome"] == "detached":
         print(f"detached; see `elastic watch {run_directory}`, `elastic stop {run_directory}`")
         return

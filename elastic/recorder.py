@@ -29,7 +29,7 @@ from elastic.store.files import (
     read_json,
     sees_probe,
 )
-from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently
+from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
 from elastic.store.run_directory import RunDirectory
 from elastic.writer import Writer
 
@@ -130,8 +130,8 @@ class Recorder:
             return patiently(read, self._rest, self._pauses_s)
         except OSError as error:
             raise StoreAway(
-                f"storage failed: {self.place} cannot be used now: {first_line(error)}; start the "
-                "same run again when it can"
+                f"storage failed: {shown_uri(self.place)} cannot be used now: {first_line(error)}; "
+                "start the same run again when it can"
             ) from error
 
     def _rest(self, pause_s: float) -> None:
@@ -142,8 +142,9 @@ class Recorder:
         """In the writer's thread."""
         probe = self.order["probe"]
         if probe is not None and not self._ask(functools.partial(sees_probe, probe)):
+            where = shown_uri(self.order["storage"])
             raise WrongInput(
-                f"storage {self.order['storage']!r} is not visible from the controller's node; "
+                f"storage {where!r} is not visible from the controller's node; "
                 "choose a folder that every node sees, or a URI"
             )
         where = self.order["storage"], self.order["name"]

@@ -14,10 +14,12 @@ from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.waits import waits_of
+from elastic.redaction import redacted
 from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
-from elastic.store.run_directory import read_result, read_status
+from elastic.store.remote import shown_uri
+from elastic.store.run_directory import check_result
 
 MAY_DIFFER = frozenset(
     [
@@ -38,7 +40,7 @@ DECIDES_BITS = frozenset(("cpus_per_worker",))
 another number of threads."""
 LAST_PROCESSES_S = 3.0
 """How long a run that seems to be alive may take to end."""
-WHERE_IT_IS = frozenset(("storage", "name", "versions", "target_file", "target_sha256"))
+WHERE_IT_IS = frozenset(("storage", "name", "versions", "target_file", "target_sha256", "secrets"))
 SILENT_AFTER_S = 10.0
 """A local status.json is written at least once a second."""
 REMOTE_SILENT_AFTER_S = 45.0
@@ -122,13 +124,13 @@ def config_json(
     """The content of config.json: the fields of RunConfig, and what was run with them.
 
     Exactly what reading it back gives; an argument that JSON cannot hold is its type. source: the
-    target's file, if there is one.
+    target's file, if there is one. Secrets are not in it, only what tells that they are the same.
     """
     values = {**config, "target": target, "arguments": plain(arguments), "versions": versions}
     if source is not None and source.is_file():
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
         values |= {"target_file": str(source), "target_sha256": sha256}
-    return json.loads(encode(values))
+    return redacted(json.loads(encode(values)))
 
 
 def plain(value: object) -> object:
@@ -150,6 +152,11 @@ def plain(value: object) -> object:
 def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Settings that may not change between two parts of one run, each with both values."""
     found: list[str] = []
+    past = redacted(past)  # of an earlier version it may have all
+    secrets = past.get("secrets", {}), new.get("secrets", {})
+    if isinstance(secrets[0], dict):
+        names = sorted(n for n in secrets[1] if n in secrets[0] and secrets[0][n] != secrets[1][n])
+        found += [f"the argument {name!r}, a secret, is another one now" for name in names]
     may_differ = MAY_DIFFER
     if past.get("reduction") == "bitwise":
         may_differ -= DECIDES_BITS
@@ -177,6 +184,7 @@ def compare(
     """Whether the run in `place` may go on with the settings `new`; WrongInput if it may not."""
     if past is None:
         return Fresh()
+    place = shown_uri(place)
     if found := differences(past.config, new):
         raise WrongInput(
             f"{place} holds a run with another configuration: {'; '.join(found)}. "
@@ -189,6 +197,8 @@ def compare(
             f"{past.silent_after_s:.0f} s"
         )
     result = past.result or {}
+    if result.get("outcome") == "succeeded":
+        check_result(result, f"{place}/result.json")
     if result.get("outcome") == "succeeded" and new["steps"] <= result["steps"]:
         return AlreadyFinished(result)
     return Resumed()
@@ -204,13 +214,13 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
     config = read_json(folder, "config.json")
     if config is None:
         return None
-    status = read_status(folder)
+    status = read_json(folder, "status.json")
     now = now or time.time()
     written, begun = folder.modified("status.json"), folder.modified("config.json")
     return PastRun(
         config=config,
         status=status,
-        result=read_result(folder),
+        result=read_json(folder, "result.json"),
         silent_s=float("inf") if written is None else now - written,
         is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
@@ -248,7 +258,8 @@ def await_last_processes(folder: Folder) -> PastRun | None:
 
 
 def controller_of(status: dict[str, Any] | None) -> dict[str, Any]:
-    return (status or {}).get("controller") or {}
+    found = (status or {}).get("controller")
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def is_controller_gone(controller: dict[str, Any]) -> bool:

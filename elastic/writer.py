@@ -12,6 +12,7 @@ from typing import Any
 from elastic.checkpoints import Unpublished
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.files import first_line
+from elastic.store.remote import shown_uri
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Writer:
     def hear_uploads(self, directory: RunDirectory) -> None:
         if directory.taken_by and not self._is_taken_over:
             self._is_taken_over = True
-            self._on_broken(f"{directory.place} was taken over by {directory.taken_by}")
+            self._on_broken(f"{shown_uri(directory.place)} was taken over by {directory.taken_by}")
         cause = directory.upload_error
         if self.trouble.hear_upload(cause) and cause:
             self._tell(cause)

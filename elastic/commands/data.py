@@ -4,6 +4,8 @@ Reading happens in this process; no Ray.
 """
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +15,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from elastic.commands.progress import printable
 from elastic.protocol.errors import BadData, WrongInput
-from elastic.store.files import check_kinds, open_folder, read_json
+from elastic.redaction import hidden_in
+from elastic.store.files import Folder, check_kinds, open_folder, read_json
 from elastic.store.journal import read_records
+from elastic.store.remote import shown_uri
 
 if TYPE_CHECKING:
     from elastic.data.record import FeedRecord
@@ -84,14 +89,27 @@ def _range(values: list[int]) -> str:
 @app.command()
 def check(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Path or URI.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Arguments that are secret: not on record."
+        ),
+    ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Run the code that a run directory of others, or in a bucket, names."
+        ),
+    ] = False,
 ) -> int:
     """Whether the committed steps used each sample exactly once; exit status 1 if not.
 
-    Imports the run's TARGET, for its `dataset()`.
+    Imports the run's TARGET, for its `dataset()`: the code that config.json names runs here. A run
+    directory that is not your own, and any in a bucket, needs --trust.
     """
     from elastic.data.checking import Repeated
     from elastic.data.checking import check as compare
-    from elastic.target import load_target
+    from elastic.target import load_target, parse_arguments
 
     folder = open_folder(run_dir)
     config = read_json(folder, "config.json")
@@ -103,7 +121,17 @@ def check(
     if not lines:
         raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
     place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
-    target = load_target(target_text(config), config["arguments"])
+    arguments = {**config["arguments"], **parse_arguments(settings or ())}
+    if hidden := hidden_in(arguments):
+        raise WrongInput(f"{hidden[0]!r} is secret and not on record: give --set {hidden[0]}=...")
+    text = target_text(config)
+    if not trust and not is_own(folder):
+        raise WrongInput(
+            f"{shown_uri(run_dir)} is not known to be yours, and checking runs the code that it "
+            f"names, {text!r}; give --trust if you know who wrote it"
+        )
+    print(f"elastic: importing {printable(text)}, as the run directory says", file=sys.stderr)
+    target = load_target(text, arguments)
     try:
         with contextlib.chdir(target.folder or Path.cwd()):  # as in a worker
             stream, size = stream_of(target.workload, config["seed"], place, target.folder)
@@ -137,6 +165,14 @@ def left_out_words(record: "FeedRecord") -> str:
     counted["row group"] = record.num_left_out
     parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counted.items() if n]
     return f" without {' and '.join(parts)} that could not be read" if parts else ""
+
+
+def is_own(folder: Folder) -> bool:
+    """Whether this user owns the run directory; who may write to a bucket is not known."""
+    if folder.local is None:
+        return False
+    places = (folder.local, folder.local / "config.json")
+    return all(os.stat(place).st_uid == os.geteuid() for place in places)
 
 
 def target_text(config: dict[str, Any]) -> str:

@@ -11,9 +11,8 @@ from elastic.commands.absence import Absence, said_of
 from elastic.commands.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.resume import read_past_run
-from elastic.store.files import Folder, open_folder, read_json
+from elastic.store.files import Folder, check_kinds, open_folder, read_json
 from elastic.store.journal import read_backwards
-from elastic.store.run_directory import read_result
 
 
 def stop(
@@ -32,7 +31,7 @@ def stop(
     config = read_json(folder, "config.json")
     if config is None:
         raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    if (result := read_result(folder)) is not None:
+    if (result := read_end(folder)) is not None:
         print(f"the run has ended already: {result['outcome']} after {result['steps']} steps")
         return 0
     if address is None and config.get("address") == "local":
@@ -52,6 +51,13 @@ def stop(
     return 0
 
 
+def read_end(folder: Folder) -> dict[str, Any] | None:
+    found = read_json(folder, "result.json")
+    if found is not None:
+        check_kinds(found, {"outcome": str, "steps": int}, f"{folder}/result.json")
+    return found
+
+
 def run_id_of(folder: Folder, run_dir: str) -> str:
     """Of its newest start. WrongInput if it has not begun."""
     lines = read_backwards(folder, "journal.jsonl")
@@ -64,7 +70,7 @@ def run_id_of(folder: Folder, run_dir: str) -> str:
 def await_result(folder: Folder, run_dir: str, absence: Absence) -> dict[str, Any]:
     """Ctrl-C ends only the waiting. ControllerLost if nobody is left who could write it."""
     every_s = LOOK_EVERY_S if folder.local else LOOK_REMOTE_EVERY_S
-    while (result := read_result(folder)) is None:
+    while (result := read_end(folder)) is None:
         past = read_past_run(folder)
         if past is not None and past.result is None and past.is_over:
             raise ControllerLost(f"{run_dir}: {said_of(past)}")

@@ -29,7 +29,7 @@ class Membership:
 
 
 CHUNK = 4096
-MAX_NUMBER = 2**24
+MAX_NUMBER = 2**20
 """Above it a set that somebody else has written would take all memory."""
 """Numbers per integer of a NumberSet."""
 

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import pyarrow.fs  # pyright: ignore[reportMissingTypeStubs]
 
 from elastic.protocol.errors import WrongInput, text_of
-from elastic.store.remote import copy_file, from_uri, is_refused, read_whole
+from elastic.store.remote import copy_file, from_uri, is_refused, read_whole, shown_uri
 
 arrow_fs: Any = pyarrow.fs  # has no type stubs
 
@@ -153,7 +153,7 @@ def open_folder(place: str) -> Folder:
     try:
         return reach_folder(place)
     except OSError as error:
-        raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
+        raise _unusable(place, error) from error
 
 
 def reach_folder(place: str) -> Folder:
@@ -165,8 +165,12 @@ def reach_folder(place: str) -> Folder:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and not is_refused(error):
             raise
-        raise WrongInput(f"storage {place!r} cannot be used: {first_line(error)}") from error
+        raise _unusable(place, error) from error
     return Folder(filesystem, path.rstrip("/"))
+
+
+def _unusable(place: str, error: BaseException) -> WrongInput:
+    return WrongInput(f"storage {shown_uri(place)!r} cannot be used: {_why(error, place)}")
 
 
 def place_of(storage: str, name: str) -> str:
@@ -281,6 +285,11 @@ def first_line(error: BaseException) -> str:
     return (text_of(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _why(error: BaseException, place: str) -> str:
+    """What it says, which may repeat the URI."""
+    return first_line(error).replace(place, shown_uri(place))
+
+
 # --- is a folder the same folder on another node? ----------------------------------
 @dataclass(frozen=True)
 class Probe:
@@ -301,7 +310,7 @@ def leave_probe(place: str) -> Probe:
         folder.write(probe.name, token.encode(), is_durable=False)
     except OSError as error:
         raise WrongInput(
-            f"storage {place!r} cannot be written: {first_line(error)}; "
+            f"storage {shown_uri(place)!r} cannot be written: {_why(error, place)}; "
             "choose another folder or change its permissions"
         ) from error
     return probe

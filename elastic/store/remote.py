@@ -4,6 +4,7 @@ Folders and files are files.py's.
 """
 
 import errno
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,12 +48,36 @@ AWAY = (
 AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
 
+HIDDEN = "***"
+SECRETS = ("token", "key", "secret", "password", "passwd", "credential", "credentials", "sig")
+"""A setting whose name has one of these words is not shown, nor written down."""
+
 T = TypeVar("T")
 COPY_BLOCK_BYTES = 16 * 2**20
 
 
 class StoreAway(OSError):
     """The storage did not take or give something for as long as everybody waits."""
+
+
+def is_secret(name: str) -> bool:
+    """By its last words: `api_key`, `accessKey`, `HF_TOKEN`; but not `tokenizer`, `max_tokens`."""
+    words = re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)
+    return any(word.lower().endswith(SECRETS) for word in words)
+
+
+def shown_uri(place: str) -> str:
+    """A path or URI for people, logs and records: without passwords and keys."""
+    if "://" not in place:
+        return place
+    scheme, _, rest = place.partition("://")
+    path, mark, query = rest.partition("?")
+    authority, slash, inside = path.partition("/")
+    if "@" in authority:
+        authority = f"{HIDDEN}@{authority.rpartition('@')[2]}"
+    parts = (part.partition("=") for part in query.split("&"))
+    shown = [f"{n}{eq}{HIDDEN if is_secret(n) else value}" for n, eq, value in parts]
+    return f"{scheme}://{authority}{slash}{inside}{mark}{'&'.join(shown)}"
 
 
 def from_uri(place: str) -> tuple[Any, str]:

@@ -32,7 +32,7 @@ from elastic.store.files import (
     write_json,
 )
 from elastic.store.journal import LineFile, as_object, lines_backwards, segments
-from elastic.store.remote import AWAY, is_refused
+from elastic.store.remote import AWAY, is_refused, shown_uri
 
 UPLOAD_EVERY_S = 5.0
 REMOTE_STATUS_EVERY_S = 10.0
@@ -102,7 +102,7 @@ class RunDirectory:
         self._lock_file = lock(self.folder.local, self.place) if self.folder.local else None
         self._claim: Claim | None = None
         if self._lock_file is None:
-            self._claim = Claim(self.folder, self.place, launch)
+            self._claim = Claim(self.folder, shown_uri(self.place), launch)
             self._claim.take()
             undo.callback(self._claim.release)
         else:
@@ -250,7 +250,8 @@ class RunDirectory:
                 self._check_claim()
                 self._cut_storage()
         except OSError as error:
-            log.warning('storage=%s step=%d reason="%s"', self.place, step, first_line(error))
+            place = shown_uri(self.place)
+            log.warning('storage=%s step=%d reason="%s"', place, step, first_line(error))
         return lost
 
     def _keep_later(self, step: int) -> None:
@@ -352,7 +353,8 @@ class RunDirectory:
                 self.upload_error = ""
             except OSError as error:  # on_storage_error="warn": the next round tries again
                 self.upload_error = first_line(error)
-                log.warning('storage=%s upload failed, reason="%s"', self.place, first_line(error))
+                place = shown_uri(self.place)
+                log.warning('storage=%s upload failed, reason="%s"', place, first_line(error))
 
     def _bring_logs(self, remote: Folder) -> None:
         remote.create()
@@ -368,7 +370,7 @@ def create(folder: Folder, place: str) -> None:
         if error.errno in AWAY if folder.local is not None else not is_refused(error):
             raise
         raise WrongInput(
-            f"run directory {place!r} cannot be created: {first_line(error)}; "
+            f"run directory {shown_uri(place)!r} cannot be created: {first_line(error)}; "
             "choose another storage or change its permissions"
         ) from error
 
@@ -397,27 +399,21 @@ def read_status(folder: Folder) -> dict[str, Any] | None:
         check_kinds(found, STATUS_KINDS, place)
         for row in [*found["workers"], *found["standby"]]:
             worker = as_dict(row)
-            is_known = isinstance(worker.get("rank"), int | None)
-            if (
-                not worker
-                or not is_known
-                or not isinstance(worker.get("own_s"), float | int | None)
-            ):
+            own_s, rank = worker.get("own_s"), worker.get("rank")
+            is_sound = isinstance(own_s, float | int | None) and isinstance(rank, int | None)
+            is_sound = is_sound and isinstance(row, dict)
+            if not is_sound or not str(worker.get("id")).isalnum():
                 raise WrongInput(f"{place} is damaged: a worker in it is none")
     return found
 
 
-def read_result(folder: Folder) -> dict[str, Any] | None:
-    """result.json, None if there is none; WrongInput if it is damaged."""
-    found = read_json(folder, "result.json")
-    if found is not None:
-        place = f"{folder}/result.json"
-        check_kinds(found, RESULT_KINDS, place)
-        for recovery in found["recoveries"]:
-            check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
-        if found.keys() != RESULT_FIELDS:
-            raise WrongInput(f"{place} is damaged: it has fields of no result")
-    return found
+def check_result(found: dict[str, Any], place: str) -> None:
+    """WrongInput if it is not the content of a result.json."""
+    check_kinds(found, RESULT_KINDS, place)
+    for recovery in found["recoveries"]:
+        check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
+    if found.keys() != RESULT_FIELDS:
+        raise WrongInput(f"{place} is damaged: it has fields of no result")
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -127,7 +127,9 @@ def test_arguments_that_json_cannot_hold_compare_equal_to_themselves():
 
 
 def test_a_finished_run_says_so_and_a_larger_number_of_steps_extends_it():
-    result = {"outcome": "succeeded", "steps": 10}
+    counts = dict.fromkeys(("steps", "generations", "lost_steps"), 10)
+    others = {"loss": None, "weights_sha256": "", "goodput": None, "badput": {}, "recoveries": []}
+    result = {"outcome": "succeeded", **counts, **others}
     past = replace(PAST, result=result)
     assert compare("/s/r", past, content()) == AlreadyFinished(result)
     assert "finished all 10 steps" in str(AlreadyFinished(result))

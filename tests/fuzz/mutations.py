@@ -2,6 +2,7 @@
 
 import json
 import random
+from copy import deepcopy
 from typing import Any
 
 HOSTILE: tuple[Any, ...] = (
@@ -55,13 +56,13 @@ def damaged_value(dice: random.Random, value: Any) -> Any:
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         there = places(found)
         if not there:
-            return dice.choice(HOSTILE)
+            return deepcopy(dice.choice(HOSTILE))
         node, key = dice.choice(there)
         match dice.randrange(5):
             case 0:
                 del node[key]
             case 1 | 2:
-                node[key] = dice.choice(HOSTILE)
+                node[key] = deepcopy(dice.choice(HOSTILE))
             case 3:
                 other, place = dice.choice(there)
                 if not isinstance(other, list) or place < len(other):
