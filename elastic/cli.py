@@ -44,7 +44,7 @@ from elastic.protocol.errors import ControllerLost, WrongInput, in_words
 from elastic.resume import PastRun, read_past_run
 from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
-from elastic.store.run_directory import RESULT_FIELDS, check_result, read_status
+from elastic.store.run_directory import RESULT_FIELDS, check_result, check_status
 from elastic.target import load_target, parse_arguments
 
 if TYPE_CHECKING:
@@ -323,10 +323,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    folder = open_run(run_dir)
-    past = read_past_run(folder)
-    if past is None or (found := read_status(folder)) is None:
+    past = read_past_run(open_run(run_dir))
+    if past is None or (found := past.status) is None:
         raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
+    check_status(found, f"{run_dir}/status.json")
     if as_json:
         print(encode(found).decode())
         return 0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from tests.test_architecture import ROOT
 
 WAITS = {
+    "available_resources",
     "cluster_resources",
     "get",
     "get_actor",
@@ -23,6 +24,8 @@ WAITS = {
 ELSEWHERE = {
     "on_ray/actors.py find_controller",  # a worker's thread
     "on_ray/actors.py start_controller",  # the driver
+    "on_ray/autoscaling.py can_add_gpus",  # the driver
+    "on_ray/machines.py torches_on",
     "on_ray/feed.py end_when_alone",  # through find_actor: the feed's own loop
     "on_ray/feed.py note",  # the same
     "on_ray/feed.py read_task",  # a task
@@ -45,6 +48,8 @@ BESIDE_THE_LOOP = {
     "on_ray/feed.py end_feed",
     "on_ray/feed.py find_actor",
     "on_ray/holders.py Holders._start",
+    "on_ray/machines.py machines",
+    "on_ray/waiting.py offer_now",  # in an executor
 }
 CALLERS = {
     "on_ray/actors.py ControllerActor.start_anew",  # in an executor

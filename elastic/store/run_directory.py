@@ -28,7 +28,6 @@ from elastic.store.files import (
     open_own,
     place_of,
     reach_folder,
-    read_json,
     write_json,
 )
 from elastic.store.journal import LineFile, as_object, lines_backwards, segments
@@ -391,20 +390,16 @@ def lock(directory: Path, place: str) -> IO[bytes] | None:
     return file
 
 
-def read_status(folder: Folder) -> dict[str, Any] | None:
-    """status.json, None if there is none yet; WrongInput if it is damaged."""
-    found = read_json(folder, "status.json")
-    if found is not None:
-        place = f"{folder}/status.json"
-        check_kinds(found, STATUS_KINDS, place)
-        for row in [*found["workers"], *found["standby"]]:
-            worker = as_dict(row)
-            own_s, rank = worker.get("own_s"), worker.get("rank")
-            is_sound = isinstance(own_s, float | int | None) and isinstance(rank, int | None)
-            is_sound = is_sound and isinstance(row, dict)
-            if not is_sound or not str(worker.get("id")).isalnum():
-                raise WrongInput(f"{place} is damaged: a worker in it is none")
-    return found
+def check_status(found: dict[str, Any], place: str) -> None:
+    """WrongInput if it is not the content of a status.json."""
+    check_kinds(found, STATUS_KINDS, place)
+    for row in [*found["workers"], *found["standby"]]:
+        worker = as_dict(row)
+        own_s, rank = worker.get("own_s"), worker.get("rank")
+        is_sound = isinstance(own_s, float | int | None) and isinstance(rank, int | None)
+        is_sound = is_sound and isinstance(row, dict)
+        if not is_sound or not str(worker.get("id")).isalnum():
+            raise WrongInput(f"{place} is damaged: a worker in it is none")
 
 
 def check_result(found: dict[str, Any], place: str) -> None:

@@ -256,7 +256,9 @@ def test_a_worker_that_does_not_start_says_what_failed(end: RayError | None, why
     async def run() -> Any:
         cluster = forming(spec_of=str).cluster
         actor: Any = Future()
-        actor.set_result(SimpleNamespace(run=SimpleNamespace(remote=call)))
+        placed = SimpleNamespace(future=Future)
+        is_free = SimpleNamespace(remote=lambda: placed)
+        actor.set_result(SimpleNamespace(run=SimpleNamespace(remote=call), is_free=is_free))
         cluster.workers[4] = record = Slot(actor, last_seen=4.0)
         await cluster._watch(4, record)
         return await asyncio.wait_for(cluster.events.get(), 10)

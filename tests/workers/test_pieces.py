@@ -76,7 +76,7 @@ def test_a_round_of_a_generation_that_was_given_up_meanwhile_says_nothing():
 LIMIT_S = 6.0
 """Of the backend, for one collective. A rank that is late by less is no loss."""
 NUM_LAYERS = 28
-PIECE_S = {"initial": 0.25, "checkpoint": 1.4}
+PIECE_S = {"initial": 0.25, "checkpoint": 1.8}
 """Of the slowest rank."""
 
 
@@ -135,8 +135,9 @@ def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
             replica.sharded.enter(*where, pieces=pieces, generation=generation)
             taken_s.append(time.monotonic() - began)
             found.append(replica.sharded.weights_sha256())
-        return found, min(taken_s)
+        return found, taken_s
 
-    for found, taken_s in run_ranks(3, body):
-        assert found == expected
-        assert taken_s > LIMIT_S, "else this shows nothing"
+    told = run_ranks(3, body)
+    assert [found for found, _ in told] == [expected] * 3
+    *_, of_the_slowest = told[-1]
+    assert min(of_the_slowest) > LIMIT_S, "else this shows nothing"
