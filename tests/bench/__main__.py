@@ -11,6 +11,7 @@ BENCHMARKS = (
     "checkpoint_load",
     "worlds",
     "throughput",
+    "overhead",
     "fsdp",
     "startup",
     "join",

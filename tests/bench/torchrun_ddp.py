@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from workers.workloads.charlm import CharLM
+from elastic.target import load_target
+from tests.bench.harness import CHARLM
 
 WARMUP_STEPS = 5
 
@@ -34,7 +35,7 @@ def batches_of_rank(size: int, *, steps: int, ids: int, micro_batch: int, rank: 
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    workload = CharLM()
+    workload = load_target(arguments.target, {}).workload
     torch.manual_seed(0)
     model = DistributedDataParallel(workload.build_model())
     optimizer = workload.build_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--clip-norm", type=float, default=1.0)
+    parser.add_argument("--target", default=CHARLM)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
