@@ -15,6 +15,7 @@ from elastic.protocol.seams import WorkerSpec
 from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.out_of_memory import told_as_loss
+from workers.parallel.pieces import Pieces
 from workers.peer import Following
 from workers.replica import Replica, Update
 from workers.standing import Standing
@@ -112,18 +113,19 @@ class Copying:
                 assert self._following is not None
                 self._following.arrived.wait(min(left_s, 0.05))
 
-    def catch_up_late(self, step: int, is_over: Callable[[], bool]) -> None:
+    def catch_up_late(self, step: int, pieces: Pieces) -> None:
         """Who lags gets the state of `step` while the others, formed already, wait for it: as long
-        as it gets further. PeerLost if the source is gone."""
+        as it gets further. PeerLost if the source is gone or the generation given up."""
         num_tensors = -1
-        while self._replica.step != step and not is_over():
+        while self._replica.step != step:
             if self._has_more(step, is_late=False):
                 continue
             following = self._following
             assert following is not None
             if following.num_tensors != num_tensors:
                 num_tensors = following.num_tensors
-                self._vitals.enter("restore")
+                pieces.begin_apart()
+            pieces.check()
             following.arrived.wait(0.05)
 
     def _has_more(self, step: int, *, is_late: bool) -> bool:

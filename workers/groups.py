@@ -8,7 +8,6 @@ abandons it: waiting ends at once, the group is kept until its threads have come
 reuses a buffer that an abandoned operation may still write.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -357,8 +356,6 @@ def form(
         store = StoreClient(store_address, join_timeout_s)
         prefixed = PrefixStore(prefix, store)
         if device.type == "cuda":
-            # Its monitor would ask our store from a thread, and finds what suspicion finds.
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=operation_timeout_s)
             nccl = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)

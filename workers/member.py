@@ -27,7 +27,8 @@ from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
 from workers.link import ControllerLink
 from workers.out_of_memory import told_as_loss
-from workers.parallel.entering import enter_shard
+from workers.parallel.entering import enter_shard, pieces_of
+from workers.parallel.pieces import Pieces
 from workers.peer import Followers, PeerServer
 from workers.peer_memory.keeper import Keeper
 from workers.records import Records
@@ -350,14 +351,16 @@ class Member:
         self._followers.renew(self._state_and_records)
         if not self._join_group():
             return False
-        began = time.monotonic()
+        began, pieces = time.monotonic(), pieces_of(self)
+        is_sharded = self.replica.sharded is not None
         with told_as_loss("it got its part of the state"):
-            has_entered = enter_shard(self, header) and self._catch_up_late(header["step"])
+            enter = enter_shard if is_sharded else Member._catch_up_late
+            has_entered = enter(self, header, pieces)
         if not has_entered:
             return False
         self._copying.stop()
         self._say_joined(header, state_s + time.monotonic() - began)
-        return True
+        return is_sharded or self._has_met(pieces)
 
     def _join_group(self) -> bool:
         """False if forming failed, which the controller knows then."""
@@ -418,17 +421,29 @@ class Member:
     def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
         return self.replica.snapshot(), self.records.to_frame()
 
-    def _catch_up_late(self, step: int) -> bool:
+    def _catch_up_late(self, header: dict[str, Any], pieces: Pieces) -> bool:
         """False if the generation was given up, or the source is gone, which costs it as well."""
-        if self.replica.sharded is not None or self.replica.step == step:
+        if self.replica.step == header["step"]:
             return True
         self.link.send("connected", generation=self.generation, rank=self.rank)
         try:
-            self._copying.catch_up_late(step, lambda: self._aborted >= self.generation)
+            self._copying.catch_up_late(header["step"], pieces)
         except PeerLost as error:
-            self._copying.stop()
-            self.link.send("sync_failed", reason=str(error))
-        return self.replica.step == step and self._aborted < self.generation
+            if self._aborted < self.generation:
+                self._copying.stop()
+                self.link.send("sync_failed", reason=str(error))
+            return False
+        return True
+
+    def _has_met(self, pieces: Pieces) -> bool:
+        """Whoever is level waits for those that get their state late: a step's first collective
+        would wait no longer than the backend lets it. False if the generation was given up."""
+        try:
+            pieces.wait_for_all()
+        except PeerLost as error:
+            self.collective_failed(error)
+            return False
+        return True
 
     def _on_replaced(self, records: dict[str, Any]) -> None:
         """The state is a peer's now."""

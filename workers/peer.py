@@ -114,7 +114,7 @@ class Follower:
 
     def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
         """Queue a copy of an update, unless it lags."""
-        if self._queued_bytes > MAX_QUEUED_BYTES:
+        if self._queued_bytes > MAX_QUEUED_BYTES and not self.is_lagging:
             self._lag()
         if not (self.is_lost or self.is_lagging):
             try:

@@ -33,6 +33,7 @@ class StoreServer:
         self._log: list[tuple[str, bytes]] = []
         self._is_set: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
+        self._members: set[socket.socket] = set()
         self._is_closed = False
         admission = Admission(self._listener, self.secret, self._serve)
         threading.Thread(target=admission.run, name="store", daemon=True).start()
@@ -45,20 +46,30 @@ class StoreServer:
             self._is_closed = True
             for is_set in self._is_set.values():
                 is_set.set()
+            for connection in self._members:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
     def _serve(self, connection: socket.socket, _hello: wire.Header) -> None:
+        with self._lock:
+            self._members.add(connection)
         with connection, suppress(OSError, ValueError, KeyError, TypeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.send(connection, {"type": "welcome"})
             while not self._is_closed:
-                asked, value_bytes = wire.receive_header(connection)
-                if value_bytes > MAX_VALUE_BYTES:
-                    raise wire.BadFrame(f"{value_bytes} bytes are more than a value has")
-                value = bytes(wire.receive_exactly(connection, value_bytes))
-                if asked["type"] == "set":
-                    self._set(str(asked["key"]), value)
-                else:
-                    connection.sendall(self._since(str(asked["key"]), int(asked["seen"])))
+                self._answer(connection)
+        with self._lock:
+            self._members.discard(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        asked, value_bytes = wire.receive_header(connection)
+        if value_bytes > MAX_VALUE_BYTES:
+            raise wire.BadFrame(f"{value_bytes} bytes are more than a value has")
+        value = bytes(wire.receive_exactly(connection, value_bytes))
+        if asked["type"] == "set":
+            self._set(str(asked["key"]), value)
+        else:
+            connection.sendall(self._since(str(asked["key"]), int(asked["seen"])))
 
     def _set(self, key: str, value: bytes) -> None:
         with self._lock:

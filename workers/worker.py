@@ -188,6 +188,8 @@ class Worker:
         device = torch.device(spec.device)
         if device.type == "cuda":
             check_gpu(spec)
+            # NCCL's monitor would ask our store from a thread, and finds what suspicion finds.
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
             device = torch.device("cuda", 0)
             make_deterministic(spec)
         self._device = device

@@ -1,18 +1,28 @@
 """A newcomer whose link carries less than the steps bring."""
 
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import CPU, Rig
 from workers import peer
+from workers.checkpoint.snapshot import HostMemory
 from workers.digest import weights_sha256
+from workers.groups import Alone
+from workers.parallel import entering
+from workers.parallel.pieces import Pieces
 from workers.rendezvous import Rendezvous
 
 LONG_S = 60.0
+LIMIT_S = 6.0
+"""Of the backend, for one collective. A rank that is late by less is no loss."""
 STEPS_MEANWHILE, STEPS = 4, 6
 
 
@@ -74,10 +84,8 @@ def lag(source: Rig, newcomer: Rig, slow_link) -> None:
     copy_until_level(newcomer)
 
 
-def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
-    source, newcomer, calm = rigs
-    lag(source, newcomer, slow_link)
-    assert newcomer.replica.step < STEPS_MEANWHILE, "it was sent what came later"
+def enter_together(source: Rig, newcomer: Rig) -> list[str]:
+    """Their hashes after some more steps."""
     rendezvous = Rendezvous("127.0.0.1")
     for rank, rig in enumerate((source, newcomer)):
         rig.form(2, STEPS_MEANWHILE, rank=rank, world_size=2, store=rendezvous.open(2))
@@ -85,6 +93,14 @@ def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
     with ThreadPoolExecutor(2) as both:
         hashes = list(both.map(lambda rig: steps_of(rig, STEPS), (source, newcomer)))
     rendezvous.forget()
+    return hashes
+
+
+def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
+    source, newcomer, calm = rigs
+    lag(source, newcomer, slow_link)
+    assert newcomer.replica.step < STEPS_MEANWHILE, "it was sent what came later"
+    hashes = enter_together(source, newcomer)
     begin(calm)
     assert hashes == [steps_of(calm, STEPS)] * 2
     assert [kind for kind, _, _ in newcomer.link.sent if kind in ("synced", "joined")] == [
@@ -93,10 +109,58 @@ def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
     ]
 
 
+def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
+    slow_link, rigs, monkeypatch
+):
+    monkeypatch.setattr(entering, "ROUND_OF_JOINING", 0.05 / LONG_S)
+    source, newcomer, _ = rigs
+    for rig in (source, newcomer):
+        rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)
+    lag(source, newcomer, slow_link)
+    send_snapshot, took_s = peer.send_snapshot, []
+
+    def slowly(connection, snapshot, queued):
+        take, began = snapshot.take, time.monotonic()
+        pause_s = 1.2 * LIMIT_S / len(snapshot.shapes)
+
+        def take_slowly(name):
+            time.sleep(pause_s)  # this is the copy
+            return take(name)
+
+        snapshot.take = take_slowly
+        send_snapshot(connection, snapshot, queued)
+        took_s.append(time.monotonic() - began)
+
+    monkeypatch.setattr(peer, "send_snapshot", slowly)
+    hashes = enter_together(source, newcomer)
+    assert hashes[0] == hashes[1]
+    assert took_s[0] > LIMIT_S, "else this shows nothing"
+
+
 def test_a_source_that_is_gone_then_costs_the_newcomer_its_state(slow_link, rigs):
     source, newcomer, _ = rigs
     lag(source, newcomer, slow_link)
     (follower,) = source.member._followers._all
     follower.close()
+    pieces = Pieces(Alone(), CPU, lambda: None, LONG_S)
     with pytest.raises(PeerLost, match="cannot reach step 4"):
-        newcomer.member._copying.catch_up_late(STEPS_MEANWHILE, lambda: False)
+        newcomer.member._copying.catch_up_late(STEPS_MEANWHILE, pieces)
+
+
+def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monkeypatch):
+    monkeypatch.setattr(peer, "MAX_QUEUED_BYTES", 2**20)
+    ours, theirs = socket.socketpair()
+    follower = peer.Follower(ours, worker=3)
+    large = {"w": torch.zeros(2**20)}  # more than a socket takes
+    for step in range(6):
+        follower.offer({"type": "update", "step": step}, large)
+    kinds = []
+    memory = HostMemory()
+    follower._queue.put(None)
+    with suppress(OSError):
+        while True:
+            header, _ = peer.receive_tensors(theirs, memory, lambda: None)
+            kinds.append(header["type"])
+    assert follower.is_lagging
+    assert kinds.count("lags") == 1
+    assert kinds[-1] == "lags"

@@ -19,20 +19,24 @@ ROUND_OF_JOINING = 0.5
 """Ranks that are apart meet after this part of what a generation has for forming."""
 
 
-def enter_shard(member: "Member", header: dict[str, Any]) -> bool:
+def pieces_of(member: "Member") -> Pieces:
+    """Of the generation that a group has formed for."""
+    assert member.group is not None
+    say_alive = partial(member.vitals.enter, "restore")
+    round_s = member.spec.join_timeout_s * ROUND_OF_JOINING
+    return Pieces(member.group, member.device, say_alive, round_s)
+
+
+def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> bool:
     """Obey a Form command that a group has formed for. False if that failed.
 
     The state may be of an earlier step than the command's: the newest that is whole.
     """
     replica, group = member.replica, member.group
     sharded = replica.sharded
-    if sharded is None:
-        return True
+    assert sharded is not None
     assert group is not None
     member.hear_holders(header)
-    say_alive = partial(member.vitals.enter, "restore")
-    round_s = member.spec.join_timeout_s * ROUND_OF_JOINING
-    pieces = Pieces(group, member.device, say_alive, round_s)
     said: dict[str, Any] = {"generation": member.generation, "rank": member.rank}
     try:
         sharded.enter(

@@ -42,9 +42,13 @@ class Pieces:
 
     def begin(self) -> None:
         """A piece between collectives. PeerLost once the generation is given up."""
+        self.check()
+        self._say_alive()
+
+    def check(self) -> None:
+        """PeerLost once the generation is given up."""
         if self._group.is_abandoned:
             raise PeerLost("the generation was given up")
-        self._say_alive()
 
     def begin_apart(self) -> None:
         """A piece of a stretch without collectives, which ends with `wait_for_all`."""
