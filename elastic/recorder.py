@@ -198,8 +198,7 @@ class Recorder:
             return
         if self._before is not None and not self.order["detach"]:
             self.directory = None
-            self.writer.write(directory.close)
-            self.writer.write(self._before.put_back)
+            self.writer.write(directory.undo, self._before)
             await asyncio.get_running_loop().run_in_executor(None, self.writer.executor.shutdown)
             return
         self.writer.write(lambda: directory.write_status(status()))

@@ -17,6 +17,7 @@ from elastic.limits import limits_of
 from elastic.on_ray.cluster import RayCluster
 from elastic.recorder import Recorder
 from elastic.store import run_directory
+from elastic.store.before import Before
 from elastic.store.catalogue import Damage
 from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
@@ -149,6 +150,57 @@ def test_a_resume_that_comes_to_nothing_leaves_the_run_as_it_was(tmp_path):
 
     asyncio.run(run())
     assert {name: (tmp_path / "r" / name).read_bytes() for name in old} == old
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_run_that_comes_to_nothing_deletes_only_what_it_has_made(tmp_path, is_new):
+    """It may have waited for machines for hours, and its folder is not its own alone."""
+    run_dir = tmp_path / "r"
+    if not is_new:
+        run_dir.mkdir()
+
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open()
+        opened.write_status(STATUS)
+        assert opened.keep_stacks({"w0.stacks": "..."}) is not None
+        await settled(opened)
+        (run_dir / "data.json").write_text("{}")  # as the feed writes it
+        (run_dir / "notes.txt").write_text("mine")
+        (run_dir / "checkpoints/step-00000000").mkdir(parents=True)  # as an import leaves it
+        (run_dir / "checkpoints/step-00000000/manifest.json").write_text("{}")
+        await end(opened)
+
+    asyncio.run(run())
+    assert files_in(run_dir) == [
+        "checkpoints",
+        "checkpoints/step-00000000",
+        "checkpoints/step-00000000/manifest.json",
+        "notes.txt",
+    ]
+
+
+def test_nobody_else_can_open_a_run_before_it_is_as_it_was(tmp_path, monkeypatch):
+    put_back, was_locked = Before.put_back, list[bool]()
+
+    def watched(before: Before) -> None:
+        was_locked.append((tmp_path / "r/.lock").exists())
+        put_back(before)
+
+    monkeypatch.setattr(Before, "put_back", watched)
+
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open()
+        await end(opened)
+
+    asyncio.run(run())
+    assert was_locked == [True]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_has_begun_or_was_left_alone_keeps_its_end(tmp_path):

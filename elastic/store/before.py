@@ -1,15 +1,20 @@
 """`Before`: what a run directory held before a run began to write it, to be put back if nothing
 comes of that run.
 
-Who opens the run directory is run_directory.py's, when nothing comes of a run the recorder's.
+Who opens and closes the run directory is run_directory.py's, when nothing comes of a run the
+recorder's.
 """
 
 from dataclasses import dataclass
 
 from elastic.store.files import Folder
+from elastic.store.journal import numbered
 
 REWRITTEN = ("config.json", "status.json", "result.json")
 """What a run replaces when it begins."""
+ADDED = ("journal.jsonl", "metrics.jsonl", "samples.jsonl", "data.json")
+"""Files that a run makes if they are not there, or segments of them."""
+LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -22,17 +27,16 @@ class Before:
     contents: dict[str, bytes]
 
     def put_back(self) -> None:
-        """Nobody writes the run any more. Lines that were appended to older files stay."""
-        for name in self.folder.names():
-            if name not in self.names:
-                self.folder.delete(name)
-        for name in self.folder.folders():
-            if name not in self.names:
-                self.folder.at(name).delete_all()
+        """While nobody else may write the run. Others may have put files here meanwhile, so only
+        what a run makes goes. Lines that were appended to older files stay."""
+        for name in (*REWRITTEN, *ADDED):  # without config.json the feed writes nothing more
+            if name not in self.names and not numbered(self.names, name):
+                for each in (name, *numbered(self.folder.names(), name)):
+                    self.folder.delete(each)
+        if LOGS not in self.names:
+            self.folder.at(LOGS).delete_all()
         for name, content in self.contents.items():
             self.folder.write(name, content)
-        if not self.exists and not self.folder.names() and not self.folder.folders():
-            self.folder.delete_all()
 
 
 def look_at(folder: Folder) -> Before:

@@ -107,6 +107,19 @@ class Claim:
         with self._renewing, suppress(OSError):
             self._folder.delete(self._name)
 
+    def withdraw(self, *, with_run: bool) -> None:
+        """As `release`, but no empty folder stays. with_run: nor that of the run. Whoever wants the
+        run in this moment may lose its wish to it, is refused, and can try again."""
+        self._is_released.set()
+        run = self._folder.parent
+        with self._renewing, suppress(OSError):
+            if self._folder.names() != [self._name]:
+                self._folder.delete(self._name)
+            elif with_run and not run.names() and run.folders() == [CLAIMS]:
+                run.delete_all()
+            else:
+                self._folder.delete_all()
+
     def _keep_renewing(self) -> None:
         while not self._is_released.wait(RENEW_EVERY_S) and not self._is_superseded:
             try:

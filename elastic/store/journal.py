@@ -114,6 +114,10 @@ class LineFile:
         self._file.close()
         self.join()
 
+    def abandon(self) -> None:
+        """Close it; what storage does not have yet is given up."""
+        self._file.close()
+
     def _base_size(self) -> int:
         """Bytes in storage; a rejoined file keeps new segments' offsets true."""
         self.join()

@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 from elastic.protocol.errors import WrongInput
+from elastic.store.before import Before
 from elastic.store.claim import Claim
 from elastic.store.files import (
     Folder,
@@ -311,11 +312,26 @@ class RunDirectory:
             write_json(self.folder, "status.json", status)
             self._status_at = time.monotonic()
 
+    def undo(self, before: Before) -> None:
+        """Close a run that came to nothing: all is put back before anybody else may open it."""
+        self._end_uploads()
+        self._check_claim()
+        for lines in (self._journal, self._rolled_back, self._samples, self._metrics):
+            if lines is not None:
+                lines.abandon()
+        try:
+            before.put_back()
+        finally:
+            if self._claim is not None:
+                self._claim.withdraw(with_run=not before.exists)
+            self._unlock()
+        if self._lock_file is not None and not before.exists:
+            with suppress(OSError):  # others have put something there
+                self.directory.rmdir()
+
     def close(self) -> None:
         """Write everything out. The run directory cannot be used afterwards."""
-        self._closed.set()
-        if self._uploader.is_alive():
-            self._uploader.join(timeout=60)
+        self._end_uploads()
         self._write_out()
         self.flush()
         for lines in (self._journal, self._rolled_back, self._samples, self._metrics):
@@ -323,11 +339,19 @@ class RunDirectory:
                 lines.close()
         if self._remote is not None:
             self._bring_logs(self._remote.at("logs"))
+        self._unlock()
+        if self._claim is not None:
+            self._claim.release()
+
+    def _end_uploads(self) -> None:
+        self._closed.set()
+        if self._uploader.is_alive():
+            self._uploader.join(timeout=60)
+
+    def _unlock(self) -> None:
         if self._lock_file is not None:
             (self.directory / LOCK).unlink(missing_ok=True)
             self._lock_file.close()
-        if self._claim is not None:
-            self._claim.release()
 
     def _open(self, name: str) -> LineFile:
         return LineFile(self.directory / name, self._remote)
