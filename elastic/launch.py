@@ -44,8 +44,8 @@ POLL_S = 0.2
 END_NOW_S = 10.0
 """How long a controller may take to end a run at once, before it is ended without it."""
 CHECKS_S = 8.0
-"""How long a driver that will leave waits for what the first worker finds wrong: nobody is there to
-be told of it later, and machines may take hours to come."""
+"""A driver that will leave waits for what the first worker finds wrong, as nobody is there to be
+told of it later; but only so long while workers have no place: machines may take hours to come."""
 REPORTED_VERSIONS = ("torch", "ray", "pyarrow", "numpy")
 
 
@@ -149,10 +149,12 @@ def run_config(
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
             return Result(**finished.result, run_directory=place)
+        case resume.Resumed() if past is not None and (
+            note := resume.changed_code(past.config, content)
+        ):
+            print(note, file=sys.stderr)
         case _:
             pass
-    if past is not None and (note := resume.changed_code(past.config, content)):
-        print(note, file=sys.stderr)
     check_writable(storage)
     if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
         raise WrongInput(
@@ -273,13 +275,14 @@ def wait(
     The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
     tell: print the run directory once the run is there to stay.
     """
-    told, end_by = 0, math.inf
-    leave_by = time.monotonic() + CHECKS_S if detach else math.inf
+    told, end_by, leave_by = 0, math.inf, math.inf
     onlooker = Onlooker(driver, on_progress, tell=tell)
     with interrupts_heard() as interrupts:
         try:
             while (answer := driver.poll(POLL_S)) is None:
                 onlooker.look()
+                latest = time.monotonic() + CHECKS_S
+                leave_by = min(leave_by, latest) if driver.waits_for else math.inf
                 if detach and driver.place and (driver.has_begun or time.monotonic() > leave_by):
                     return None
                 if len(interrupts) > told:

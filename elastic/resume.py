@@ -19,7 +19,7 @@ from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
 from elastic.store.remote import shown_uri
-from elastic.store.run_directory import check_result
+from elastic.store.run_directory import check_result, has_trained
 
 MAY_DIFFER = frozenset(
     [
@@ -61,6 +61,8 @@ class PastRun:
     silent_after_s: float = SILENT_AFTER_S
     begun_s: float = field(default=float("inf"), compare=False)
     """Seconds since config.json was written, as each start of the run does."""
+    has_trained: bool = field(default=True, compare=False)
+    """It has formed a generation, or left steps or checkpoints."""
 
     @property
     def is_alive(self) -> bool:
@@ -92,7 +94,7 @@ class PastRun:
 
 @dataclass(frozen=True)
 class Fresh:
-    """No run of this name: start at step 0."""
+    """No run of this name, or one that came to nothing: start at step 0."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def compare(
     if past is None:
         return Fresh()
     place = shown_uri(place)
-    if found := differences(past.config, new):
+    if past.has_trained and (found := differences(past.config, new)):
         raise WrongInput(
             f"{place} holds a run with another configuration: {'; '.join(found)}. "
             "Use the old values to resume it, or another --name"
@@ -196,6 +198,8 @@ def compare(
             f"Wait for it, or use another --name; if it was killed, try again in "
             f"{past.silent_after_s:.0f} s"
         )
+    if not past.has_trained:
+        return Fresh()
     result = past.result or {}
     if result.get("outcome") == "succeeded":
         check_result(result, f"{place}/result.json")
@@ -215,16 +219,19 @@ def read_past_run(folder: Folder, now: float | None = None) -> PastRun | None:
     if config is None:
         return None
     status = read_json(folder, "status.json")
+    result = read_json(folder, "result.json")
     now = now or time.time()
     written, begun = folder.modified("status.json"), folder.modified("config.json")
     return PastRun(
         config=config,
         status=status,
-        result=read_json(folder, "result.json"),
+        result=result,
         silent_s=float("inf") if written is None else now - written,
         is_controller_gone=is_controller_gone(controller_of(status)),
         silent_after_s=SILENT_AFTER_S if folder.local else REMOTE_SILENT_AFTER_S,
         begun_s=float("inf") if begun is None else now - begun,
+        has_trained=bool(generation_of(status) or (result or {}).get("steps"))
+        or has_trained(folder),
     )
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.before import Before
+from elastic.store.catalogue import folder_name
 from elastic.store.claim import Claim
 from elastic.store.files import (
     Folder,
@@ -159,8 +160,11 @@ class RunDirectory:
             self._claim.check()
 
     def begin(self, config: dict[str, Any]) -> None:
-        """Write config.json; a run that is extended or resumed has no result any more."""
+        """Write config.json; a run that is extended or resumed has no result any more. One that
+        has not trained begins anew, perhaps with other data."""
         self.folder.delete("result.json")
+        if not has_trained(self.folder):
+            self.folder.delete("data.json")
         write_json(self.folder, "config.json", config)
 
     def write_status(self, status: dict[str, Any]) -> None:
@@ -383,6 +387,15 @@ class RunDirectory:
         remote.create()
         for path in sorted(self.logs.iterdir()):
             remote.write(path.name, path.read_bytes())
+
+
+def has_trained(folder: Folder) -> bool:
+    """Whether a run has left steps or checkpoints of its own: one of step 0 is imported."""
+    names = folder.at("checkpoints").folders()
+    sizes = folder.sizes()
+    return any(name != folder_name(0) for name in names) or any(
+        size for name, size in sizes.items() if name.startswith("metrics.")
+    )
 
 
 def create(folder: Folder, place: str) -> None:

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,25 @@ def test_a_run_is_left_alone_once_it_is_there_whether_machines_are_or_not(monkey
     monkeypatch.setattr(launch, "CHECKS_S", -1.0)  # the first worker has had its time
     assert wait(driver, None, detach=True) is None
     assert not driver.has_begun
+
+
+def test_a_run_whose_workers_have_places_is_left_alone_only_once_it_has_begun(monkeypatch):
+    """Its first worker may take long to import torch, and then find that the input is wrong."""
+    monkeypatch.setattr(launch, "CHECKS_S", -1.0)
+    driver = Waiting(*[("runs/r", False, "")] * 5)
+    assert wait(driver, None, detach=True) == ANSWER
+    driver = Waiting(("runs/r", False, ""), ("runs/r", True, ""))
+    assert wait(driver, None, detach=True) is None
+    assert driver.has_begun
+
+
+def test_the_time_without_a_place_ends_with_the_place(monkeypatch):
+    clock = iter(range(0, 1000, 6))  # seconds, one look after the other
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(launch, "CHECKS_S", 15.0)
+    lacking, placed = ("runs/r", False, LACK), ("runs/r", False, "")
+    assert wait(Waiting(*[lacking, placed] * 4), None, detach=True) == ANSWER
+    assert wait(Waiting(*[lacking] * 8), None, detach=True) is None
 
 
 def test_a_display_that_fails_is_one_line_and_not_the_end_of_the_run(attach, capsys):

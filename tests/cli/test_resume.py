@@ -23,7 +23,9 @@ from elastic.resume import (
 from elastic.store.claim import this_machine
 from elastic.store.files import encode, open_folder, write_json
 from elastic.store.journal import segment_name
+from elastic.store.run_directory import RunDirectory
 from tests.store.test_journal import told
+from tests.store.test_run_directory import RESULT, STATUS
 
 
 def content(target: str = "/j.py:Job", arguments: Any = None, **changes: Any) -> dict[str, Any]:
@@ -164,6 +166,52 @@ def test_a_process_number_says_something_on_its_own_machine_only(tmp_path, machi
     past = read_past_run(folder)
     assert past is not None
     assert (past.is_controller_gone, past.is_alive) == (is_gone, not is_gone)
+
+
+def test_a_run_that_came_to_nothing_does_not_use_up_its_name(tmp_path):
+    """A detached run keeps its end, as nobody else would tell: the corrected command goes on."""
+    folder = open_folder(str(tmp_path))
+    run = RunDirectory(str(tmp_path.parent), tmp_path.name)
+    run.begin(content(seed=1))
+    write_json(folder, "data.json", {"plan_sha256": "of other data"})
+    run.append_journal({"generation": 0})
+    run.write_status({**STATUS, "generation": 0})
+    run.write_result({**RESULT, "outcome": "failed", "steps": 0, "generations": 0})
+    run.close()
+    (tmp_path / "checkpoints/step-00000000").mkdir(parents=True)  # it was imported
+    assert compare("/s/r", read_past_run(folder), content()) == Fresh()
+    again = RunDirectory(str(tmp_path.parent), tmp_path.name)
+    again.begin(content())
+    again.write_status({**STATUS, "generation": 0})
+    again.close()
+    assert not folder.exists("data.json"), "the corrected run may have other data"
+    status = folder.modified("status.json")
+    past = read_past_run(folder, status)
+    assert past is not None
+    assert "live run" in refusal(past, content(seed=1)), "it waits for its first worker"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("status.json", '{"generation": 1}'),
+        ("result.json", '{"outcome": "stopped", "steps": 4}'),
+        ("metrics.jsonl", '{"step": 1}'),
+        ("metrics.jsonl.000000000000000", '{"step": 1}'),
+        ("metrics.rolledback.jsonl", '{"step": 1}'),
+        ("checkpoints/step-00000004/manifest.json", "{}"),
+        ("checkpoints/step-00000004.damaged/manifest.json", "{}"),
+    ],
+)
+def test_a_run_that_has_left_something_goes_on_with_its_own_configuration(tmp_path, name, text):
+    folder = open_folder(str(tmp_path))
+    write_json(folder, "config.json", content(seed=1))
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    past = read_past_run(folder, now=2.0**40)
+    assert past is not None
+    assert "seed was 1 and now is 0" in refusal(past, content())
+    assert compare("/s/r", past, content(seed=1)) == Resumed()
 
 
 def test_a_past_run_is_read_from_its_directory(tmp_path):
