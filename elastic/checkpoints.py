@@ -43,7 +43,8 @@ class Checkpoints:
         """about: goes into every manifest. journal: takes a line's fields."""
         self._directory = directory
         self._catalogue = Catalogue(directory.folder.at("checkpoints"), launch_of(run_id))
-        self._is_open = False
+        self.is_open = False
+        """No leftovers of a crash are in it but those of a save that may be on its way."""
         self._keep, self._about, self._journal = keep, about, journal
         self.committed: int | None = None
         """Step of the newest good checkpoint."""
@@ -59,17 +60,17 @@ class Checkpoints:
             self._known.discard(damage.step)
             log.warning('checkpoint=%d damaged reason="%s" kept=%s', damage.step, damage.what, name)
             self._journal({"damaged": damage.step, "reason": damage.what, "kept": name})
-        if not self._is_open:  # later a save may be on its way
+        if not self.is_open:  # later a save may be on its way
             for name in ask(self._catalogue.sweep):
                 self._journal({"removed": name, "reason": "a save that was never whole"})
-            ask(self.take_over)
+            ask(partial(self.take_over, is_open=True))
         self.stand_at(step)
 
-    def take_over(self) -> None:
-        """Another controller has opened them; a save of it may still be on its way."""
+    def take_over(self, *, is_open: bool) -> None:
+        """is_open: another controller has opened them; a save of it may still be on its way."""
         self._known = set(self._catalogue.steps())
         self.committed = max(self._known, default=None)
-        self._is_open = True
+        self.is_open = is_open
 
     def stand_at(self, step: int) -> None:
         """The run has gone back to `step`; no store is asked."""

@@ -98,7 +98,7 @@ class Recorder:
                 return await self._open_first(step, damaged)
         self.roll_back(step)
         self.writer.write(self.checkpoints.stand_at, step)
-        if damaged:
+        if damaged or not self.checkpoints.is_open:
             await self._run(self.checkpoints.open, step, damaged, self._ask)
         return self.place
 
@@ -164,7 +164,9 @@ class Recorder:
         self.directory, past = opened
         self._told_step = self.directory.last_step
         self.checkpoints = self._make_checkpoints(self.directory)
-        await run(self.writer.executor, self.checkpoints.take_over)
+        has_formed = past.decision.ledger.num_generations > 0  # else it has perhaps not opened them
+        take_over = functools.partial(self.checkpoints.take_over, is_open=has_formed)
+        await run(self.writer.executor, take_over)
         self.account, self.lost_steps = past.account, past.lost_steps
         self.last_metrics = past.last_metrics
         return past

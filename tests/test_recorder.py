@@ -13,6 +13,7 @@ import pytest
 
 from elastic.config import RunConfig
 from elastic.control.events import Cancelled
+from elastic.control.transition import start
 from elastic.limits import limits_of
 from elastic.on_ray.cluster import RayCluster
 from elastic.recorder import Recorder
@@ -337,12 +338,36 @@ def test_damaged_checkpoints_are_aside_before_the_run_goes_on(tmp_path: Path):
             folder = tmp_path / "r" / "checkpoints" / f"step-{step:08d}"
             folder.mkdir(parents=True)
             (folder / "manifest.json").write_text("{}")
-        opened.checkpoints.take_over()
+        opened.checkpoints.take_over(is_open=True)
         assert opened.committed == 4
         await opened.open_at(2, [Damage(4, "torn")])
         assert opened.committed == 2
         aside = tmp_path / "r" / "checkpoints" / "step-00000004.damaged"
         assert aside.is_dir()
         await close(opened)
+
+    asyncio.run(run())
+
+
+def test_a_successor_of_a_controller_that_had_no_sound_worker_yet_sweeps_torn_saves(tmp_path):
+    torn = tmp_path / "r/checkpoints/step-00000004"
+    torn.mkdir(parents=True)
+
+    async def run() -> None:
+        died = recorder(str(tmp_path))
+        await died.open()
+        died.record(None, None, start(died.limits, 5.0))
+        await settled(died)
+        died.writer.executor.shutdown()
+        successor = recorder(str(tmp_path))
+        past = await successor.reopen()
+        assert past is not None
+        assert torn.exists()
+        await successor.open_at(0, [])
+        assert not torn.exists()
+        torn.mkdir()  # a save is on its way
+        await successor.open_at(0, [])
+        assert torn.exists()
+        await close(successor)
 
     asyncio.run(run())
