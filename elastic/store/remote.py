@@ -49,8 +49,17 @@ AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
 
 HIDDEN = "***"
-SECRETS = ("token", "key", "secret", "password", "passwd", "credential", "credentials", "sig")
-"""A setting whose name has one of these words is not shown, nor written down."""
+QUALIFIERS = (
+    "access|account|api|auth|aws|azure|bearer|client|encryption|gcp|github|gitlab|hf|hub|"
+    "huggingface|openai|private|refresh|sas|secret|security|service|session|shared|signing|ssh|"
+    "storage|wandb"
+)
+"""What makes a key or a token a secret among other words: there are sort keys and pad tokens."""
+IS_SECRET = re.compile(
+    r"(secret|password|passwd|passphrase|credential)s? | sig "
+    rf"| ({QUALIFIERS}) ?(key|token)s? "
+)
+"""In a name's words, with a space around each."""
 
 T = TypeVar("T")
 COPY_BLOCK_BYTES = 16 * 2**20
@@ -61,9 +70,9 @@ class StoreAway(OSError):
 
 
 def is_secret(name: str) -> bool:
-    """By its last words: `api_key`, `accessKey`, `HF_TOKEN`; but not `tokenizer`, `max_tokens`."""
-    words = re.split(r"[^A-Za-z]+|(?<=[a-z])(?=[A-Z])", name)
-    return any(word.lower().endswith(SECRETS) for word in words)
+    """By its words: `api_key`, `accessKeys`, `HF_TOKEN`; but not `sort_key`, `max_tokens`."""
+    words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return words in (["key"], ["token"]) or IS_SECRET.search(f" {' '.join(words)} ") is not None
 
 
 def shown_uri(place: str) -> str:

@@ -5,10 +5,11 @@ import os
 
 import pytest
 
+from elastic import redaction
 from elastic.cli import main
 from elastic.outcome import print_outcome
 from elastic.protocol.errors import WrongInput
-from elastic.redaction import redacted
+from elastic.redaction import hidden_in, redacted
 from elastic.resume import PastRun, Resumed, compare, config_json, differences
 from elastic.store.files import open_folder
 from elastic.store.remote import is_secret, shown_uri
@@ -28,6 +29,11 @@ def config(**arguments) -> dict:
     return config_json({"storage": STORAGE, "steps": 9}, "m:C", {**ARGUMENTS, **arguments}, {})
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(redaction, "SCRYPT", {"n": 2, "r": 1, "p": 1})
+
+
 def test_no_secret_is_in_config_json():
     found = config()
     assert "hunter2" not in json.dumps(found)
@@ -43,8 +49,9 @@ def test_no_secret_is_in_config_json():
     assert len(set(found["secrets"].values())) == 3, "one secret in two places looks like two"
 
 
-@pytest.mark.parametrize("past", [config(), {**config(), "secrets": {}, "arguments": ARGUMENTS}])
-def test_a_resume_with_the_same_secrets_goes_on_and_with_others_is_refused(past):
+@pytest.mark.parametrize("early", [{}, {"secrets": {}, "arguments": ARGUMENTS}])
+def test_a_resume_with_the_same_secrets_goes_on_and_with_others_is_refused(early):
+    past = {**config(), **early}
     run = PastRun(past, None, None, 99.0, True)
     assert compare("here", run, config()) == Resumed()
     with pytest.raises(
@@ -58,16 +65,64 @@ def test_a_resume_with_the_same_secrets_goes_on_and_with_others_is_refused(past)
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [
-        *((n, True) for n in ("token", "HF_TOKEN", "apiKey", "api_key", "apikey", "db-password")),
-        *((n, True) for n in ("secret", "secret_access_key", "sig", "client_secret_2")),
-        *((n, False) for n in ("tokenizer", "max_tokens", "keys", "width", "keyboard", "region")),
-    ],
-)
-def test_a_name_tells_a_secret(name, is_one):
-    assert is_secret(name) is is_one
+ARE_SECRET = """
+token HF_TOKEN hfToken hub_token HFToken apiKey APIKey api_key api_keys apikey api-key db-password
+password passwords dbpassword passwd secret secrets credential credentials client_secret_2 sig key
+secret_access_key accessKeys access_key_id aws_session_token wandb_api_key azure_storage_account_key
+encryption_key signing_key private_key refresh_token bearer_token auth_tokens github_token token_2
+X-Amz-Security-Token X-Amz-Credential oAuthToken authtoken WANDB_API_KEY
+"""
+ARE_NONE = """
+tokenizer max_tokens num_tokens tokens keys width keyboard region text_key image_key label_key
+sort_key key_name pad_token eos_token padToken token_ids num_key_value_heads monkey turkey hockey
+donkey_kong design signal sigma significance secretary session account api_version access apiary
+keyed_batches group_key primary_key
+"""
+
+
+@pytest.mark.parametrize("name", ARE_SECRET.split())
+def test_a_name_tells_a_secret(name):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ARE_NONE.split())
+def test_other_names_with_keys_and_tokens_are_none(name):
+    assert not is_secret(name)
+
+
+def test_all_of_a_secret_is_hidden_and_the_uris_of_every_other_argument():
+    secret = {
+        "token": ["hunter2", "hunter2"],
+        "api_keys": "hunter2",
+        "credentials": {"user": "hunter2", "pin": 7, "ids": [["hunter2"]], "cached": None},
+        "data": "s3://AK:hunter2@b/x?secret_key=hunter2&region=eu",
+        "more": [{"files": "s3://AK:hunter2@b/x,s3://AK:hunter2@b/y see gs://hunter2@c/z"}],
+        "text_key": "caption",
+        "use_auth_token": True,
+        "note": "me@home, 3://4",
+    }
+    found = config(**secret)
+    assert "hunter2" not in json.dumps(found)
+    hidden = {
+        "token": ["***", "***"],
+        "api_keys": "***",
+        "credentials": {"user": "***", "pin": "***", "ids": [["***"]], "cached": None},
+        "data": "s3://***@b/x?secret_key=***&region=eu",
+        "more": [{"files": "s3://***@b/x,s3://***@b/y see gs://***@c/z"}],
+    }
+    assert found["arguments"] == {**redacted(config())["arguments"], **secret, **hidden}
+    assert set(found["secrets"]) == {*config()["secrets"], *hidden}
+    assert redacted(found) == found
+    others = json.loads(json.dumps(secret).replace("hunter2", "hunter3"))
+    assert differences(found, config(**others)) == [
+        f"the argument {name!r}, a secret, is another one now" for name in sorted(hidden)
+    ]
+
+
+def test_a_resume_names_both_values_of_an_argument_that_is_no_secret():
+    (told,) = differences(config(text_key="caption"), config(text_key="title"))
+    assert "caption" in told
+    assert "title" in told
 
 
 def test_places_are_shown_without_secrets(capsys):
@@ -102,3 +157,12 @@ def test_checking_a_run_with_secrets_wants_them_again(folder, tmp_path, capsys):
     assert main(["data", "check", str(run)]) == 2
     assert "'path' is secret and not on record: give --set path=" in capsys.readouterr().err
     assert main(["data", "check", str(run), "--set", f"path={folder}"]) == 0
+
+
+def test_a_secret_inside_an_argument_is_wanted_again_too():
+    on_record = redacted(
+        {"arguments": {**ARGUMENTS, "files": ["gs://me:hunter2@b/x"], "path": "p"}}
+    )
+    assert hidden_in(on_record["arguments"]) == ["clients", "files", "hf_token", "store"]
+    assert hidden_in({"a": "s3://b/x?key=***"}) == ["a"]
+    assert hidden_in({"a": ["s3://b/x?region=eu", "2*3", None, {"b": 1}]}) == []
