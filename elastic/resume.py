@@ -83,7 +83,11 @@ class PastRun:
     def successor_left_s(self) -> float:
         """For how long a successor of its controller may still come: its workers wait for as long
         as their lease, and a live run's status may be as old as `silent_after_s`."""
-        lease_s = waits_of(self.config.get("detect_s")).lease_s
+        detect_s = self.config.get("detect_s")
+        try:
+            lease_s = waits_of(detect_s).lease_s
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WrongInput(f"config.json is damaged: detect_s is {detect_s!r:.80}") from error
         return self.silent_after_s + lease_s - self.heard_s
 
     @property

@@ -131,6 +131,15 @@ def test_status_tells_of_an_absence(run, capsys, pid, silent_s, says):
     assert ("; " in line) == bool(says)
 
 
+@pytest.mark.parametrize("detect_s", ["x", 1e9, [3.0], pytest.param(10**400, id="huge"), -1])
+def test_a_run_whose_detect_s_is_damaged_is_one_clean_line(run, capsys, detect_s):
+    run.say(GONE)
+    write_json(run.folder, "config.json", {"detect_s": detect_s})
+    assert main(["status", str(run.place)]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"elastic: config.json is damaged: detect_s is .{1,80}\n", said), said
+
+
 def test_the_wait_is_the_lease_of_the_workers_after_the_age_that_a_live_status_may_have():
     assert not replace(PAST, silent_s=39.9).is_over
     assert replace(PAST, silent_s=40.1).is_over
