@@ -141,7 +141,7 @@ def _crashing(source: ParquetSource, files: Sequence[PlannedFile]) -> dict[str, 
     """Files whose footer ends the process that reads it -> with which signal."""
     roots = [source.place(path) for path in source.paths]
     calls = [[roots[file.root], find(source, file)[1], source.columns] for file in files]
-    found = crashes((__name__, "read_footer"), calls)
+    found = crashes((__name__, "read_footer"), calls, at_once=MAX_FOOTERS)
     return {files[place].path: signal for place, signal in found.items()}
 
 

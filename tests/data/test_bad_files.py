@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic.data import parquet
+from elastic.data.crashing import crashes
 from elastic.data.footers import make_plan
 from elastic.data.reading import Unreachable, read_window
 from elastic.data.record import FeedRecord, open_record
@@ -288,3 +289,39 @@ def test_a_footer_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeyp
     assert [f.path for f in plan.files if f.problem] == [str(folder / "p3.parquet")]
     with pytest.raises(WrongInput, match=r"p3.parquet: the footer .* ends with SIGABRT; repair"):
         make_plan(parquet(folder), SEED, is_wary=True)
+
+
+CALLED = """
+import os, pathlib, threading
+
+met, mark = threading.Barrier(4, timeout=60), pathlib.Path(__file__).with_name("met")
+
+def meet(ends):
+    if not mark.exists():
+        met.wait()
+    if ends:
+        mark.touch()
+        os.abort()
+"""
+
+
+@pytest.fixture
+def called(tmp_path, monkeypatch):
+    (tmp_path / "called.py").write_text(CALLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ("called", "meet"), tmp_path / "met"
+
+
+def test_calls_are_tried_together_and_only_those_beside_a_crash_one_by_one(called):
+    """The first four go on only once all of them have begun."""
+    function, met = called
+    assert crashes(function, [[n == 3] for n in range(20)], at_once=4) == {3: "SIGABRT"}
+    assert met.exists()
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_every_call_that_ends_a_process_is_found_among_many(called, at_once):
+    function, met = called
+    met.touch()
+    calls = [[n in (3, 4, 30)] for n in range(40)]
+    assert crashes(function, calls, at_once) == dict.fromkeys((3, 4, 30), "SIGABRT")
