@@ -292,7 +292,7 @@ def _own_dense(shape: torch.Size, strides: list[int] | None) -> list[int] | None
     dense = [1]
     for _, size in sizes:
         dense.append(dense[-1] * max(size, 1))
-    is_whole = all(type(step) is int and 0 <= step <= dense[-1] for step in strides)
+    is_whole = all(type(step) is int and 0 <= step < 2**63 for step in strides)
     if not is_whole or [step for step, _ in sizes] != dense[:-1]:
         raise ValueError(f"strides {strides} of a tensor of {list(shape)}")
     return strides

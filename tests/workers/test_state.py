@@ -221,6 +221,21 @@ def test_a_header_that_lacks_something_is_wrong_input_and_no_other_error() -> No
         restore(model, optimizer, None, {"extra": {}, "scheduler": None}, tensors)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1, 1, 2), (16, 2, 1)), ((2, 1, 3), (1, 2**40, 2)), ((3, 1), (1, 0)), ((1, 1), (7, 2**62))],
+)
+def test_strides_come_back_whatever_they_are_where_nothing_is_to_step_over(shape, strides) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    given = torch.arange(math.prod(shape)).as_strided(shape, strides)
+    told = encode(given, "t", tensors)
+    found = decode(told, {"t": tensors["t"].clone(memory_format=torch.contiguous_format)})
+    assert torch.equal(found, given)
+    assert found.stride() == strides
+    with pytest.raises(WrongInput, match="damaged value"):
+        decode({**told, "strides": [2**64] * len(shape)}, tensors)
+
+
 @pytest.mark.parametrize("strides", [[2**40, 1], [0, 0], [1], [1, 1], ["a", 1], [-2, 1], 7])
 def test_strides_of_no_dense_tensor_are_damage(strides) -> None:
     told = {"tensor": "t", "device": "cpu", "strides": strides}
