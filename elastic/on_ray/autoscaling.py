@@ -8,17 +8,20 @@ it does not answer, nothing is certain. What there is now is machines.py's.
 """
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, cast
 
 import ray
 from ray.core.generated import autoscaler_pb2  # pyright: ignore[reportMissingTypeStubs]
-from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from elastic.on_ray.machines import Machine, Need
 from elastic.protocol.errors import WrongInput
+from elastic.store.files import first_line
+
+log = logging.getLogger(__name__)
 
 REPORT = "__autoscaling_status"
 """What version 1 says about itself, in Ray's key-value store."""
@@ -71,9 +74,9 @@ def can_add_gpus() -> bool | None:
     """Whether the autoscaler has a node type with GPUs, by what becomes of a demand for one; None
     if it does not say."""
     demand = cast(Any, ray.remote(nothing)).options(num_cpus=0, num_gpus=1, max_retries=0).remote()
-    gcs = cast(Any, internal_kv).internal_kv_get_gcs_client()
     seen_in, deadline = None, time.monotonic() + JUDGED_S
     try:
+        gcs = cast(Any, internal_kv).internal_kv_get_gcs_client()
         while time.monotonic() < deadline:
             status = cast(Any, autoscaler_pb2).GetClusterStatusReply()
             status.ParseFromString(gcs.get_cluster_status())
@@ -82,8 +85,8 @@ def can_add_gpus() -> bool | None:
             if seen_in is not None and (is_judged := judgement(status, seen_in)) is not None:
                 return is_judged
             time.sleep(LOOK_EVERY_S)
-    except RayError:
-        pass
+    except Exception as error:  # of a private API: whatever it is, nothing is known
+        log.warning('gpus=unknown reason="%s: %s"', type(error).__name__, first_line(error))
     finally:
         ray.cancel(demand)
     return None

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayError
 
 from elastic.on_ray.machines import Machine, Need, machines
 from elastic.on_ray.slots import Slot
@@ -85,8 +84,8 @@ async def watch_waiting(
         if waited_s >= PLACED_S:
             try:
                 offer = await loop.run_in_executor(None, ask)
-            except (RayError, RuntimeError, OSError) as error:  # the head is away: ask again
-                log.warning('wait reason="%s"', first_line(error))
+            except Exception as error:  # the head is away, or tells half: no reason to end a run
+                log.warning('wait reason="%s: %s"', type(error).__name__, first_line(error))
                 line = told
             else:
                 if waited_s >= STARTED_S or offer.lacks(need):

@@ -40,10 +40,10 @@ def test_a_place_is_lacking_where_no_machine_is_large_enough_whatever_is_free():
     assert Offer((machine(CPU=4),) * 2, {"CPU": 8}).lacks(Need(8, 0))
 
 
-def watched(*looks: tuple[dict[int, Slot], Offer | OSError]) -> list[str]:
+def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:
     """What is told while the workers, and what Ray says, become these, a look after the other."""
     workers, told, left = dict[int, Slot](), list[str](), iter(looks)
-    found: list[Offer | OSError] = []
+    found: list[Offer | Exception] = []
     is_over = asyncio.Event()
 
     def next_look() -> None:
@@ -56,7 +56,7 @@ def watched(*looks: tuple[dict[int, Slot], Offer | OSError]) -> list[str]:
         found[:] = [offer]
 
     def ask() -> Offer:
-        if isinstance(found[0], OSError):
+        if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
 
@@ -93,11 +93,13 @@ def test_a_run_waits_until_its_minimum_has_places():
     ]
 
 
-def test_a_head_that_is_away_changes_nothing():
+@pytest.mark.parametrize("error", [OSError("away"), RuntimeError("away"), KeyError("NodeID")])
+def test_a_head_that_is_away_or_tells_half_changes_nothing_and_says_so(error, caplog):
     lacking = {0: slot(), 1: slot()}
-    assert watched((lacking, OSError("away")), (lacking, BUSY), (lacking, OSError("away"))) == [
+    assert watched((lacking, error), (lacking, BUSY), (lacking, error)) == [
         waits_for(2, ONE_CPU, BUSY)
     ]
+    assert type(error).__name__ in caplog.text
 
 
 def test_where_there_is_a_place_it_is_given_time_to_make_a_process():
