@@ -29,9 +29,9 @@ class Membership:
 
 
 CHUNK = 4096
+"""Numbers per integer of a NumberSet."""
 MAX_NUMBER = 2**20
 """Above it a set that somebody else has written would take all memory."""
-"""Numbers per integer of a NumberSet."""
 
 
 @dataclass(frozen=True, slots=True)
