@@ -96,7 +96,7 @@ def test_a_source_whose_link_is_cut_is_given_up(pair):
     vanish(follower._connection)
     following = newcomer.member._copying._following
     following.arrived.clear()
-    assert following.arrived.wait(5 * newcomer.spec.detect_s)
+    assert following.arrived.wait(60)
     newcomer.member.vitals.enter("lobby")
     newcomer.member._copying.apply_received()
     (failed,) = newcomer.link.of("sync_failed")
@@ -106,14 +106,14 @@ def test_a_source_whose_link_is_cut_is_given_up(pair):
 def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pair):
     """The newcomer counts as synced, and is told to catch up to a step that never comes."""
     source, newcomer = pair
-    newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=60.0)
+    newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=120.0)
     (follower,) = source.member._followers._all
     vanish(follower._connection)
     assert source.step().committed
     began = time.monotonic()
     with pytest.raises(PeerLost, match="cannot reach step 2"):
         newcomer.member._copying.catch_up(2, lambda: False)
-    assert time.monotonic() - began < 5 * newcomer.spec.detect_s
+    assert time.monotonic() - began < 60, "it waited for the whole join timeout"
 
 
 def offer_too_much(listener: socket.socket) -> None:
