@@ -60,6 +60,8 @@ IS_SECRET = re.compile(
     rf"| ({QUALIFIERS}) ?(key|token)s? "
 )
 """In a name's words, with a space around each."""
+SLASH_IN_SECRET = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^@/]*/.*@")
+"""Begins what follows `://`, where else a port would be."""
 
 T = TypeVar("T")
 COPY_BLOCK_BYTES = 16 * 2**20
@@ -81,6 +83,8 @@ def shown_uri(place: str) -> str:
         return place
     scheme, _, rest = place.partition("://")
     path, mark, query = rest.partition("?")
+    if SLASH_IN_SECRET.match(path):  # as many keys of AWS have one; no store takes such a URI
+        path = f"{HIDDEN}@{path.rpartition('@')[2]}"
     authority, slash, inside = path.partition("/")
     if "@" in authority:
         authority = f"{HIDDEN}@{authority.rpartition('@')[2]}"

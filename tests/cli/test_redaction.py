@@ -127,6 +127,9 @@ def test_a_resume_names_both_values_of_an_argument_that_is_no_secret():
 
 def test_places_are_shown_without_secrets(capsys):
     assert shown_uri("/a/b?password=c") == "/a/b?password=c", "a local path is what it is"
+    assert shown_uri("s3://AK:hun/ter/2@b/x") == "s3://***@b/x", "it is a secret with slashes"
+    for plain in ("s3://h:9000/a@b", "http://[::1]:9000/a@b", "gs://b/x:y/a@b", "s3://b:/a@b"):
+        assert shown_uri(plain) == plain
     with pytest.raises(WrongInput, match=r"storage 'nowhere://\*\*\*@h/x\?token=\*\*\*'") as caught:
         open_folder("nowhere://me:hunter2@h/x?token=hunter2")
     assert "hunter2" not in str(caught.value)
