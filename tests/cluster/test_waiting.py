@@ -34,8 +34,13 @@ def test_a_detached_run_is_left_alone_while_it_waits_and_can_be_stopped(start, n
 
 def test_a_worker_that_no_node_can_ever_take_is_refused_with_what_there_is(start, nodes):
     nodes.add_node(num_cpus=2, object_store_memory=10**8)
-    with start("Toy", address=nodes.address, cpus_per_worker=64) as run:
-        end = run.finish()
+    for attempt in range(20):  # Ray's report of its nodes is seconds old: until then a run waits
+        with start("Toy", f"run-{attempt}", address=nodes.address, cpus_per_worker=64) as run:
+            if run.wait_or_end(lambda s: "waiting for a place" in (s.get("reason") or "")) is None:
+                end = run.finish()
+                break
+    else:
+        raise AssertionError("it was never refused")
     assert end["status"] == 2, end["err"]
     assert "a worker needs 64 CPUs" in end["err"]
     assert "the largest has 2 CPUs, and nothing adds nodes" in end["err"]
