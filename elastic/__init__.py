@@ -11,7 +11,7 @@ from elastic.workload import Workload
 
 if TYPE_CHECKING:
     from elastic import checkpoint, data
-    from elastic.launch import Result, RunFailed, run
+    from elastic.driver.launch import Result, RunFailed, run
 
 __all__ = [
     "FaultPolicy",
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name in ("Result", "RunFailed", "run"):
         import importlib
 
-        module = importlib.import_module("elastic.launch")
+        module = importlib.import_module("elastic.driver.launch")
         found = {n: getattr(module, n) for n in ("Result", "RunFailed", "run")}
         globals().update(found)
         return found[name]

@@ -38,17 +38,17 @@ from elastic.commands.progress import (
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
+from elastic.driver.resume import PastRun, read_past_run
+from elastic.driver.target import load_target, parse_arguments
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput, in_words
-from elastic.resume import PastRun, read_past_run
 from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RESULT_FIELDS, check_result, check_status
-from elastic.target import load_target, parse_arguments
 
 if TYPE_CHECKING:
-    from elastic.launch import Result
+    from elastic.driver.launch import Result
 
 FAILED, WRONG_INPUT = 1, 2
 TYPERS_INTERRUPTED = 130
@@ -232,7 +232,10 @@ def train(
 ) -> "tuple[Result, int]":
     """Run it; what it came to, and the exit status."""
     target = load_target(text, arguments)
-    from elastic.launch import RunFailed, run_config  # here, so that bad input never imports ray
+    from elastic.driver.launch import (  # here, so that bad input never imports ray
+        RunFailed,
+        run_config,
+    )
 
     progress = None if is_silent or detach else Progress(Console(), since=time.time())
     try:

@@ -48,7 +48,7 @@ def worker_spec(
     place: str,
     has_formed: bool = False,
 ) -> WorkerSpec:
-    """order: what the driver has submitted (elastic/launch.py). place: the run directory.
+    """order: what the driver has submitted (elastic/driver/launch.py). place: the run directory.
     has_formed: others train already; a standby takes a lost one's place, this one the standby's."""
     waits = waits_of(config.detect_s)
     return WorkerSpec(

@@ -1,11 +1,11 @@
 """A run whose controller is away, seen from its run directory: a successor is awaited, or nobody.
 
-What counts as away, and for how long a successor may come, is elastic/resume.py's.
+What counts as away, and for how long a successor may come, is elastic/driver/resume.py's.
 """
 
 from collections.abc import Callable
 
-from elastic.resume import PastRun, controller_of
+from elastic.driver.resume import PastRun, controller_of
 
 
 class Absence:

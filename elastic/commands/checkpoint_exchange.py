@@ -19,12 +19,12 @@ from elastic.commands.checkpoint import (
     progress_bar,
     read_manifest,
 )
+from elastic.driver.target import Target, load_target, parse_arguments
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Manifest
 from elastic.store.catalogue import Catalogue
 from elastic.store.exports import publishing
 from elastic.store.files import first_line, open_folder
-from elastic.target import Target, load_target, parse_arguments
 
 if TYPE_CHECKING:
     from workers.checkpoint.foreign_weights import Foreign

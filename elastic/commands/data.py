@@ -16,8 +16,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from elastic.commands.progress import printable
+from elastic.driver.redaction import hidden_in
 from elastic.protocol.errors import BadData, WrongInput
-from elastic.redaction import hidden_in
 from elastic.store.files import Folder, check_kinds, open_folder, read_json
 from elastic.store.journal import read_records
 from elastic.store.remote import shown_uri
@@ -109,7 +109,7 @@ def check(
     """
     from elastic.data.checking import Repeated
     from elastic.data.checking import check as compare
-    from elastic.target import load_target, parse_arguments
+    from elastic.driver.target import load_target, parse_arguments
 
     folder = open_folder(run_dir)
     config = read_json(folder, "config.json")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from elastic.target import load_target
+from elastic.driver.target import load_target
 from tests.bench.harness import CHARLM
 
 WARMUP_STEPS = 5

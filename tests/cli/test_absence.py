@@ -16,8 +16,8 @@ import pytest
 from elastic.cli import main
 from elastic.commands.absence import Absence, said_of
 from elastic.commands.stop import await_result
+from elastic.driver.resume import PastRun
 from elastic.protocol.errors import ControllerLost
-from elastic.resume import PastRun
 from elastic.store.claim import this_machine
 from elastic.store.files import open_folder, write_json
 from tests.cli.test_cli import RESULT, STATUS

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.cli import main
+from elastic.driver.target import load_target
 from elastic.store.catalogue import PINNED, Catalogue
 from elastic.store.files import open_folder
-from elastic.target import load_target
 from tests.cli.test_checkpoint_export import assert_equal
 from tests.workers.checkpoint_samples import build, save
 from workers.build import build_replica

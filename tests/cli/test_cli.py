@@ -21,11 +21,11 @@ from elastic.control.events import Tick
 from elastic.control.replay import Entry, Started
 from elastic.control.state import Limits
 from elastic.control.transition import start, transition
-from elastic.launch import Result, RunFailed, conclude
+from elastic.driver.launch import Result, RunFailed, conclude
+from elastic.driver.resume import config_json
 from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import UserError, WrongInput
-from elastic.resume import config_json
 from elastic.store.files import open_folder, read_json, write_json
 from elastic.store.run_directory import RunDirectory
 

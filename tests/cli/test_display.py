@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic import launch
 from elastic.cli import main
 from elastic.commands.progress import Progress
-from elastic.launch import wait
+from elastic.driver import launch
+from elastic.driver.launch import wait
 from elastic.on_ray.submission import Lease
 from elastic.store.files import open_folder, write_json
 from elastic.store.run_directory import RunDirectory

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from elastic import redaction
 from elastic.cli import main
+from elastic.driver import redaction
+from elastic.driver.redaction import hidden_in, redacted
+from elastic.driver.resume import PastRun, Resumed, compare, config_json, differences
 from elastic.outcome import print_outcome
 from elastic.protocol.errors import WrongInput
-from elastic.redaction import hidden_in, redacted
-from elastic.resume import PastRun, Resumed, compare, config_json, differences
 from elastic.store.files import open_folder
 from elastic.store.remote import is_secret, shown_uri
 from tests.cli.test_data_cli import folder, planned_ids, record  # noqa: F401, a fixture

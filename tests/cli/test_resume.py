@@ -8,8 +8,7 @@ import pytest
 
 from elastic.commands.stop import run_id_of
 from elastic.config import RunConfig
-from elastic.protocol.errors import WrongInput
-from elastic.resume import (
+from elastic.driver.resume import (
     AlreadyFinished,
     Fresh,
     PastRun,
@@ -20,6 +19,7 @@ from elastic.resume import (
     newest_generation,
     read_past_run,
 )
+from elastic.protocol.errors import WrongInput
 from elastic.store.claim import this_machine
 from elastic.store.files import encode, open_folder, write_json
 from elastic.store.journal import segment_name

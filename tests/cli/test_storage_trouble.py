@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import elastic
-from elastic import launch
 from elastic.cli import main
+from elastic.driver import launch
 from elastic.storage_trouble import StorageTrouble
 from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe
 

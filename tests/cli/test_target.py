@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import elastic
+from elastic.driver.target import Target, load_target, parse_arguments, target_of
 from elastic.protocol.errors import WrongInput
-from elastic.target import Target, load_target, parse_arguments, target_of
 
 WORKLOAD = """
 import elastic

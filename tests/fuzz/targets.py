@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from elastic import checkpoint, cli, resume
+from elastic import checkpoint, cli
 from elastic.config import RunConfig
 from elastic.control.accounting import open_account
 from elastic.control.replay import JOURNAL_TYPES
@@ -31,6 +31,7 @@ from elastic.data import parquet
 from elastic.data.checking import check
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
+from elastic.driver import resume
 from elastic.limits import limits_of
 from elastic.on_ray import links
 from elastic.past import read_past

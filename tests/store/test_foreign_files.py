@@ -6,10 +6,10 @@ import json
 import pytest
 
 from elastic.cli import main
+from elastic.driver.resume import compare, read_past_run
 from elastic.protocol.encoding import UndecodableValue, from_ranges, loads, registry
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST, decode
-from elastic.resume import compare, read_past_run
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from elastic.store.journal import read_records

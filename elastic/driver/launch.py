@@ -22,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from elastic import resume
 from elastic.config import RunConfig
-from elastic.display import Display
+from elastic.driver import resume
+from elastic.driver.display import Display
+from elastic.driver.target import target_of
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import (
     first_line,
@@ -35,7 +36,6 @@ from elastic.store.files import (
     remove_probe,
 )
 from elastic.store.remote import AWAY_PAUSES_S, patiently
-from elastic.target import target_of
 from elastic.workload import Workload
 
 T = TypeVar("T")
