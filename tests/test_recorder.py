@@ -14,9 +14,9 @@ import pytest
 from elastic.config import RunConfig
 from elastic.control.events import Cancelled
 from elastic.control.transition import start
-from elastic.limits import limits_of
+from elastic.controller.recorder import Recorder
+from elastic.controller.settings import limits_of
 from elastic.on_ray.cluster import RayCluster
-from elastic.recorder import Recorder
 from elastic.store import run_directory
 from elastic.store.before import Before
 from elastic.store.catalogue import Damage

@@ -1,6 +1,6 @@
 """`run()`: from a workload and a RunConfig to a result. The driver's side of a run.
 
-What happens in the controller's process is elastic/supervisor.py's; this module submits it, waits,
+What happens in the controller's process is elastic/controller/supervisor.py's; this module submits it, waits,
 passes Ctrl-C on, and cleans up whatever a dead controller left.
 """
 
@@ -218,8 +218,8 @@ def run_on_ray(
     record: the order's part for the run directory: storage, name, content (its config.json),
     and the newest generation of its earlier launches.
     """
+    from elastic.controller.supervisor import supervise
     from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
-    from elastic.supervisor import supervise
 
     driver = RayDriver(
         ClusterRequest(

@@ -59,7 +59,7 @@ FAILURE_GRACE_S = 1.0
 
 @dataclass
 class RayCluster:
-    """The `Cluster` of elastic/controller.py over real actors."""
+    """The `Cluster` of elastic/controller/loop.py over real actors."""
 
     token: str
     detect_s: float | None

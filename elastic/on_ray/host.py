@@ -1,6 +1,6 @@
 """What the composition root supplies to the cluster: where the run is kept, how it is recorded.
 
-The implementation is elastic/supervisor.py and elastic/recorder.py.
+The implementation is elastic/controller/supervisor.py and elastic/controller/recorder.py.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ from elastic.store.catalogue import Damage
 
 @dataclass(frozen=True)
 class Host:
-    """Functions and facts of elastic/supervisor.py, the composition root."""
+    """Functions and facts of elastic/controller/supervisor.py, the composition root."""
 
     spawn: Callable[[int], ActorHandle[Any]]
     """Make the pending actor of worker number n."""

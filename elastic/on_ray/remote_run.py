@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A run seen from a process that is not its driver: find its controller, ask it to end the run.
 
-What the controller does then is elastic/supervisor.py's.
+What the controller does then is elastic/controller/supervisor.py's.
 """
 
 from typing import Any

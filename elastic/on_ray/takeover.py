@@ -1,7 +1,7 @@
 """Taking over the workers of a controller that died: they introduce themselves, then it goes on.
 
 What follows from where they stand is elastic/control/adoption.py's; what the journal says is read
-in elastic/past.py.
+in elastic/controller/decision_log.py.
 """
 
 import asyncio

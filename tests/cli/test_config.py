@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.config import FaultPolicy, RunConfig
-from elastic.limits import limits_of
+from elastic.controller.settings import limits_of
 
 SIZES = {"steps": 10, "global_batch": 32, "micro_batch": 8}
 

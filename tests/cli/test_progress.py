@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from elastic.commands.checkpoint import progress_bar
-from elastic.commands.curves import Curves
 from elastic.commands.progress import Progress, worker_table
+from elastic.controller.curves import Curves
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {

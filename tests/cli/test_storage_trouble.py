@@ -8,8 +8,8 @@ import pytest
 
 import elastic
 from elastic.cli import main
+from elastic.controller.storage_health import StorageTrouble
 from elastic.driver import launch
-from elastic.storage_trouble import StorageTrouble
 from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe
 
 

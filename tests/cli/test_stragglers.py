@@ -1,7 +1,7 @@
 """A straggler is told once, by name and with numbers, and again after it had recovered."""
 
 from elastic.control.suspicion import Heartbeat
-from elastic.stragglers import Stragglers
+from elastic.controller.stragglers import Stragglers
 
 
 def beats(step: int, own_s: float) -> list[Heartbeat]:

@@ -15,7 +15,7 @@ from elastic.control.replay import (
     replay,
 )
 from elastic.control.state import Decision, Finished, Limits
-from elastic.controller import control
+from elastic.controller.loop import control
 from elastic.protocol.encoding import dumps, loads
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_worker import Faults

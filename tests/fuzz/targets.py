@@ -27,14 +27,14 @@ from elastic import checkpoint, cli
 from elastic.config import RunConfig
 from elastic.control.accounting import open_account
 from elastic.control.replay import JOURNAL_TYPES
+from elastic.controller.decision_log import read_past
+from elastic.controller.settings import limits_of
 from elastic.data import parquet
 from elastic.data.checking import check
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
 from elastic.driver import resume
-from elastic.limits import limits_of
 from elastic.on_ray import links
-from elastic.past import read_past
 from elastic.protocol import encoding, wire
 from elastic.protocol.errors import BadData, DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST, decode

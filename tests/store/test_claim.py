@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow.fs as arrow_fs
 import pytest
 
+from elastic.controller.writer import Writer
 from elastic.protocol.errors import WrongInput
 from elastic.store import claim as claim_module
 from elastic.store.claim import CLAIMS, SILENT_S, TakenOver, this_machine
 from elastic.store.files import Folder, open_folder, write_json
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RunDirectory
-from elastic.writer import Writer
 from tests.object_store import FaultProxy, S3Server, uri
 from tests.store.test_run_directory import RESULT, metrics, record, samples
 

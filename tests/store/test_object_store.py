@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic.checkpoints import Checkpoints
+from elastic.controller.publisher import Checkpoints
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import Catalogue, file_name, newest_good

@@ -1,7 +1,7 @@
 """The run inside the controller's process: cluster, decisions, record and status put together.
 
 `supervise` is hosted by the controller actor. The decisions are elastic/control's, the hands are
-elastic/on_ray/cluster.py's, what goes on record is elastic/recorder.py's.
+elastic/on_ray/cluster.py's, what goes on record is elastic/controller/recorder.py's.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from elastic import controller
 from elastic.config import RunConfig
 from elastic.control import events as e
 from elastic.control import state as s
 from elastic.control.state import Decision
 from elastic.control.transition import start
-from elastic.limits import limits_of, worker_spec
+from elastic.controller import loop
+from elastic.controller.recorder import Recorder
+from elastic.controller.settings import limits_of, worker_spec
+from elastic.controller.status import result_of, status_of
+from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
@@ -30,10 +33,7 @@ from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
 from elastic.protocol.seams import WorkerSpec
 from elastic.protocol.waits import UNLIMITED_S, waits_of
-from elastic.recorder import Recorder
-from elastic.status import result_of, status_of
 from elastic.store.catalogue import Damage
-from elastic.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from elastic.on_ray.actors import ControllerActor
@@ -134,7 +134,7 @@ class Supervisor:
         drains = self.cluster.in_background(watch_drains(self.cluster))
         places = self.cluster.in_background(self._watch_places())
         try:
-            finished = await controller.control(
+            finished = await loop.control(
                 self.cluster,
                 self.limits,
                 self._record,

@@ -1,7 +1,7 @@
 """`Recorder`: what the controller puts on record in the run directory.
 
 Journal, steps, checkpoints, curves and the result. What is decided is elastic/control's, how files
-are written elastic/store's, in which thread elastic/writer.py's.
+are written elastic/store's, in which thread elastic/controller/writer.py's.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
-from elastic.checkpoints import Checkpoints
-from elastic.commands.curves import Curves
 from elastic.control import events as e
 from elastic.control.accounting import account, open_account
 from elastic.control.replay import is_news
 from elastic.control.state import Decision, Limits
-from elastic.past import Landmark, Past, line_of, read_past
+from elastic.controller.curves import Curves
+from elastic.controller.decision_log import Landmark, Past, line_of, read_past
+from elastic.controller.publisher import Checkpoints
+from elastic.controller.writer import Writer
 from elastic.protocol.errors import WrongInput
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
@@ -31,7 +32,6 @@ from elastic.store.files import (
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
 from elastic.store.run_directory import RunDirectory
-from elastic.writer import Writer
 
 T = TypeVar("T")
 LEDGER_EVERY = 1000

@@ -1,0 +1,1 @@
+"""The controller's process: the loop around the decisions, and what it writes down."""
