@@ -1,6 +1,6 @@
 """`Display`: shows a run that goes on, in a thread that nothing else of the run waits for.
 
-Storage and terminals may take as long as they like. What is shown: elastic/commands/progress.py.
+Storage and terminals may take as long as they like. What is shown: elastic/cli/progress.py.
 """
 
 import sys

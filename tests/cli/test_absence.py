@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from elastic.cli import main
-from elastic.commands.absence import Absence, said_of
-from elastic.commands.stop import await_result
+from elastic.cli.absence import Absence, said_of
+from elastic.cli.app import main
+from elastic.cli.stop import await_result
 from elastic.driver.resume import PastRun
 from elastic.protocol.errors import ControllerLost
 from elastic.store.claim import this_machine

@@ -23,7 +23,7 @@ from elastic.chaos.scenario import (
 )
 from elastic.chaos.timeline import DOWN, PRODUCTIVE, ROLLED_BACK, UNSETTLED, follow
 from elastic.chaos.traces import Drop, read_trace
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.control.accounting import account, open_account
 from elastic.control.events import (
     Committed,

@@ -7,7 +7,7 @@ import pytest
 from elastic.chaos.plan import MAX_STRIKES, make_plan
 from elastic.chaos.scenario import SHIPPED, TRACES, read_scenario
 from elastic.chaos.traces import read_trace
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.protocol.errors import WrongInput
 
 KILL = "faults: [{what: kill, when: {%s}}]"

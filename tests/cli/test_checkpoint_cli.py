@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import file_name
 from tests.workers.checkpoint_samples import save

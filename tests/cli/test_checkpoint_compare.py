@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elastic
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.protocol.manifest import MANIFEST
 from tests.workers.checkpoint_samples import build, damage, save
 from workers.checkpoint.diff import Unequal, compare_tensors

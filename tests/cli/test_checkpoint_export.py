@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from elastic.cli import main
+from elastic.cli.app import main
 from tests.workers.checkpoint_samples import Odd, build, damage, save
 from workers.digest import weights_sha256
 from workers.state import capture

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.driver.target import load_target
 from elastic.store.catalogue import PINNED, Catalogue
 from elastic.store.files import open_folder

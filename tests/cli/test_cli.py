@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.cli import main, only_result_on_stdout, result_line
+from elastic.cli.app import main, only_result_on_stdout, result_line
+from elastic.cli.outcome import print_failure, print_outcome
 from elastic.config import RunConfig
 from elastic.control.events import Tick
 from elastic.control.replay import Entry, Started
@@ -23,7 +24,6 @@ from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.driver.launch import Result, RunFailed, conclude
 from elastic.driver.resume import config_json
-from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.store.files import open_folder, read_json, write_json
@@ -134,7 +134,7 @@ def test_a_max_above_v_is_a_warning(tmp_path, capsys):
 
 def test_help_status_and_replay_load_neither_ray_nor_torch(run_dir):
     program = (
-        "import sys, elastic.cli as c\n"
+        "import sys, elastic.cli.app as c\n"
         f"codes = [c.main(a) for a in (['run', '--help'], ['status', {str(run_dir)!r}],"
         f" ['replay', {str(run_dir)!r}])]\n"
         "assert codes == [0, 0, 2], codes\n"
@@ -174,7 +174,7 @@ def test_help_names_every_option_of_the_contract(capsys):
 
 def test_only_the_result_reaches_stdout_whatever_else_prints():
     program = (
-        "import os, elastic.cli as c\n"
+        "import os, elastic.cli.app as c\n"
         "with c.only_result_on_stdout():\n"
         "    print('python')\n"
         "    os.system('echo child')\n"

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window

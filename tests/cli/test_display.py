@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic.cli import main
-from elastic.commands.progress import Progress
+from elastic.cli.app import main
+from elastic.cli.progress import Progress
 from elastic.driver import launch
 from elastic.driver.launch import wait
 from elastic.on_ray.submission import Lease

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from elastic.commands.checkpoint import progress_bar
-from elastic.commands.progress import Progress, worker_table
+from elastic.cli.checkpoint import progress_bar
+from elastic.cli.progress import Progress, worker_table
 from elastic.controller.curves import Curves
 from elastic.store.files import open_folder, write_json
 

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from elastic.cli import main
+from elastic.cli.app import main
+from elastic.cli.outcome import print_outcome
 from elastic.driver import redaction
 from elastic.driver.redaction import hidden_in, redacted
 from elastic.driver.resume import PastRun, Resumed, compare, config_json, differences
-from elastic.outcome import print_outcome
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
 from elastic.store.remote import is_secret, shown_uri

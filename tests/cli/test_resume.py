@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.commands.stop import run_id_of
+from elastic.cli.stop import run_id_of
 from elastic.config import RunConfig
 from elastic.driver.resume import (
     AlreadyFinished,

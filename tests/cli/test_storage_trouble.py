@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import elastic
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.controller.storage_health import StorageTrouble
 from elastic.driver import launch
 from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe

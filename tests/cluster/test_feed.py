@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.data import parquet
 from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.cluster.jobs.toy import Still

@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from elastic import checkpoint, cli
+from elastic import checkpoint
+from elastic.cli import app
 from elastic.config import RunConfig
 from elastic.control.accounting import open_account
 from elastic.control.replay import JOURNAL_TYPES
@@ -222,7 +223,7 @@ def command(*words: str) -> None:
     """Ends with one line if it refuses, and with no escape sequence in any case."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = cli.main(words)
+        status = app.main(words)
     assert status in (0, 1, 2), status
     assert status != 2 or err.getvalue().count("\n") == 1, err.getvalue()
     assert "\x1b[2J" not in out.getvalue() + err.getvalue()
@@ -275,7 +276,7 @@ def look_at_metrics(place: Path) -> None:
 def look_at_samples(place: Path) -> None:
     planned = ((0, np.arange(8 * i, 8 * i + 8)) for i in range(10_000))
     folder = open_folder(str(place))
-    lines = cli.data.read_records(folder, "samples.jsonl", cli.data.SAMPLES_KINDS)
+    lines = app.data.read_records(folder, "samples.jsonl", app.data.SAMPLES_KINDS)
     found = check(lines, planned, 8)
     expected = [samples(step) for step in range(1, found.steps + 1)]
     assert found.findings or not found.steps or lines != expected

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from elastic.cli import main
+from elastic.cli.app import main
 from elastic.driver.resume import compare, read_past_run
 from elastic.protocol.encoding import UndecodableValue, from_ranges, loads, registry
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput

@@ -1,6 +1,6 @@
 """Two checkpoints compared: names, dtypes, shapes, and every element's bits.
 
-Two tensors are in memory at a time. Printing is elastic/commands/checkpoint_compare.py's.
+Two tensors are in memory at a time. Printing is elastic/cli/checkpoint_compare.py's.
 """
 
 import json

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic import checkpoint
-from elastic.commands.checkpoint import (
+from elastic.cli.checkpoint import (
     RunDir,
     Step,
     one_at,
     progress_bar,
     read_manifest,
 )
-from elastic.commands.progress import printable, text_of
+from elastic.cli.progress import printable, text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.store.files import encode
 

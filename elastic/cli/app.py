@@ -18,16 +18,10 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic.commands import (
-    chaos,
-    checkpoint,
-    checkpoint_compare,
-    checkpoint_exchange,
-    data,
-    stop,
-)
-from elastic.commands.absence import Absence, said_of
-from elastic.commands.progress import (
+from elastic.cli import chaos, checkpoint, checkpoint_compare, checkpoint_exchange, data, stop
+from elastic.cli.absence import Absence, said_of
+from elastic.cli.outcome import print_failure, print_outcome
+from elastic.cli.progress import (
     LOOK_REMOTE_EVERY_S,
     Progress,
     decision_line,
@@ -40,7 +34,6 @@ from elastic.control.replay import JOURNAL_TYPES, Started
 from elastic.control.replay import replay as replay_journal
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.target import load_target, parse_arguments
-from elastic.outcome import print_failure, print_outcome
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput, in_words
 from elastic.store.files import Folder, encode, open_folder

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from elastic.commands.progress import printable
+from elastic.cli.progress import printable
 from elastic.driver.redaction import hidden_in
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.files import Folder, check_kinds, open_folder, read_json

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastic.commands.checkpoint import (
+from elastic.cli.checkpoint import (
     RunDir,
     Step,
     one_at,

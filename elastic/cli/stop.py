@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic.commands.absence import Absence, said_of
-from elastic.commands.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
+from elastic.cli.absence import Absence, said_of
+from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.store.files import Folder, check_kinds, open_folder, read_json

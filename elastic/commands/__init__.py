@@ -1,1 +1,0 @@
-"""The command line apart from `elastic run` and what belongs to it (elastic/cli.py)."""
