@@ -28,9 +28,9 @@ class Mutation(NamedTuple):
     """Files, one of whose tests must fail."""
 
 
-ADOPTION = "elastic/control/adoption.py"
+ADOPTION = "elastic/control/failover.py"
 RECOVERY = "elastic/control/recovery.py"
-CAPACITY = "elastic/control/capacity.py"
+CAPACITY = "elastic/control/scaling.py"
 COMMITS = "elastic/on_ray/commits.py"
 CLUSTER = "elastic/on_ray/cluster.py"
 MEMBER = "workers/member.py"
@@ -145,14 +145,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the budget of losses begins anew with no step",
-        "elastic/control/lobby.py",
+        "elastic/control/pool.py",
         "return replace(ledger, step=step, failures=0,",
         "return replace(ledger, step=step,",
         "tests/control/test_transition.py",
     ),
     Mutation(
         "falls are forgotten when the step that they fell from is reached again",
-        "elastic/control/lobby.py",
+        "elastic/control/pool.py",
         "ledger.falls if step <= ledger.fallen_from else 0",
         "ledger.falls if step < ledger.fallen_from else 0",
         "tests/control/test_transition.py",

@@ -1,5 +1,5 @@
 """`elastic stop`: end a run from outside, as Ctrl-C at its driver does; the only way for one that
-was detached. What the end of a run is, is elastic/control/ending.py's.
+was detached. What the end of a run is, is elastic/control/shutdown.py's.
 """
 
 import time

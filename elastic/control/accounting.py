@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic.control.events import Adopted, Committed, Event, Joined, Loaded, Tick, WorkerLost
-from elastic.control.lobby import is_member
+from elastic.control.pool import is_member
 from elastic.control.recovery import given_up
 from elastic.control.state import (
     Active,

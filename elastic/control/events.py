@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from elastic.control.patience import Place
+from elastic.control.detection.patience import Place
 from elastic.control.standing import Standing
 
 

@@ -6,12 +6,12 @@ who holds neither goes back to the lobby. Only if nobody alive can reach the ste
 
 from dataclasses import replace
 
-from elastic.control.capacity import regroup, staff, sync
 from elastic.control.commands import Abort, Retire
-from elastic.control.ending import finish
+from elastic.control.detection.patience import lost_at, remember
 from elastic.control.events import CollectiveFailed, Suspended, WorkerLost
-from elastic.control.lobby import explain, leave, names, num_members, top_up
-from elastic.control.patience import lost_at, remember
+from elastic.control.pool import explain, leave, names, num_members, top_up
+from elastic.control.scaling import regroup, staff, sync
+from elastic.control.shutdown import finish
 from elastic.control.state import (
     NOBODY,
     Decision,

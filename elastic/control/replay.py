@@ -9,8 +9,8 @@ from typing import get_args
 
 from elastic.control import commands, events, state
 from elastic.control.commands import Command
+from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import Event, Tick
-from elastic.control.patience import Costly, Place
 from elastic.control.standing import Standing
 from elastic.control.state import Decision, Ledger, Limits, Phase
 from elastic.control.transition import start, transition

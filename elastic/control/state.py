@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic.control.commands import Command
-from elastic.control.patience import Costly
+from elastic.control.detection.patience import Costly
 from elastic.protocol.membership import Membership, NumberSet
 
 NOBODY = NumberSet()

@@ -6,18 +6,15 @@ capacity.py, recovery.py and ending.py.
 
 from dataclasses import replace
 
-from elastic.control.adoption import adopt
-from elastic.control.capacity import (
-    formed,
-    has_time,
-    leavers_of,
-    must_keep,
-    regroup,
-    staff,
-    stop_running,
+from elastic.control.checkpointing import (
+    ask_to_save,
+    count_from,
+    has_failed,
+    hear_failed_part,
+    hear_part,
+    publish_if_whole,
 )
 from elastic.control.commands import Keep, Retire, Spawn
-from elastic.control.ending import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.events import (
     Adopted,
     Cancelled,
@@ -45,7 +42,8 @@ from elastic.control.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.control.lobby import (
+from elastic.control.failover import adopt
+from elastic.control.pool import (
     commit,
     explain,
     is_in_lobby,
@@ -67,14 +65,16 @@ from elastic.control.recovery import (
     settle,
     suspect_loss,
 )
-from elastic.control.saving import (
-    ask_to_save,
-    count_from,
-    has_failed,
-    hear_failed_part,
-    hear_part,
-    publish_if_whole,
+from elastic.control.scaling import (
+    formed,
+    has_time,
+    leavers_of,
+    must_keep,
+    regroup,
+    staff,
+    stop_running,
 )
+from elastic.control.shutdown import end, end_late, finish, hear_end, lose_at_end
 from elastic.control.state import (
     NOBODY,
     Active,

@@ -1,7 +1,7 @@
 """The controller's side of checkpoints: it publishes, retires, and sets damaged ones aside.
 
 All of it runs in the writer's thread: a decision never waits for storage. Who writes the parts is
-workers/checkpoint/saver.py; which save is whole is elastic/control/saving.py's.
+workers/checkpoint/saver.py; which save is whole is elastic/control/checkpointing.py's.
 """
 
 import logging

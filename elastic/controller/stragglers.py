@@ -1,14 +1,14 @@
 """Stragglers of a live run: told in the journal, shown in the status, replaced if so wished.
 
-Who is one, is elastic/control/straggling.py's rule.
+Who is one, is elastic/control/detection/straggler.py's rule.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from elastic.control.straggling import paces, stragglers
-from elastic.control.suspicion import Heartbeat
+from elastic.control.detection.hang import Heartbeat
+from elastic.control.detection.straggler import paces, stragglers
 from elastic.protocol.membership import worker_name
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ within milliseconds, and by its own kernel: that closes what the process had ope
 does, and then refuses a new connection, which a firewall may do as well.
 
 A pulse that beats says that the process lives, though something in it may hold the GIL, so that
-nobody dials. Whether it hangs is then elastic/control/suspicion.py's question, within the lease.
+nobody dials. Whether it hangs is then elastic/control/detection/hang.py's question, within the lease.
 """
 
 import asyncio

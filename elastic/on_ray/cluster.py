@@ -20,8 +20,8 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic.control import commands as c
 from elastic.control import events as e
-from elastic.control.patience import Place
-from elastic.control.suspicion import STOPPED, watch
+from elastic.control.detection.hang import STOPPED, watch
+from elastic.control.detection.patience import Place
 from elastic.on_ray.background import Background
 from elastic.on_ray.broken_links import wait_for_return
 from elastic.on_ray.commits import Commits

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
-from elastic.control.patience import Costly
+from elastic.control.detection.patience import Costly
 from elastic.store.catalogue import Damage
 
 

@@ -1,6 +1,6 @@
 """Who hangs, and where: every member says where it stands before a suspect is killed.
 
-The rule of suspicion is elastic/control/suspicion.py's, what a loss means is elastic/control's.
+The rule of suspicion is elastic/control/detection/hang.py's, what a loss means is elastic/control's.
 """
 
 import asyncio
@@ -13,11 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from elastic.control.events import CollectiveFailed
-from elastic.control.parting import disputed, parted
-from elastic.control.patience import Costly, Place, forget, lost_at, remember
-from elastic.control.straying import stalled, strays
-from elastic.control.suspicion import (
+from elastic.control.detection.desync import stalled, strays
+from elastic.control.detection.hang import (
     Cut,
     Watch,
     all_suspects,
@@ -28,6 +25,9 @@ from elastic.control.suspicion import (
     suspects,
     where,
 )
+from elastic.control.detection.partition import disputed, parted
+from elastic.control.detection.patience import Costly, Place, forget, lost_at, remember
+from elastic.control.events import CollectiveFailed
 from elastic.on_ray.broken_links import is_refused
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.waits import waits_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.control import events as e
-from elastic.control.suspicion import Heartbeat
+from elastic.control.detection.hang import Heartbeat
 
 STATES = {
     "synced": "ready",

@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
-from elastic.control.suspicion import Watch
+from elastic.control.detection.hang import Watch
 
 ENDING_GRACE_S = 3.0
 DEAD = "The actor is dead because"

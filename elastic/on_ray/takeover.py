@@ -1,6 +1,6 @@
 """Taking over the workers of a controller that died: they introduce themselves, then it goes on.
 
-What follows from where they stand is elastic/control/adoption.py's; what the journal says is read
+What follows from where they stand is elastic/control/failover.py's; what the journal says is read
 in elastic/controller/decision_log.py.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 
-from elastic.control.adoption import at_work, have_all, with_state
+from elastic.control.detection.hang import Heartbeat, Watch, suspects, watch
+from elastic.control.detection.patience import Costly
 from elastic.control.events import Adopted
-from elastic.control.patience import Costly
+from elastic.control.failover import at_work, have_all, with_state
 from elastic.control.standing import Standing
 from elastic.control.state import Active, Ledger, Limits, Phase
-from elastic.control.suspicion import Heartbeat, Watch, suspects, watch
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from elastic.control.suspicion import Heartbeat, Watch, suspects
+from elastic.control.detection.hang import Heartbeat, Watch, suspects
 from tests.bench.harness import console, machine, record, report
 from tests.control.many_workers import ManyWorkers
 

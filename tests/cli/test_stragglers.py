@@ -1,6 +1,6 @@
 """A straggler is told once, by name and with numbers, and again after it had recovered."""
 
-from elastic.control.suspicion import Heartbeat
+from elastic.control.detection.hang import Heartbeat
 from elastic.controller.stragglers import Stragglers
 
 

@@ -5,7 +5,6 @@ from itertools import permutations
 
 import pytest
 
-from elastic.control.adoption import have_all
 from elastic.control.commands import Abort, Finish, Form, Recall, Retire, Spawn
 from elastic.control.events import (
     Adopted,
@@ -20,6 +19,7 @@ from elastic.control.events import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.control.failover import have_all
 from elastic.control.standing import Standing
 from elastic.control.state import Ending, Finished, Forming, Running, Suspending, Waiting
 from elastic.protocol.membership import Membership

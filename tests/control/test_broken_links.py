@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.control.suspicion import Heartbeat, Watch
+from elastic.control.detection.hang import Heartbeat, Watch
 from elastic.on_ray import broken_links
 from elastic.on_ray.broken_links import PATIENCE, wait_for_return
 from elastic.protocol.waits import waits_of

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.control.detection.hang import Heartbeat, Watch, watch
+from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
-from elastic.control.patience import Costly, Place
-from elastic.control.suspicion import Heartbeat, Watch, watch
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership, NumberSet
 from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, waits_of

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from elastic.control.commands import Abort, Form
+from elastic.control.detection.hang import Heartbeat, Watch, slow_in, suspects, watch
+from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import Adopted, Committed, Suspended, WorkerLost
-from elastic.control.patience import Costly, Place
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
 from elastic.control.state import Finished, Ledger, Limits, Running, Suspending
-from elastic.control.suspicion import Heartbeat, Watch, slow_in, suspects, watch
 from elastic.control.transition import transition
 from elastic.protocol.encoding import dumps, loads
 from elastic.protocol.membership import Membership, NumberSet

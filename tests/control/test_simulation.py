@@ -8,7 +8,7 @@ import pytest
 
 from elastic.control.accounting import Account, account, open_account
 from elastic.control.commands import Form
-from elastic.control.lobby import lobby
+from elastic.control.pool import lobby
 from elastic.control.replay import Entry, Started, is_news, replay
 from elastic.control.state import Active, Finished, Ledger, Limits, Phase, Suspending
 from elastic.control.transition import start, transition

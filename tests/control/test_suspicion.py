@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.suspicion import (
+from elastic.control.detection.hang import (
     Cut,
     Heartbeat,
     Watch,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
+from elastic.control.detection.hang import Heartbeat
 from elastic.control.state import Ledger, Running
-from elastic.control.suspicion import Heartbeat
 from elastic.on_ray import takeover as on_ray
 from elastic.on_ray.takeover import Takeover
 from elastic.protocol.membership import Membership

@@ -8,12 +8,12 @@ who hold state are called together as one more generation, and the usual regroup
 from collections.abc import Iterable
 from dataclasses import replace
 
-from elastic.control.capacity import staff
+from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Recall
-from elastic.control.ending import finish
 from elastic.control.events import Adopted
-from elastic.control.lobby import explain, names, top_up
-from elastic.control.saving import drop_save
+from elastic.control.pool import explain, names, top_up
+from elastic.control.scaling import staff
+from elastic.control.shutdown import finish
 from elastic.control.standing import Standing
 from elastic.control.state import (
     NOBODY,

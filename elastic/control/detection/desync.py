@@ -7,7 +7,7 @@ Pure functions of heartbeats. Who makes no progress otherwise is suspicion.py's.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from elastic.control.suspicion import PATIENCE, PATIENCE_UNKNOWN, Heartbeat, Watch, place_of
+from elastic.control.detection.hang import PATIENCE, PATIENCE_UNKNOWN, Heartbeat, Watch, place_of
 from elastic.protocol.membership import worker_name
 
 PATIENCE_WITH_STUCK = 20

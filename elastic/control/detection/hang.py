@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from elastic.control.patience import Costly, Place, lost_at
+from elastic.control.detection.patience import Costly, Place, lost_at
 
 Key = TypeVar("Key")
 

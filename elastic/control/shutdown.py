@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Retire
 from elastic.control.events import Ended
-from elastic.control.lobby import lobby, lost_members
-from elastic.control.saving import drop_save
+from elastic.control.pool import lobby, lost_members
 from elastic.control.state import (
     NOBODY,
     Active,

@@ -5,9 +5,9 @@ Losses are in recovery.py, the end of the run is in ending.py.
 
 from dataclasses import replace
 
+from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Form, Load, Pause, Sync
-from elastic.control.ending import finish
-from elastic.control.lobby import (
+from elastic.control.pool import (
     arrivals,
     dismiss,
     explain,
@@ -16,7 +16,7 @@ from elastic.control.lobby import (
     names,
     top_up,
 )
-from elastic.control.saving import drop_save
+from elastic.control.shutdown import finish
 from elastic.control.state import (
     NOBODY,
     Decision,

@@ -9,7 +9,7 @@ from functools import reduce
 from itertools import islice
 
 from elastic.control.commands import Command, Retire, Spawn
-from elastic.control.patience import forget
+from elastic.control.detection.patience import forget
 from elastic.control.state import (
     NOBODY,
     Active,

@@ -5,7 +5,7 @@ Pure functions of values. A host that is silent for the controller too is suspic
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 
-from elastic.control.suspicion import Watch
+from elastic.control.detection.hang import Watch
 
 Pair = tuple[str, str]
 """Two hosts, in order."""

@@ -1,0 +1,1 @@
+"""Which worker is at fault: hangs, desyncs, partitions, stragglers. Pure."""
