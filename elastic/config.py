@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from elastic.protocol.mesh import is_sharded
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.exchange import gather_json
 from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify

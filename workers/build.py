@@ -9,7 +9,7 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import is_sharded
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.parallel.blocks import blocks_of
 from workers.parallel.initial import Initial, initialise_modules, settle_small
 from workers.parallel.row_step import ELEMENTWISE

@@ -11,7 +11,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.health.vitals import Vitals
 from workers.link import ControllerLink
 from workers.out_of_memory import told_as_loss

@@ -13,7 +13,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.evaluated import Result
 from workers.exchange import gather_json

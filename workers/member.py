@@ -15,7 +15,7 @@ import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers import ballot, evaluation
 from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch

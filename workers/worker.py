@@ -22,7 +22,7 @@ import torch
 
 from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput, in_words
 from elastic.protocol.membership import worker_name
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently

@@ -9,8 +9,8 @@ from typing import Any
 from elastic.config import RunConfig
 from elastic.control.state import Limits
 from elastic.protocol.mesh import is_sharded
-from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
+from elastic.protocol.worker_spec import WorkerSpec
 
 SAVE_EVERY_S = 600.0
 """What a fall back to the newest checkpoint may cost, about."""

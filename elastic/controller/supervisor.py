@@ -31,8 +31,8 @@ from elastic.on_ray.machines import Need
 from elastic.on_ray.takeover import Takeover
 from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
-from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import UNLIMITED_S, waits_of
+from elastic.protocol.timeouts import UNLIMITED_S, waits_of
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 
 if TYPE_CHECKING:

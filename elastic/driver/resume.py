@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from elastic.driver.redaction import redacted
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards

@@ -27,8 +27,8 @@ from ray.exceptions import RayError
 
 from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
-from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
+from elastic.protocol.worker_spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic.on_ray.slots import is_running
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster

@@ -46,7 +46,7 @@ from elastic.on_ray.stores import Stores
 from elastic.on_ray.takeover import Takeover, has_returned
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 from elastic.store.remote import StoreAway

@@ -23,7 +23,7 @@ from elastic.on_ray.feed import (
     start_feed,
 )
 from elastic.protocol.errors import BadData, StepCancelled, WrongInput
-from elastic.protocol.seams import FedWindow, WorkerSpec
+from elastic.protocol.worker_spec import FedWindow, WorkerSpec
 
 POLL_S = 0.25
 """How soon a wait for the feed notices that nobody wants its window any more."""
@@ -46,7 +46,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 class RayFeed:
-    """The `Feed` of elastic/protocol/seams.py."""
+    """The `Feed` of elastic/protocol/worker_spec.py."""
 
     def __init__(self, order: FeedOrder) -> None:
         see_folder(order.folder)

@@ -3,7 +3,7 @@
 """Holders of peer memory: one actor per node where a worker of a sharded run is.
 
 What they do is workers/peer_memory/holder.py's; which worker uses which,
-elastic/protocol/pairing.py's.
+elastic/protocol/backup_assignment.py's.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer, receive
 from elastic.on_ray.slots import Slot, end_process
 from elastic.protocol import wire
-from elastic.protocol.pairing import HolderAt, holders_for
-from elastic.protocol.waits import Waits, waits_of
+from elastic.protocol.backup_assignment import HolderAt, holders_for
+from elastic.protocol.timeouts import Waits, waits_of
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)

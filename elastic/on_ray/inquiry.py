@@ -30,7 +30,7 @@ from elastic.control.detection.patience import Costly, Place, forget, lost_at, r
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.broken_links import is_refused
 from elastic.protocol.membership import Membership, worker_name
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster

@@ -23,7 +23,7 @@ from elastic.control.state import Active, Ledger, Limits, Phase
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster

@@ -31,7 +31,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.protocol.manifest import part_from_json
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory

@@ -12,7 +12,7 @@ import pytest
 from elastic.control.detection.hang import Heartbeat, Watch
 from elastic.on_ray import broken_links
 from elastic.on_ray.broken_links import PATIENCE, wait_for_return
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from tests.control import virtual_time
 
 DETECT_S = 0.5

@@ -14,7 +14,7 @@ from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.inquiry import Inquiry
 from elastic.protocol.membership import Membership, NumberSet
-from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, waits_of
+from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, waits_of
 from tests.control import virtual_time
 from workers.health.vitals import PHASES, WAITING
 

@@ -10,7 +10,7 @@ import pytest
 from elastic.on_ray import holders as on_ray
 from elastic.on_ray.holders import Holders, dial, listen, ping
 from elastic.on_ray.protection import Protection
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
 from workers.peer_memory.holder import HolderServer
 

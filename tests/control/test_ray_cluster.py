@@ -21,7 +21,7 @@ from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from tests.control import virtual_time
 
 NOTHING: Any = None

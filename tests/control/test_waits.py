@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.protocol.waits import MAX_DETECT_S, MIN_DETECT_S, Waits, waits_of
+from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, Waits, waits_of
 
 
 def test_the_waits_of_the_default():

@@ -16,7 +16,7 @@ from elastic.data.reading import read_window
 from elastic.data.record import open_record
 from elastic.data.serving import Read, Server
 from elastic.protocol.membership import microbatch_ids
-from elastic.protocol.seams import FedWindow
+from elastic.protocol.worker_spec import FedWindow
 from workers.data.fed_loader import FedLoader
 
 DEADLINE_S = 120.0

@@ -2,7 +2,7 @@
 
 import socket
 
-from elastic.protocol.pairing import HolderAt
+from elastic.protocol.backup_assignment import HolderAt
 
 
 class FrozenHolder:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers.fake_groups import ThreadGroup
 from workers.build import build_replica
 from workers.checkpoint.saver import Saver

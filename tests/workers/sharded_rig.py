@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder

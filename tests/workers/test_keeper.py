@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train

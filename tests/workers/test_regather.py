@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.pairing import HolderAt
 from workers.groups import Alone
 from workers.parallel import regather
 from workers.parallel.pieces import Pieces

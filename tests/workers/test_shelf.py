@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.protocol.pairing import HolderAt, holders_for
+from elastic.protocol.backup_assignment import HolderAt, holders_for
 from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import reach_folder

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput, in_words
-from elastic.protocol.seams import FedWindow, Feed
+from elastic.protocol.worker_spec import FedWindow, Feed
 from workers.data.fed_batches import columns_of, samples_of
 from workers.data.loader import LoadedBatch
 from workers.randomness import seed_microbatch

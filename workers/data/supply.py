@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from cloudpickle import loads
 
 from elastic.protocol.errors import UserError, WrongInput
-from elastic.protocol.seams import Feed, WorkerSpec
+from elastic.protocol.worker_spec import Feed, WorkerSpec
 from workers.data.agreement import watch_length
 from workers.data.fed_loader import KEPT_SHARE, FedLoader
 from workers.data.loader import LoadedBatch, Loader

@@ -4,7 +4,7 @@ import subprocess
 import threading
 import time
 
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.health import pulse
 
 Address = tuple[str, int]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.groups import AnyGroup
 from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
 

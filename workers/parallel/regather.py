@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.pairing import HolderAt
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
 from workers.parallel.pieces import Pieces

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.mesh import Mesh, is_hybrid, placed
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
 from workers import state

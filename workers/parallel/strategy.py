@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.seams import WorkerSpec
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.groups import AnyGroup
 from workers.parallel.ddp import ddp_reducer
 from workers.reduction.reducers import Reducer

@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from elastic.protocol import wire
+from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.pairing import HolderAt
-from elastic.protocol.seams import WorkerSpec
-from elastic.protocol.waits import waits_of
+from elastic.protocol.timeouts import waits_of
+from elastic.protocol.worker_spec import WorkerSpec
 from workers.out_of_memory import OutOfMemory, says_no_memory
 from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect
 from workers.peer_memory.shadow import Shadow, bytes_of, is_older

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.pairing import HolderAt
 from workers.checkpoint.snapshot import Snapshot
 from workers.parallel.shards import Kind, kinds_of, local
 from workers.peer import as_bytes
