@@ -1,6 +1,6 @@
 """The journal's lines of decisions: written one by one, read back by a controller's successor.
 
-Who lives is asked in elastic/on_ray/takeover.py, what follows is elastic/control/failover.py's.
+Who lives is asked in elastic/on_ray/failover.py, what follows is elastic/control/failover.py's.
 """
 
 import json

@@ -24,11 +24,11 @@ from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
-from elastic.on_ray.feed import end_feed
+from elastic.on_ray.failover import Takeover
+from elastic.on_ray.feed.actor import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.machines import Need
-from elastic.on_ray.takeover import Takeover
 from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
 from elastic.protocol.timeouts import UNLIMITED_S, waits_of

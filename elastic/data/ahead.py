@@ -1,6 +1,6 @@
 """`Ahead`: which windows to read now and which to forget, within a budget of bytes.
 
-Decisions only; who carries them out is elastic/on_ray/feed.py's.
+Decisions only; who carries them out is elastic/on_ray/feed/actor.py's.
 """
 
 from collections.abc import Mapping

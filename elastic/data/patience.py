@@ -1,6 +1,6 @@
 """`Patience`: what the reading of windows has come to, and what is worth a word about it.
 
-Decisions only, of what it is told with the time; the rest is elastic/on_ray/feed.py's.
+Decisions only, of what it is told with the time; the rest is elastic/on_ray/feed/actor.py's.
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,7 @@
 """`Server`: answers "which window holds this element" and has windows read ahead.
 
 The feed's whole behaviour but for Ray: how a window is read, and what stands for its rows, is
-given (elastic/on_ray/feed.py: Ray tasks and object references).
+given (elastic/on_ray/feed/actor.py: Ray tasks and object references).
 """
 
 import asyncio

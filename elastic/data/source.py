@@ -1,7 +1,7 @@
 """`parquet(...)`: what a workload's `dataset()` returns to be fed from Parquet files.
 
 Values only. What is in the files is found by footers.py, read by reading.py; who reads where and
-when is elastic/on_ray/feed.py's.
+when is elastic/on_ray/feed/actor.py's.
 """
 
 import os

@@ -183,7 +183,7 @@ class WorkerActor:
             importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
             importing.start()
             importing.join()
-        from elastic.on_ray.feed_client import leave_ray, open_feed
+        from elastic.on_ray.feed.client import leave_ray, open_feed
         from workers.worker import Worker
 
         node_id = ray.get_runtime_context().get_node_id()

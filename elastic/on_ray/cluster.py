@@ -23,15 +23,16 @@ from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import Place
 from elastic.on_ray.background import Background
+from elastic.on_ray.backup_servers import Holders
+from elastic.on_ray.backup_status import Protection
 from elastic.on_ray.broken_links import wait_for_return
 from elastic.on_ray.commits import Commits
+from elastic.on_ray.diagnosis import Inquiry
 from elastic.on_ray.evaluations import Evaluations
+from elastic.on_ray.failover import Takeover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
-from elastic.on_ray.holders import Holders
 from elastic.on_ray.host import Host
-from elastic.on_ray.inquiry import Inquiry
 from elastic.on_ray.links import LinkServer
-from elastic.on_ray.protection import Protection
 from elastic.on_ray.reports import STATES, event_of, heartbeat_of
 from elastic.on_ray.saves import Saves
 from elastic.on_ray.slots import (
@@ -43,7 +44,6 @@ from elastic.on_ray.slots import (
     why_not_started,
 )
 from elastic.on_ray.stores import Stores
-from elastic.on_ray.takeover import Takeover, has_returned
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.timeouts import waits_of

@@ -80,7 +80,7 @@ class FedWindow:
 
 
 class Feed(Protocol):
-    """Where a worker gets the windows of its data; elastic/on_ray/feed_client.py, or a test's."""
+    """Where a worker gets the windows of its data; elastic/on_ray/feed/client.py, or a test's."""
 
     row_length: int
     """Elements of the stream per row."""

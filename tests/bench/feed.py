@@ -64,7 +64,7 @@ class Consumer:
 
     def feed(self, order: Any, rank: int, first_step: int, steps: int) -> tuple[int, float]:
         """Rows received, and the seconds until the first batch."""
-        from elastic.on_ray.feed_client import RayFeed
+        from elastic.on_ray.feed.client import RayFeed
         from elastic.protocol.membership import microbatch_ids
         from workers.data.fed_loader import FedLoader
 
@@ -106,7 +106,7 @@ def ours(folder: Path, first_step: int, steps: int) -> tuple[float, float]:
     """(rows per second, seconds to the first batch on the later rank) of a feed of its own."""
     import cloudpickle
 
-    from elastic.on_ray.feed import FeedOrder, end_feed
+    from elastic.on_ray.feed.actor import FeedOrder, end_feed
 
     run_id = f"bench-{time.monotonic_ns()}"
     controller = ray.remote(Consumer).options(

@@ -22,8 +22,8 @@ import ray
 
 from elastic.data import ParquetSource, parquet
 from elastic.on_ray.actors import NAMESPACE
-from elastic.on_ray.feed import FeedOrder, end_feed
-from elastic.on_ray.feed_client import RayFeed
+from elastic.on_ray.feed.actor import FeedOrder, end_feed
+from elastic.on_ray.feed.client import RayFeed
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.data.fed_loader import FedLoader
 

@@ -14,8 +14,8 @@ from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
 from elastic.on_ray.actors import NAMESPACE
-from elastic.on_ray.feed import FeedOrder, end_feed, feed_name
-from elastic.on_ray.feed_client import RayFeed
+from elastic.on_ray.feed.actor import FeedOrder, end_feed, feed_name
+from elastic.on_ray.feed.client import RayFeed
 from tests.cluster.live import environment
 from workers.data.fed_loader import FedLoader
 

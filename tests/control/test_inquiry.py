@@ -12,7 +12,7 @@ import pytest
 from elastic.control.detection.hang import Heartbeat, Watch, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
-from elastic.on_ray.inquiry import Inquiry
+from elastic.on_ray.diagnosis import Inquiry
 from elastic.protocol.membership import Membership, NumberSet
 from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, waits_of
 from tests.control import virtual_time

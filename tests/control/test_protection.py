@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.on_ray import holders as on_ray
-from elastic.on_ray.holders import Holders, dial, listen, ping
-from elastic.on_ray.protection import Protection
+from elastic.on_ray import backup_servers as on_ray
+from elastic.on_ray.backup_servers import Holders, dial, listen, ping
+from elastic.on_ray.backup_status import Protection
 from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
 from workers.peer_memory.holder import HolderServer

@@ -9,8 +9,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from elastic.control.detection.hang import Heartbeat
 from elastic.control.state import Ledger, Running
-from elastic.on_ray import takeover as on_ray
-from elastic.on_ray.takeover import Takeover
+from elastic.on_ray import failover as on_ray
+from elastic.on_ray.failover import Takeover
 from elastic.protocol.membership import Membership
 from tests.control import virtual_time
 from tests.control.test_transition import LIMITS

@@ -302,7 +302,7 @@ def start_feed(order: FeedOrder) -> ActorHandle[Any]:
     }
     actor: Any = FeedActor
     if not order.source:
-        from elastic.on_ray.dataset_feed import DatasetFeedActor
+        from elastic.on_ray.feed.dataset_actor import DatasetFeedActor
 
         actor = DatasetFeedActor
     return cast(Any, ray.remote(actor).options(**options).remote(order))

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTa
 from ray.exceptions import ObjectLostError as RayObjectLost
 
 from elastic.data.reading import WindowRows
-from elastic.on_ray.feed import (
+from elastic.on_ray.feed.actor import (
     FeedOrder,
     Served,
     find_actor,

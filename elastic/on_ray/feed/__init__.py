@@ -1,0 +1,1 @@
+"""Actors that read a run's data ahead, and the workers' client."""
