@@ -33,7 +33,7 @@ RECOVERY = "elastic/control/recovery.py"
 CAPACITY = "elastic/control/scaling.py"
 COMMITS = "elastic/on_ray/commits.py"
 CLUSTER = "elastic/on_ray/cluster.py"
-MEMBER = "workers/member.py"
+MEMBER = "workers/membership/member.py"
 WORKER = "workers/worker.py"
 SHARDED = "workers/parallel/sharded.py"
 
@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a new controller is told the last step only",
-        "workers/records.py",
+        "workers/membership/step_log.py",
         "[0 if is_new else -1 :]",
         "[-1:]",
         "tests/workers/test_records.py",

@@ -14,7 +14,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.exchange import gather_json
 from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
-from workers.member import Member
+from workers.membership.member import Member
 from workers.microbatches import names_in
 from workers.reduction.reducers import Reduced
 from workers.vote import MicrobatchRecord, Prepared, Vote, VoteLayout, decode, encode

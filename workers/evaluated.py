@@ -6,7 +6,7 @@ where it may not have been heard: elastic/on_ray/evaluations.py takes it once.
 
 from typing import NamedTuple
 
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
 
 
 class Result(NamedTuple):

@@ -17,7 +17,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.evaluated import Result
 from workers.exchange import gather_json
-from workers.member import Member, RolledBack
+from workers.membership.member import Member, RolledBack
 from workers.randomness import seed_microbatch
 from workers.reduction.tree import fold_scalars
 

@@ -1,7 +1,7 @@
 """What the user's loop sees: `Session`, and `Step`, the `with` block of one optimizer step.
 
 The block computes this rank's micro-batches, reduces, votes and commits. Losing a peer cancels it;
-regrouping happens at its end (workers/member.py), and the loop goes round again.
+regrouping happens at its end (workers/membership/member.py), and the loop goes round again.
 """
 
 import time
@@ -22,7 +22,7 @@ from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.health.nonfinite import Inspection
 from workers.loss import check_loss
-from workers.member import Member
+from workers.membership.member import Member
 from workers.microbatches import Logged, Microbatches, kept
 from workers.parallel.strategy import new_reducer
 from workers.randomness import seed_microbatch

@@ -1,7 +1,7 @@
 """`Worker`: one process of the run from its start to its end. The Ray actor is a shell around it.
 
 It builds the workload, connects to the controller and runs the training loop; what the controller
-wants of it is workers/member.py's, a step is workers/session.py's.
+wants of it is workers/membership/member.py's, a step is workers/session.py's.
 """
 
 import logging
@@ -37,13 +37,13 @@ from workers.health import stacks
 from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
-from workers.link import Address, ControllerLink, leave
 from workers.loop import fit
 from workers.loss import check_loss
-from workers.member import Member, RolledBack, RunEnded
+from workers.membership.link import Address, ControllerLink, leave
+from workers.membership.member import Member, RolledBack, RunEnded
+from workers.membership.state_stream import PeerServer
 from workers.microbatches import weight_of
 from workers.out_of_memory import OutOfMemory
-from workers.peer import PeerServer
 from workers.randomness import seed_microbatch
 from workers.session import Session
 from workers.trial import check_kept, try_optimizer

@@ -1,7 +1,7 @@
 """A worker's connection has ended: whether its process has, too, or the connection only.
 
 A firewall that forgets what it knew resets every connection at once, and nobody dies of it: the
-worker comes back over another one (workers/link.py), and nothing is lost. Who died is told by Ray
+worker comes back over another one (workers/membership/link.py), and nothing is lost. Who died is told by Ray
 within milliseconds, and by its own kernel: that closes what the process had open, which no firewall
 does, and then refuses a new connection, which a firewall may do as well.
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from elastic.on_ray.links import LinkServer
 from workers.health.unanswered import Unanswered
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
 
 SILENCE_S = 0.5
 LEASE_S = 24 * 3600.0

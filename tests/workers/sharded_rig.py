@@ -18,10 +18,10 @@ from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import share
 from workers.digest import weights_sha256
 from workers.groups import AnyGroup
+from workers.membership.state_stream import as_bytes
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding
 from workers.parallel.strategy import new_reducer
-from workers.peer import as_bytes
 from workers.randomness import seed_microbatch
 from workers.replica import Replica, Update
 

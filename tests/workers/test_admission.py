@@ -13,7 +13,7 @@ from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
 from workers import admission
-from workers.peer import PeerServer
+from workers.membership.state_stream import PeerServer
 from workers.peer_memory.holder import HolderServer, ask, connect
 
 PATIENCE_S = 60

@@ -15,8 +15,8 @@ from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
-from workers.member import Member
-from workers.peer import PeerServer
+from workers.membership.member import Member
+from workers.membership.state_stream import PeerServer
 from workers.session import Session
 
 

@@ -13,8 +13,8 @@ from tests.workers.sharded_rig import Work, spec, train
 from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.health.vitals import Vitals
-from workers.member import Member
-from workers.peer import PeerServer
+from workers.membership.member import Member
+from workers.membership.state_stream import PeerServer
 
 
 class Looking(Work):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.workers.session_rig import Rig
-from workers import digest, member
+from workers import digest
+from workers.membership import member
 from workers.parallel.sharded import Holding
 from workers.worker import Worker
 

@@ -12,10 +12,10 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import CPU, Rig
-from workers import peer
 from workers.checkpoint.snapshot import HostMemory
 from workers.digest import weights_sha256
 from workers.groups import Alone
+from workers.membership import state_stream
 from workers.parallel import entering
 from workers.parallel.pieces import Pieces
 from workers.rendezvous import Rendezvous
@@ -29,15 +29,19 @@ STEPS_MEANWHILE, STEPS = 4, 6
 @pytest.fixture
 def slow_link(monkeypatch):
     """The first state is on its way until `is_through`; whoever has `begun` to send it waits."""
-    begun, is_through, send_snapshot = threading.Event(), threading.Event(), peer.send_snapshot
+    begun, is_through, send_snapshot = (
+        threading.Event(),
+        threading.Event(),
+        state_stream.send_snapshot,
+    )
 
     def slowly(*arguments):
         begun.set()
         assert is_through.wait(LONG_S)
         send_snapshot(*arguments)
 
-    monkeypatch.setattr(peer, "send_snapshot", slowly)
-    monkeypatch.setattr(peer, "MAX_QUEUED_BYTES", 0)
+    monkeypatch.setattr(state_stream, "send_snapshot", slowly)
+    monkeypatch.setattr(state_stream, "MAX_QUEUED_BYTES", 0)
     yield begun, is_through
     is_through.set()
 
@@ -117,7 +121,7 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
     for rig in (source, newcomer):
         rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)
     lag(source, newcomer, slow_link)
-    send_snapshot, took_s = peer.send_snapshot, []
+    send_snapshot, took_s = state_stream.send_snapshot, []
 
     def slowly(connection, snapshot, queued):
         take, began = snapshot.take, time.monotonic()
@@ -131,7 +135,7 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
         send_snapshot(connection, snapshot, queued)
         took_s.append(time.monotonic() - began)
 
-    monkeypatch.setattr(peer, "send_snapshot", slowly)
+    monkeypatch.setattr(state_stream, "send_snapshot", slowly)
     hashes = enter_together(source, newcomer)
     assert hashes[0] == hashes[1]
     assert took_s[0] > LIMIT_S, "else this shows nothing"
@@ -148,9 +152,9 @@ def test_a_source_that_is_gone_then_costs_the_newcomer_its_state(slow_link, rigs
 
 
 def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monkeypatch):
-    monkeypatch.setattr(peer, "MAX_QUEUED_BYTES", 2**20)
+    monkeypatch.setattr(state_stream, "MAX_QUEUED_BYTES", 2**20)
     ours, theirs = socket.socketpair()
-    follower = peer.Follower(ours, worker=3)
+    follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
         follower.offer({"type": "update", "step": step}, large)
@@ -159,7 +163,7 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower._queue.put(None)
     with suppress(OSError):
         while True:
-            header, _ = peer.receive_tensors(theirs, memory, lambda: None)
+            header, _ = state_stream.receive_tensors(theirs, memory, lambda: None)
             kinds.append(header["type"])
     assert follower.is_lagging
     assert kinds.count("lags") == 1

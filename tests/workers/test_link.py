@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.protocol import wire
-from workers.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
+from workers.membership.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
 
 LEASE_S = 24 * 3600.0
 """A link ends its process when the lease is over, and the process is the tests' here."""
@@ -45,21 +45,23 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_worker_whose_log_is_on_a_full_disk_leaves_all_the_same():
-    script = "import workers.link as l; l.leave(7, 'the lease is over'); print('still here')"
+    script = (
+        "import workers.membership.link as l; l.leave(7, 'the lease is over'); print('still here')"
+    )
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", script], stderr=full, timeout=60, check=False)
     assert done.returncode == 7
 
 
 def test_a_worker_whose_last_words_hang_leaves_all_the_same():
-    script = "import time, workers.link as l; l.LAST_WORDS_S = 0.1\n"
+    script = "import time, workers.membership.link as l; l.LAST_WORDS_S = 0.1\n"
     script += "l.leave(7, 'over', lambda: time.sleep(600))"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 7
 
 
 SEARCHING = """
 import threading
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
 ControllerLink(
     ("127.0.0.1", 1), token="", worker=0, silence_s=9.0, lease_s=0.2,
     find=threading.Event().wait, on_command=print, on_found=print,

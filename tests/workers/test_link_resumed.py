@@ -11,8 +11,8 @@ import pytest
 from elastic.on_ray import links
 from elastic.protocol import wire
 from tests.workers.links_rig import MADE, SILENCE_S, Clock, Controller, Link, Relay, link_to, until
-from workers import link as links_end
-from workers.link import ControllerLink
+from workers.membership import link as links_end
+from workers.membership.link import ControllerLink
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.workers.fake_groups import Done
 from tests.workers.session_rig import Rig, Tiny
 from workers import groups
 from workers.digest import weights_sha256
-from workers.member import RunEnded
+from workers.membership.member import RunEnded
 
 
 class LosesVote(groups.Alone):

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from tests.workers.session_rig import FakeLink
-from workers.records import Records
+from workers.membership.step_log import Records
 
 LOWEST = SimpleNamespace(generation=2, rank=0, world_size=2)
 

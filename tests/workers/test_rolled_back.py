@@ -11,8 +11,8 @@ from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
-from workers.member import Member, RunEnded
-from workers.peer import PeerServer
+from workers.membership.member import Member, RunEnded
+from workers.membership.state_stream import PeerServer
 from workers.session import Session
 from workers.worker import Worker
 

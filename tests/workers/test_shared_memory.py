@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.protocol import wire
-from workers.peer import as_bytes
+from workers.membership.state_stream import as_bytes
 from workers.peer_memory.holder import HolderServer, ask, connect, read_rows
 from workers.peer_memory.shared import SharedArena
 from workers.peer_memory.shelf import Key, crc32

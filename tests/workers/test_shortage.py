@@ -12,9 +12,9 @@ from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.checkpoint.snapshot import Snapshot
+from workers.membership.state_stream import Follower
 from workers.out_of_memory import OutOfMemory
 from workers.parallel.sharded import Holding
-from workers.peer import Follower
 from workers.peer_memory.keeper import Keeper
 
 DEADLINE_S = 120.0

@@ -19,7 +19,7 @@ from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerSt
 from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
 from workers.digest import plain_name, tensor_bytes
-from workers.peer import as_bytes
+from workers.membership.state_stream import as_bytes
 from workers.replica import Replica
 from workers.trial import step_undone
 

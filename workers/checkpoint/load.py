@@ -16,7 +16,7 @@ from elastic.protocol.manifest import Chunk, Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.digest import weights_sha256
-from workers.peer import as_bytes
+from workers.membership.state_stream import as_bytes
 from workers.replica import Replica
 from workers.state_header import weights_of
 

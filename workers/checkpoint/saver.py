@@ -23,10 +23,10 @@ from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
 from workers.checkpoint.snapshot import Arena, Snapshot
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
+from workers.membership.state_stream import as_bytes
+from workers.membership.step_log import Standing
 from workers.parallel.shards import is_shard, local
-from workers.peer import as_bytes
-from workers.records import Standing
 from workers.replica import Replica
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from workers.exchange import gather_json
-from workers.member import Member
+from workers.membership.member import Member
 from workers.vote import MicrobatchRecord
 
 ADVICE = "Lower the learning rate, set clip_norm"

@@ -18,7 +18,7 @@ from workers.exchange import gather_json
 from workers.parallel.shards import is_shard, local
 
 if TYPE_CHECKING:
-    from workers.member import Member
+    from workers.membership.member import Member
     from workers.replica import Replica
 
 ROW_WORDS = 4096

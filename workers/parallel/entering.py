@@ -13,7 +13,7 @@ from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
 
 if TYPE_CHECKING:
-    from workers.member import Member
+    from workers.membership.member import Member
 
 ROUND_OF_JOINING = 0.5
 """Ranks that are apart meet after this part of what a generation has for forming."""

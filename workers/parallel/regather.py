@@ -20,11 +20,11 @@ from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
+from workers.membership.state_stream import as_bytes, watch_host
 from workers.parallel.pieces import Pieces
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of
 from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, RowsLost, is_shard
-from workers.peer import as_bytes, watch_host
 from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.peer_memory.shelf import DamagedCopy, Key
 

@@ -77,7 +77,7 @@ class Sharded:
         self.holding = Holding()
         self.collectives: Collectives | None = None
         self.keeper: Keeper | None = None
-        """This worker's side of peer memory; set by workers/member.py."""
+        """This worker's side of peer memory; set by workers/membership/member.py."""
         self.mesh = Mesh(spec.parallel, 1)
         """Of the generation at hand."""
         self._group: AnyGroup | None = None

@@ -60,7 +60,7 @@ def install(workload):
     """Instants that the user's code does not see."""
     from workers.checkpoint.saver import _Job
     from workers.groups import Group
-    from workers.member import Member
+    from workers.membership.member import Member
     from workers.session import Session
 
     def before(kind, name, where):

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import elastic
-from workers import peer
+from workers.membership import state_stream
 
 SCALE = 2048 * 4096 / 350e6
 LINK_BYTES_S = 1.2e9 * SCALE
 STATE_BYTES = 3 * 4 * 2048 * 4096  # AdamW in fp32
 STEP_S = 0.5
 
-peer.MAX_QUEUED_BYTES = round(peer.MAX_QUEUED_BYTES * SCALE)
+state_stream.MAX_QUEUED_BYTES = round(state_stream.MAX_QUEUED_BYTES * SCALE)
 
 
 class Large(elastic.Workload):

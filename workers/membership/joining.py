@@ -1,6 +1,6 @@
 """A newcomer's copy of its source's state: followed until a generation takes it in.
 
-What arrives comes through workers/peer.py; who forms what is workers/member.py's.
+What arrives comes through workers/membership/state_stream.py; who forms what is workers/membership/member.py's.
 """
 
 import time
@@ -13,12 +13,12 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.health.vitals import Vitals
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
+from workers.membership.standing import Standing
+from workers.membership.state_stream import Following
 from workers.out_of_memory import told_as_loss
 from workers.parallel.pieces import Pieces
-from workers.peer import Following
 from workers.replica import Replica, Update
-from workers.standing import Standing
 
 
 class Copying:

@@ -20,20 +20,20 @@ from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver
 from workers.checkpoint.snapshot import Snapshot
-from workers.copying import Copying
 from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
-from workers.link import ControllerLink
+from workers.membership.joining import Copying
+from workers.membership.link import ControllerLink
+from workers.membership.standing import Standing
+from workers.membership.state_stream import Followers, PeerServer
+from workers.membership.step_log import Records
 from workers.out_of_memory import told_as_loss
 from workers.parallel.entering import enter_shard, pieces_of
 from workers.parallel.pieces import Pieces
-from workers.peer import Followers, PeerServer
 from workers.peer_memory.keeper import Keeper
-from workers.records import Records
 from workers.replica import Replica, Update
-from workers.standing import Standing
 from workers.vote import Prepared, Vote, decode
 
 log = logging.getLogger(__name__)

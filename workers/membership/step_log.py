@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from workers.link import ControllerLink
+from workers.membership.link import ControllerLink
 from workers.vote import Prepared, Vote, dump
 
 
