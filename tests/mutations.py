@@ -40,7 +40,7 @@ SHARDED = "workers/parallel/sharded.py"
 MUTATIONS = (
     Mutation(
         "a vote is believed although its generation was given up",
-        "workers/ballot.py",
+        "workers/step/ballot.py",
         "        if group.is_abandoned:  #",
         "        if False:  #",
         "tests/workers/test_member.py",
@@ -89,7 +89,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an evaluation draws by rank",
-        "workers/evaluation.py",
+        "workers/step/evaluation.py",
         "EVALUATION_SEED_SALT, member.replica.step, i)",
         "EVALUATION_SEED_SALT, member.replica.step, i + member.rank)",
         "tests/workers/test_evaluation_memory.py",
@@ -173,7 +173,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a pause is not carried by the vote",
-        "workers/vote.py",
+        "workers/step/vote.py",
         "vector[:_COUNTS] = wants_pause, not is_finite,",
         "vector[:_COUNTS] = 0, not is_finite,",
         "tests/workers/test_member.py",

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from workers import state
-from workers.buffers import TrackedBuffers
 from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.parallel.row_step import on_rows
 from workers.parallel.shards import is_shard, local
-from workers.precision import Casting, LossScale
 from workers.reduction.norm import clip_coefficient, global_norm
 from workers.state_header import entry, names_in
+from workers.step.buffers import TrackedBuffers
+from workers.step.precision import Casting, LossScale
 from workers.strides import laid_out
 
 if TYPE_CHECKING:

@@ -15,18 +15,18 @@ from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.worker_spec import WorkerSpec
-from workers import ballot, evaluation
 from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.health.nonfinite import Inspection
-from workers.loss import check_loss
 from workers.membership.member import Member
-from workers.microbatches import Logged, Microbatches, kept
 from workers.parallel.strategy import new_reducer
-from workers.randomness import seed_microbatch
 from workers.reduction.reducers import Reduced, Reducer
+from workers.step import ballot, evaluation
+from workers.step.loss import check_loss
+from workers.step.microbatches import Logged, Microbatches, kept
+from workers.step.randomness import seed_microbatch
 
 
 class Session:

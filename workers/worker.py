@@ -38,14 +38,14 @@ from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
 from workers.loop import fit
-from workers.loss import check_loss
 from workers.membership.link import Address, ControllerLink, leave
 from workers.membership.member import Member, RolledBack, RunEnded
 from workers.membership.state_stream import PeerServer
-from workers.microbatches import weight_of
 from workers.out_of_memory import OutOfMemory
-from workers.randomness import seed_microbatch
 from workers.session import Session
+from workers.step.loss import check_loss
+from workers.step.microbatches import weight_of
+from workers.step.randomness import seed_microbatch
 from workers.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 

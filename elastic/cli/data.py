@@ -194,7 +194,7 @@ def stream_of(
     from elastic.data.checking import planned_stream
     from elastic.data.footers import make_plan
     from elastic.data.record import open_record
-    from workers.randomness import seed_dataset
+    from workers.step.randomness import seed_dataset
 
     seed_dataset(seed)
     dataset = workload.dataset()

@@ -1,7 +1,7 @@
 """Results of `session.evaluate` as members say them: each goes on record once.
 
 A result is said again by whoever follows the lowest rank, and to a new controller; and it is told
-to members that missed it. What they remember of it is workers/evaluated.py's.
+to members that missed it. What they remember of it is workers/step/evaluation_log.py's.
 """
 
 from collections.abc import Callable, Iterable

@@ -22,8 +22,8 @@ from workers.membership.state_stream import as_bytes
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding
 from workers.parallel.strategy import new_reducer
-from workers.randomness import seed_microbatch
 from workers.replica import Replica, Update
+from workers.step.randomness import seed_microbatch
 
 CPU = torch.device("cpu")
 NUM_MICROBATCHES = 8

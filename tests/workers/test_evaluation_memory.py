@@ -5,7 +5,7 @@ import torch
 
 from elastic.on_ray.evaluations import Evaluations
 from tests.workers.session_rig import Rig
-from workers.evaluation import _evaluate_ids
+from workers.step.evaluation import _evaluate_ids
 from workers.worker import Worker
 
 

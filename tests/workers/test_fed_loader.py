@@ -14,7 +14,7 @@ from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
 from workers.data.fed_batches import columns_of, samples_of
 from workers.data.fed_loader import FedLoader
-from workers.randomness import seed_microbatch
+from workers.step.randomness import seed_microbatch
 
 
 @pytest.fixture

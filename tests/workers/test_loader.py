@@ -22,7 +22,7 @@ from elastic.protocol.errors import StepCancelled, UserError, WrongInput
 from workers.data.fed_source import is_rays_own
 from workers.data.loader import Loader, LoaderLost
 from workers.data.order import SampleOrder
-from workers.randomness import seed_microbatch, seed_sample
+from workers.step.randomness import seed_microbatch, seed_sample
 
 SEED, GLOBAL_BATCH, MICRO_BATCH, NUM_ROWS = 5, 8, 2, 21
 

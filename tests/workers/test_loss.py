@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from elastic.protocol.errors import WrongInput
-from workers.loss import check_loss
-from workers.microbatches import Microbatches
+from workers.step.loss import check_loss
+from workers.step.microbatches import Microbatches
 
 ONE = torch.ones(1, requires_grad=True)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.workers.session_rig import Rig
-from workers.microbatches import Microbatches, kept
+from workers.step.microbatches import Microbatches, kept
 
 
 def test_logging_a_tensor_does_not_wait_for_its_device():

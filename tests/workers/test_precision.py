@@ -9,8 +9,8 @@ from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha256, spec, train
 from workers.build import build_replica
 from workers.groups import Alone
-from workers.precision import GROWTH_STEPS, LossScale
 from workers.replica import Replica
+from workers.step.precision import GROWTH_STEPS, LossScale
 
 KINDS = (("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp-grad-op", 3))
 SETTINGS = (

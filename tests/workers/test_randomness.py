@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from workers.randomness import seed_dataset, seed_microbatch, seed_sample
+from workers.step.randomness import seed_dataset, seed_microbatch, seed_sample
 
 
 def _draws() -> tuple[float, ...]:

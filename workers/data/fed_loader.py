@@ -20,7 +20,7 @@ from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInpu
 from elastic.protocol.worker_spec import FedWindow, Feed
 from workers.data.fed_batches import columns_of, samples_of
 from workers.data.loader import LoadedBatch
-from workers.randomness import seed_microbatch
+from workers.step.randomness import seed_microbatch
 
 _POLL_S = 0.002
 _CHECK_S = 0.05

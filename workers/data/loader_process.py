@@ -22,7 +22,7 @@ from elastic.protocol.errors import UserError, in_words
 from workers.data import loader_frames as frames
 from workers.data.fed_source import fed_source, is_rays_own
 from workers.data.order import SampleOrder
-from workers.randomness import seed_dataset, seed_microbatch, seed_sample
+from workers.step.randomness import seed_dataset, seed_microbatch, seed_sample
 
 _PR_SET_PDEATHSIG = 1
 _AHEAD = 4  # loaded micro-batches that may wait for the worker, per process

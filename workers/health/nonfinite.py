@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.exchange import gather_json
 from workers.membership.member import Member
-from workers.vote import MicrobatchRecord
+from workers.step.vote import MicrobatchRecord
 
 ADVICE = "Lower the learning rate, set clip_norm"
 

@@ -20,7 +20,6 @@ from elastic.store.catalogue import Damage
 from workers import groups
 from workers.checkpoint.saver import Saver
 from workers.checkpoint.snapshot import Snapshot
-from workers.evaluated import Evaluated
 from workers.groups import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
@@ -34,7 +33,8 @@ from workers.parallel.entering import enter_shard, pieces_of
 from workers.parallel.pieces import Pieces
 from workers.peer_memory.keeper import Keeper
 from workers.replica import Replica, Update
-from workers.vote import Prepared, Vote, decode
+from workers.step.evaluation_log import Evaluated
+from workers.step.vote import Prepared, Vote, decode
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from workers.membership.link import ControllerLink
-from workers.vote import Prepared, Vote, dump
+from workers.step.vote import Prepared, Vote, dump
 
 
 class Standing(Protocol):

@@ -25,7 +25,7 @@ from elastic.protocol.errors import WrongInput
 from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.parallel.device_mesh import shard_mesh
-from workers.precision import keeps_precision
+from workers.step.precision import keeps_precision
 from workers.strides import is_channels_last
 
 
@@ -194,7 +194,7 @@ def _padded(param: Any, given: Tensor | None, dtype: torch.dtype, host: torch.de
 
 
 def _policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Inputs and outputs are cast by workers/precision.py, the same for every strategy."""
+    """Inputs and outputs are cast by workers/step/precision.py, the same for every strategy."""
     reduce_dtype = None if dtype is None else torch.float32
     return MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
 

@@ -94,7 +94,7 @@ class DatasetFeedActor:
     def _open(self) -> None:
         from ray.data import DataContext
 
-        from workers.randomness import seed_dataset
+        from workers.step.randomness import seed_dataset
 
         context = DataContext.get_current()
         context.execution_options.preserve_order = True

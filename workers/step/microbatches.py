@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from workers.loss import check_weight
-from workers.vote import MicrobatchRecord
+from workers.step.loss import check_weight
+from workers.step.vote import MicrobatchRecord
 
 Logged = dict[str, float | torch.Tensor]
 

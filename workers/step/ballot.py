@@ -15,9 +15,9 @@ from workers.exchange import gather_json
 from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
 from workers.membership.member import Member
-from workers.microbatches import names_in
 from workers.reduction.reducers import Reduced
-from workers.vote import MicrobatchRecord, Prepared, Vote, VoteLayout, decode, encode
+from workers.step.microbatches import names_in
+from workers.step.vote import MicrobatchRecord, Prepared, Vote, VoteLayout, decode, encode
 
 
 class Repeated(StepCancelled):

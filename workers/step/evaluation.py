@@ -15,11 +15,11 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
-from workers.evaluated import Result
 from workers.exchange import gather_json
 from workers.membership.member import Member, RolledBack
-from workers.randomness import seed_microbatch
 from workers.reduction.tree import fold_scalars
+from workers.step.evaluation_log import Result
+from workers.step.randomness import seed_microbatch
 
 SCALAR = "value"
 EVALUATION_SEED_SALT = 0x6576616C
