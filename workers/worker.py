@@ -26,13 +26,11 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
-from workers.build import build_replica, check_threads
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.digest import weights_sha256
 from workers.health import stacks
 from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
@@ -41,12 +39,14 @@ from workers.loop import fit
 from workers.membership.link import Address, ControllerLink, leave
 from workers.membership.member import Member, RolledBack, RunEnded
 from workers.membership.state_stream import PeerServer
-from workers.out_of_memory import OutOfMemory
 from workers.session import Session
 from workers.step.loss import check_loss
 from workers.step.microbatches import weight_of
 from workers.step.randomness import seed_microbatch
-from workers.trial import check_kept, try_optimizer
+from workers.train_state.build import build_replica, check_threads
+from workers.train_state.digest import weights_sha256
+from workers.train_state.out_of_memory import OutOfMemory
+from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
 EXIT_WITHOUT_LOADER = 72

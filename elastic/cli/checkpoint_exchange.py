@@ -28,7 +28,7 @@ from elastic.store.files import first_line, open_folder
 
 if TYPE_CHECKING:
     from workers.checkpoint.foreign_weights import Foreign
-    from workers.replica import Replica
+    from workers.train_state.train_state import Replica
 
 app = typer.Typer()
 UNITS = {
@@ -150,8 +150,8 @@ def build(target: Target, seed: int) -> "Replica":
     """As a worker does, in the folder where workers run."""
     import torch
 
-    from workers.build import build_replica
     from workers.checkpoint.importing import ImportSettings
+    from workers.train_state.build import build_replica
 
     with contextlib.chdir(target.folder or Path.cwd()):
         return build_replica(target.workload, ImportSettings(seed), torch.device("cpu"))
@@ -185,7 +185,7 @@ def tensor_bytes(manifest: Manifest, to: Format) -> int:
     if to is not Format.SAFETENSORS:
         return manifest.size_bytes
     from workers.checkpoint.stream import size_bytes
-    from workers.state_header import weights_of
+    from workers.train_state.state_header import weights_of
 
     stored = set(weights_of(manifest.state, {t.name for t in manifest.tensors}).values())
     return sum(size_bytes(t) for t in manifest.tensors if t.name in stored)

@@ -1,7 +1,7 @@
 """What a checkpoint consists of: its files with their block checksums, and each tensor's chunks.
 
 `manifest.json` is this value as JSON, ending with the checksum of its own preceding bytes. Reading
-and writing files is elastic/store's; what the tensors mean is workers/state.py's.
+and writing files is elastic/store's; what the tensors mean is workers/train_state/serialization.py's.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Manifest:
     tensors: tuple[StoredTensor, ...]
     """In the order of the state."""
     state: Any
-    """JSON: what of the state is no tensor (workers/state.py)."""
+    """JSON: what of the state is no tensor (workers/train_state/serialization.py)."""
     about: dict[str, Any]
     """JSON: seed, versions, pins: what a reader may want to know."""
 

@@ -27,8 +27,8 @@ from tests.bench.checkpoints import By, Publisher, replica_of, seconds, spec
 from tests.bench.harness import console, machine, record, storage_directory
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver
-from workers.digest import weights_sha256
-from workers.replica import Replica
+from workers.train_state.digest import weights_sha256
+from workers.train_state.train_state import Replica
 
 SAVED_AT, LOADED_AT = 4, 2
 

@@ -36,8 +36,8 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.checkpoint.saver import Saver
-from workers.replica import Replica
-from workers.state import capture
+from workers.train_state.serialization import capture
+from workers.train_state.train_state import Replica
 
 SIZES_MB = (200, 1000)
 COMPUTE_S = 0.5

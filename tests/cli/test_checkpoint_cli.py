@@ -10,8 +10,8 @@ from elastic.cli.app import main
 from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import file_name
 from tests.workers.checkpoint_samples import save
-from workers.digest import weights_sha256
-from workers.replica import Replica
+from workers.train_state.digest import weights_sha256
+from workers.train_state.train_state import Replica
 
 WORLD_SIZE = 3
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from elastic.cli.app import main
 from tests.workers.checkpoint_samples import Odd, build, damage, save
-from workers.digest import weights_sha256
-from workers.state import capture
+from workers.train_state.digest import weights_sha256
+from workers.train_state.serialization import capture
 
 
 @pytest.fixture

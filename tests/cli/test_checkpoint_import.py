@@ -16,11 +16,11 @@ from elastic.store.catalogue import PINNED, Catalogue
 from elastic.store.files import open_folder
 from tests.cli.test_checkpoint_export import assert_equal
 from tests.workers.checkpoint_samples import build, save
-from workers.build import build_replica
 from workers.checkpoint.importing import ImportSettings
 from workers.checkpoint.load import checkpoint_sha256, read_tensors
-from workers.digest import weights_sha256
-from workers.replica import Replica
+from workers.train_state.build import build_replica
+from workers.train_state.digest import weights_sha256
+from workers.train_state.train_state import Replica
 
 JOB = "tests.workers.checkpoint_samples:Job"
 

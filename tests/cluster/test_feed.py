@@ -24,7 +24,7 @@ from elastic.data.reading import read_window
 from tests.cluster.jobs.fed import third_dropped
 from tests.cluster.live import JOBS, LiveRun, assert_complete
 from tests.object_store import uri
-from workers.digest import weights_sha256
+from workers.train_state.digest import weights_sha256
 
 pytestmark = pytest.mark.cluster
 SIZES = (101, 0, 57, 333, 1, 210)

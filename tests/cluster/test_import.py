@@ -9,7 +9,7 @@ from elastic.store.files import open_folder
 from tests.cluster.jobs.toy import Still
 from tests.cluster.live import JOBS, assert_complete
 from workers.checkpoint.load import checkpoint_sha256
-from workers.digest import weights_sha256
+from workers.train_state.digest import weights_sha256
 
 pytestmark = pytest.mark.cluster
 

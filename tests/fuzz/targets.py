@@ -49,9 +49,9 @@ from tests.fuzz.mutations import damaged_bytes, damaged_json, damaged_lines, dam
 from tests.store.saves import save
 from tests.store.test_run_directory import metrics, samples
 from tests.workers import checkpoint_samples
-from workers import state
 from workers.checkpoint import diff, foreign_weights, stream
 from workers.checkpoint.load import checkpoint_sha256
+from workers.train_state import serialization
 
 REFUSALS = (WrongInput, DamagedCheckpoint, BadData)
 TOKEN = "0123456789abcdef"
@@ -164,14 +164,14 @@ def state_header(_: Path) -> Target:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     model(torch.ones(2, 2)).sum().backward()
     optimizer.step()
-    header, tensors = state.capture(model, optimizer, scheduler)
+    header, tensors = serialization.capture(model, optimizer, scheduler)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def attempt(content: bytes) -> None:
         fresh = torch.optim.AdamW(model.parameters())
         schedule = torch.optim.lr_scheduler.LinearLR(fresh)
         with contextlib.suppress(ValueError):  # a state of another model
-            state.restore(model, fresh, schedule, json.loads(content), tensors)
+            serialization.restore(model, fresh, schedule, json.loads(content), tensors)
 
     def damage(dice: random.Random, content: bytes) -> bytes:
         return json.dumps(damaged_value(dice, json.loads(content))).encode()

@@ -12,7 +12,7 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.checkpoint.saver import share
 from workers.membership.state_stream import as_bytes
-from workers.replica import Replica
+from workers.train_state.train_state import Replica
 
 WORLD_SIZE = 3
 

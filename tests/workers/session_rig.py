@@ -8,13 +8,13 @@ from torch import nn
 
 from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers.fake_groups import ThreadGroup
-from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
 from workers.session import Session
+from workers.train_state.build import build_replica
 
 CPU = torch.device("cpu")
 

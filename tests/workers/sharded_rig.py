@@ -13,17 +13,17 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
-from workers.build import build_replica
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import share
-from workers.digest import weights_sha256
 from workers.groups import AnyGroup
 from workers.membership.state_stream import as_bytes
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding
 from workers.parallel.strategy import new_reducer
-from workers.replica import Replica, Update
 from workers.step.randomness import seed_microbatch
+from workers.train_state.build import build_replica
+from workers.train_state.digest import weights_sha256
+from workers.train_state.train_state import Replica, Update
 
 CPU = torch.device("cpu")
 NUM_MICROBATCHES = 8

@@ -9,7 +9,7 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import InThread, Rig
-from workers.digest import weights_sha256
+from workers.train_state.digest import weights_sha256
 
 
 def asked(step, generation=1):

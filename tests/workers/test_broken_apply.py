@@ -11,13 +11,13 @@ from elastic.store.files import open_folder
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.test_member import LosesVote
 from tests.workers.test_rolled_back import form
-from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
 from workers.session import Session
+from workers.train_state.build import build_replica
 
 
 @pytest.fixture(params=["ddp", "fsdp"])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from workers.digest import file_sha256, full_state, weights_sha256
+from workers.train_state.digest import file_sha256, full_state, weights_sha256
 
 
 class Model(nn.Module):

@@ -10,11 +10,11 @@ from elastic.store.files import open_folder
 from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import CPU, FakeLink
 from tests.workers.sharded_rig import Work, spec, train
-from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
+from workers.train_state.build import build_replica
 
 
 class Looking(Work):

@@ -10,7 +10,7 @@ import torch
 
 from elastic.protocol.errors import UnfitNode, UserError, WrongInput
 from tests.workers.session_rig import CPU, Rig, Tiny, spec
-from workers.build import build_replica, check_threads
+from workers.train_state.build import build_replica, check_threads
 from workers.worker import Worker
 
 ROW = 25
@@ -181,7 +181,7 @@ def test_a_worker_without_memory_for_the_state_is_a_loss_with_words():
     """And no user's error, which would end the run."""
     script = """
 import types
-from workers.out_of_memory import OutOfMemory
+from workers.train_state.out_of_memory import OutOfMemory
 from workers.worker import Worker
 def copy():
     raise OutOfMemory("out of memory while it copied the state")

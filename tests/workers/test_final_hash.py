@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.workers.session_rig import Rig
-from workers import digest
 from workers.membership import member
 from workers.parallel.sharded import Holding
+from workers.train_state import digest
 from workers.worker import Worker
 
 TENSOR_S = 20.0

@@ -12,8 +12,8 @@ import torch
 from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import Rig
-from workers.digest import weights_sha256
-from workers.out_of_memory import OutOfMemory, told_as_loss
+from workers.train_state.digest import weights_sha256
+from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from elastic.store.files import open_folder
 from tests.workers.fake_groups import Done
 from tests.workers.session_rig import Rig, Tiny
 from workers import groups
-from workers.digest import weights_sha256
 from workers.membership.member import RunEnded
+from workers.train_state.digest import weights_sha256
 
 
 class LosesVote(groups.Alone):

@@ -17,11 +17,11 @@ from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
 from tests.workers.sharded_rig import build, raise_it
 from tests.workers.test_restoring import ReadBy, publish
-from workers.digest import weights_sha256
 from workers.groups import Group
 from workers.health.vitals import Vitals
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding
+from workers.train_state.digest import weights_sha256
 
 CPU = torch.device("cpu")
 

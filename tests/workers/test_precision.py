@@ -7,10 +7,10 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha256, spec, train
-from workers.build import build_replica
 from workers.groups import Alone
-from workers.replica import Replica
 from workers.step.precision import GROWTH_STEPS, LossScale
+from workers.train_state.build import build_replica
+from workers.train_state.train_state import Replica
 
 KINDS = (("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp-grad-op", 3))
 SETTINGS = (

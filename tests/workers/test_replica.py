@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from workers.replica import Replica, Update
+from workers.train_state.train_state import Replica, Update
 
 
 class Counting(nn.Module):

@@ -15,9 +15,9 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import build, catalogue_in, save_part
-from workers.digest import weights_sha256
 from workers.health.vitals import LAYOUT, PHASES
 from workers.parallel.sharded import Holding
+from workers.train_state.digest import weights_sha256
 
 ABORT = {"type": "abort", "generation": 1}
 FILES = 12

@@ -7,13 +7,13 @@ import torch
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
-from workers.build import build_replica
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member, RunEnded
 from workers.membership.state_stream import PeerServer
 from workers.session import Session
+from workers.train_state.build import build_replica
 from workers.worker import Worker
 
 STEPS = 4

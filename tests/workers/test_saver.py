@@ -16,9 +16,9 @@ from tests.workers.session_rig import spec
 from workers.checkpoint import saver as saver_module
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver, share
-from workers.digest import weights_sha256
-from workers.replica import Replica
-from workers.state import capture
+from workers.train_state.digest import weights_sha256
+from workers.train_state.serialization import capture
+from workers.train_state.train_state import Replica
 
 TENSORS = {
     "a": torch.arange(24.0).reshape(6, 4),

@@ -28,7 +28,7 @@ from workers.parallel.reshard import give_back
 from workers.parallel.shards import local
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
-from workers.replica import Replica
+from workers.train_state.train_state import Replica
 
 WIDTH, BLOCKS = 254, 2
 PARAMETERS = 4.0 * BLOCKS * WIDTH * WIDTH

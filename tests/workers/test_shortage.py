@@ -13,9 +13,9 @@ from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import Follower
-from workers.out_of_memory import OutOfMemory
 from workers.parallel.sharded import Holding
 from workers.peer_memory.keeper import Keeper
+from workers.train_state.out_of_memory import OutOfMemory
 
 DEADLINE_S = 120.0
 LARGE = {"w": torch.empty(2**46, device="meta")}

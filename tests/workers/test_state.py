@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR
 
 from elastic.protocol.errors import WrongInput
 from workers.checkpoint.snapshot import Snapshot
-from workers.digest import weights_sha256
-from workers.state import capture, decode, encode, restore
+from workers.train_state.digest import weights_sha256
+from workers.train_state.serialization import capture, decode, encode, restore
 
 
 class Tied(nn.Module):

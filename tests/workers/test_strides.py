@@ -21,11 +21,11 @@ from tests.workers.sharded_rig import (
     save_part,
     train,
 )
-from workers.digest import weights_sha256
 from workers.groups import Alone
-from workers.replica import Replica
-from workers.state import capture, restore
-from workers.strides import is_dense
+from workers.train_state.digest import weights_sha256
+from workers.train_state.serialization import capture, restore
+from workers.train_state.strides import is_dense
+from workers.train_state.train_state import Replica
 
 STEPS = 3
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.session_rig import Tiny, spec
-from workers.build import build_replica
-from workers.replica import Replica
-from workers.state import capture
-from workers.trial import try_optimizer
+from workers.train_state.build import build_replica
+from workers.train_state.serialization import capture
+from workers.train_state.train_state import Replica
+from workers.train_state.trial import try_optimizer
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,6 @@ from elastic.protocol.mesh import Mesh
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
-from workers import state
-from workers.build import build_replica
 from workers.groups import Alone
 from workers.health.verify import (
     Diverged,
@@ -24,6 +22,8 @@ from workers.health.verify import (
 )
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import local
+from workers.train_state import serialization
+from workers.train_state.build import build_replica
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -110,7 +110,7 @@ def test_rows_are_told_from_what_is_replicated():
     whole, rows = fingerprints(replica)
     names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
-    trained = state.trained_tensors(replica.model, replica.optimizer)
+    trained = serialization.trained_tensors(replica.model, replica.optimizer)
     assert set(whole) | set(rows) == set(trained)
     assert not set(whole) & set(rows)
 

@@ -11,8 +11,8 @@ from torch import nn
 from elastic.protocol.errors import UnfitNode, WrongInput
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
-from workers.build import build_replica
 from workers.health.vitals import Vitals
+from workers.train_state.build import build_replica
 from workers.worker import Worker, check_gpu
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.checkpoint.stream import CheckpointReader
-from workers.state_header import entry
+from workers.train_state.state_header import entry
 
 PIECE = 2**22
 """Elements that are compared at a time."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
-from workers.digest import plain_name
+from workers.train_state.digest import plain_name
 
 EXTRA_STATE = "_extra_state"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")

@@ -18,10 +18,10 @@ from elastic.store.checkpoint_files import Box, write_part
 from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
 from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
-from workers.digest import plain_name, tensor_bytes
 from workers.membership.state_stream import as_bytes
-from workers.replica import Replica
-from workers.trial import step_undone
+from workers.train_state.digest import plain_name, tensor_bytes
+from workers.train_state.train_state import Replica
+from workers.train_state.trial import step_undone
 
 SHOWN = 3
 """Names in a message."""

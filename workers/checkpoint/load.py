@@ -15,10 +15,10 @@ from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import Chunk, Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
-from workers.digest import weights_sha256
 from workers.membership.state_stream import as_bytes
-from workers.replica import Replica
-from workers.state_header import weights_of
+from workers.train_state.digest import weights_sha256
+from workers.train_state.state_header import weights_of
+from workers.train_state.train_state import Replica
 
 READERS = 4
 """Threads that read: one alone does not use a disk's or an object store's bandwidth."""

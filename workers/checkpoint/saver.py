@@ -27,7 +27,7 @@ from workers.membership.link import ControllerLink
 from workers.membership.state_stream import as_bytes
 from workers.membership.step_log import Standing
 from workers.parallel.shards import is_shard, local
-from workers.replica import Replica
+from workers.train_state.train_state import Replica
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05

@@ -14,8 +14,8 @@ from torch import Tensor
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue
 from workers.checkpoint.load import read_tensors
-from workers.state import decode
-from workers.state_header import entry, names_in, weights_of
+from workers.train_state.serialization import decode
+from workers.train_state.state_header import entry, names_in, weights_of
 
 OnBytes = Callable[[int], object]
 """Is told how many bytes of tensors went by."""

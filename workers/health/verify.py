@@ -13,13 +13,13 @@ from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from workers import state
 from workers.exchange import gather_json
 from workers.parallel.shards import is_shard, local
+from workers.train_state import serialization
 
 if TYPE_CHECKING:
     from workers.membership.member import Member
-    from workers.replica import Replica
+    from workers.train_state.train_state import Replica
 
 ROW_WORDS = 4096
 MASK = 2**64 - 1
@@ -94,7 +94,7 @@ def fingerprints(replica: "Replica") -> tuple[dict[str, int], dict[str, int]]:
     of this rank's rows. Not of buffers, which a step in progress has changed."""
     whole: dict[str, int] = {}
     rows: dict[str, int] = {}
-    for name, tensor in state.trained_tensors(replica.model, replica.optimizer).items():
+    for name, tensor in serialization.trained_tensors(replica.model, replica.optimizer).items():
         (rows if is_shard(tensor) else whole)[name] = fingerprint(local(tensor))
     return whole, rows
 

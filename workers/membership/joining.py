@@ -16,9 +16,9 @@ from workers.health.vitals import Vitals
 from workers.membership.link import ControllerLink
 from workers.membership.standing import Standing
 from workers.membership.state_stream import Following
-from workers.out_of_memory import told_as_loss
 from workers.parallel.pieces import Pieces
-from workers.replica import Replica, Update
+from workers.train_state.out_of_memory import told_as_loss
+from workers.train_state.train_state import Replica, Update
 
 
 class Copying:

@@ -1,7 +1,7 @@
 """A worker between and inside generations: it obeys the controller's commands at step boundaries.
 
 `Member` owns the process group, the followers it feeds and the source it follows. What happens
-inside a step is workers/session.py's; what it means for the state is workers/replica.py's.
+inside a step is workers/session.py's; what it means for the state is workers/train_state/train_state.py's.
 """
 
 import logging
@@ -28,13 +28,13 @@ from workers.membership.link import ControllerLink
 from workers.membership.standing import Standing
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.out_of_memory import told_as_loss
 from workers.parallel.entering import enter_shard, pieces_of
 from workers.parallel.pieces import Pieces
 from workers.peer_memory.keeper import Keeper
-from workers.replica import Replica, Update
 from workers.step.evaluation_log import Evaluated
 from workers.step.vote import Prepared, Vote, decode
+from workers.train_state.out_of_memory import told_as_loss
+from workers.train_state.train_state import Replica, Update
 
 log = logging.getLogger(__name__)
 

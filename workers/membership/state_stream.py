@@ -21,7 +21,7 @@ import torch
 from elastic.protocol import wire
 from workers.admission import Admission
 from workers.checkpoint.snapshot import HostMemory, Snapshot
-from workers.out_of_memory import says_no_memory
+from workers.train_state.out_of_memory import says_no_memory
 
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]

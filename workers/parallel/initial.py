@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.parallel.shards import is_shard, local
-from workers.replica import Replica
 from workers.step.randomness import seed_module
+from workers.train_state.train_state import Replica
 
 
 class Initial:

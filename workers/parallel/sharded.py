@@ -19,9 +19,7 @@ from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
-from workers import state
 from workers.checkpoint.load import find_newest, read_tensors
-from workers.digest import hash_of
 from workers.exchange import gather_json
 from workers.groups import AnyGroup
 from workers.parallel.collectives import Collectives
@@ -39,7 +37,9 @@ from workers.parallel.whole import whole_on_first
 from workers.peer_memory.keeper import Keeper
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
-from workers.replica import Replica
+from workers.train_state import serialization
+from workers.train_state.digest import hash_of
+from workers.train_state.train_state import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +424,7 @@ class Sharded:
         """
         assert self._group is not None
         group, mesh = self._group, self.mesh
-        names, device = state.weight_names(self.model.model), self.model.device
+        names, device = serialization.weight_names(self.model.model), self.model.device
         _, tensors = self._replica.header_and_tensors()
         whole = (
             (name, whole_on_first(tensors[names[name]], mesh, group, device))

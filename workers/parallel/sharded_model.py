@@ -26,7 +26,7 @@ from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.parallel.device_mesh import shard_mesh
 from workers.step.precision import keeps_precision
-from workers.strides import is_channels_last
+from workers.train_state.strides import is_channels_last
 
 
 class ShardedModel:

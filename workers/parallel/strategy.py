@@ -9,7 +9,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.groups import AnyGroup
 from workers.parallel.ddp import ddp_reducer
 from workers.reduction.reducers import Reducer
-from workers.replica import Replica
+from workers.train_state.train_state import Replica
 
 
 def new_reducer(

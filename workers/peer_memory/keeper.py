@@ -18,12 +18,12 @@ from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.timeouts import waits_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.out_of_memory import OutOfMemory, says_no_memory
 from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect
 from workers.peer_memory.shadow import Shadow, bytes_of, is_older
 from workers.peer_memory.shared import SharedArena
 from workers.peer_memory.shelf import Key
-from workers.replica import Replica
+from workers.train_state.out_of_memory import OutOfMemory, says_no_memory
+from workers.train_state.train_state import Replica
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0

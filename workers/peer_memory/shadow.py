@@ -16,7 +16,7 @@ from workers.membership.state_stream import as_bytes
 from workers.parallel.shards import Kind, kinds_of, local
 from workers.peer_memory.shared import SharedArena
 from workers.peer_memory.shelf import Key, Slice, crc32
-from workers.replica import Replica
+from workers.train_state.train_state import Replica
 
 
 class Shadow:

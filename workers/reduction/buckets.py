@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from workers.reduction.tree import Group, Pending
-from workers.strides import dense_strides
+from workers.train_state.strides import dense_strides
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
-from workers.strides import dense_strides, plain_strides
+from workers.train_state.strides import dense_strides, plain_strides
 
 PIECE_ELEMENTS = 1 << 22  # one collective's share of a flat buffer, so that folding overlaps
 PIECES_IN_FLIGHT = 3
@@ -90,7 +90,7 @@ class FlatPart:
 class FlatLayout:
     """Where the tensors of one micro-batch (gradients, then floating buffers) stand when flat.
 
-    A gradient lies there in its parameter's order (workers/strides.py), a buffer row by row. Half
+    A gradient lies there in its parameter's order (workers/train_state/strides.py), a buffer row by row. Half
     precision gradients are added in float32. Buffers are added in float64, where the mean of equal
     float32 values is that value: a buffer that nothing changed does not drift.
     """

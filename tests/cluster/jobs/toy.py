@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import elastic
-from workers.digest import weights_sha256
+from workers.train_state.digest import weights_sha256
 
 
 class Samples(torch.utils.data.Dataset):

@@ -11,16 +11,16 @@ import torch
 from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput
-from workers import state
-from workers.build import Settings, build_optimizer
 from workers.parallel.shards import local
-from workers.replica import Replica
+from workers.train_state import serialization
+from workers.train_state.build import Settings, build_optimizer
+from workers.train_state.train_state import Replica
 
 
 def check_kept(replica: Replica) -> None:
     """WrongInput if what model, optimizer and scheduler keep from the beginning would be refused in
     a checkpoint, or by the first newcomer."""
-    state.capture(replica.model, replica.optimizer, replica.scheduler)
+    serialization.capture(replica.model, replica.optimizer, replica.scheduler)
 
 
 def try_optimizer(workload: Any, spec: Settings, replica: Replica) -> None:
@@ -32,7 +32,7 @@ def try_optimizer(workload: Any, spec: Settings, replica: Replica) -> None:
     optimizer = build_optimizer(workload, spec, replica.parameters, replica.model)
     step_undone(optimizer, replica.parameters)
     try:
-        state.check_optimizer(replica.model, optimizer)
+        serialization.check_optimizer(replica.model, optimizer)
     except WrongInput as error:
         kind = type(replica.optimizer).__name__
         raise WrongInput(f"the state of optimizer {kind} cannot be kept: {error}") from error

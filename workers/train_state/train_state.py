@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workers import state
 from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.parallel.row_step import on_rows
 from workers.parallel.shards import is_shard, local
 from workers.reduction.norm import clip_coefficient, global_norm
-from workers.state_header import entry, names_in
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
-from workers.strides import laid_out
+from workers.train_state import serialization
+from workers.train_state.state_header import entry, names_in
+from workers.train_state.strides import laid_out
 
 if TYPE_CHECKING:
     from workers.parallel.sharded import Sharded
@@ -124,7 +124,7 @@ class Replica:
         self.norm_of: Callable[[list[torch.Tensor]], float] = global_norm
         """The 2-norm of all gradients; where they are sharded, a collective."""
         self.sharded: Sharded | None = None
-        """What a worker knows beside it if it holds rows only; set by workers/build.py."""
+        """What a worker knows beside it if it holds rows only; set by workers/train_state/build.py."""
         self._snapshots: list[Snapshot] = []
 
     def apply(self, update: Update) -> None:
@@ -204,12 +204,12 @@ class Replica:
 
     def header_and_tensors(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What `restore` takes: JSON, and the live tensors (a rank's rows where sharded)."""
-        values, tensors = state.capture(self.model, self.optimizer, self.scheduler)
+        values, tensors = serialization.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",
             "step": self.step,
             "values": values,
-            "weights": state.weight_names(self.model),
+            "weights": serialization.weight_names(self.model),
             "tracked": list(self._agreed[0]),
             "log_names": list(self._agreed[1]),
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -219,7 +219,7 @@ class Replica:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live state by its names in a snapshot; who changes it calls `settle` first."""
-        return state.capture(self.model, self.optimizer, self.scheduler)[1]
+        return serialization.capture(self.model, self.optimizer, self.scheduler)[1]
 
     def settle(self) -> None:
         """The state is about to change: copy what readers have not."""
@@ -232,7 +232,9 @@ class Replica:
         values = entry(header, "values", dict)
         step, skipped = entry(header, "step", int), entry(header, "skipped_in_a_row", int)
         log_names, tracked = names_in(header, "log_names"), names_in(header, "tracked")
-        state.restore(self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True)
+        serialization.restore(
+            self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True
+        )
         self.step, self.skipped_in_a_row = step, skipped
         if self.loss_scale is not None and header.get("loss_scale"):  # else keep the first one
             self.loss_scale = LossScale(*header["loss_scale"])

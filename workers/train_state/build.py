@@ -13,11 +13,11 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.parallel.blocks import blocks_of
 from workers.parallel.initial import Initial, initialise_modules, settle_small
 from workers.parallel.row_step import ELEMENTWISE
-from workers.replica import Replica
 from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.step.randomness import seed_microbatch
-from workers.strides import is_dense
+from workers.train_state.strides import is_dense
+from workers.train_state.train_state import Replica
 
 BUILD_STEP = -1
 """Stands for "before the first step" where randomness is seeded by step."""

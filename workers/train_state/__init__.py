@@ -1,0 +1,1 @@
+"""The state that trains: model, optimizer, counters; built, serialised, hashed."""
