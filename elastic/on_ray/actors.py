@@ -209,7 +209,7 @@ class RendezvousActor:
     """Hosts one store per generation, apart from trainers and controller."""
 
     def __init__(self) -> None:
-        from workers.rendezvous import Rendezvous
+        from workers.distributed.rendezvous import Rendezvous
 
         self._rendezvous, self._lock = Rendezvous(this_host()), Lock()
         self._sentinel: Sentinel | None = None

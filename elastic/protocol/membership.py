@@ -1,6 +1,6 @@
 """Who takes part in a generation, and which micro-batches each of them computes.
 
-No decisions here (elastic/control) and no process groups (workers/groups.py).
+No decisions here (elastic/control) and no process groups (workers/distributed/process_group.py).
 """
 
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cluster.conftest import ray_temp, start  # noqa: F401
-from workers import groups
-from workers.rendezvous import Rendezvous
+from workers.distributed import process_group
+from workers.distributed.rendezvous import Rendezvous
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def form(rendezvous, generation):
-    return groups.form(
+    return process_group.form(
         store_address=rendezvous.open(generation), prefix=f"test/{generation}", rank=0,
         world_size=1, host="127.0.0.1", device=torch.device("cuda", 0), join_timeout_s=60,
         operation_timeout_s=60,
@@ -32,7 +32,7 @@ def test_a_group_is_left_and_formed_again_in_one_process():
         group.all_to_all(received, [torch.arange(4.0, device="cuda")]).wait()
         assert tensor.unique().tolist() == [3.0]
         assert received[0].tolist() == [0, 1, 2, 3]
-        groups.leave(group)
+        process_group.leave(group)
         used = torch.cuda.mem_get_info()[0]
         before = used if before is None else before
         assert before - used < 256 * 2**20, "leaving a group leaks device memory"

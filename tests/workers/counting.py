@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from workers.groups import AnyGroup, Pending
+from workers.distributed.process_group import AnyGroup, Pending
 
 
 class CountingGroup:

@@ -1,4 +1,4 @@
-"""Ranks as real processes with the group that a generation has (workers/groups.py)."""
+"""Ranks as real processes with the group that a generation has (workers/distributed/process_group.py)."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any
 import cloudpickle
 import torch
 
-from workers import groups
-from workers.rendezvous import StoreServer
-from workers.store import StoreClient
+from workers.distributed import process_group
+from workers.distributed.rendezvous import StoreServer
+from workers.distributed.store import StoreClient
 
 DEADLINE_S = 240.0
 """Processes that import torch, six of them on a machine that is busy."""
@@ -80,11 +80,11 @@ class Ranks:
 
     def form(
         self, generation: int, members: list[int], operation_timeout_s: float = DEADLINE_S
-    ) -> groups.AnyGroup:
+    ) -> process_group.AnyGroup:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
-            return groups.Alone()
-        return groups.form(
+            return process_group.Alone()
+        return process_group.form(
             store_address=self.address,
             prefix=f"{generation}",
             rank=members.index(self.index),

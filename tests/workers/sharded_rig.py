@@ -15,7 +15,7 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import share
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding

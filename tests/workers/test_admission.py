@@ -12,7 +12,7 @@ import pytest
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
-from workers import admission
+from workers.distributed import admission
 from workers.membership.state_stream import PeerServer
 from workers.peer_memory.holder import HolderServer, ask, connect
 

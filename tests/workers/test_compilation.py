@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, build, enter, newcomer, sha256, train
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.health.compilation import Compilation
 from workers.health.vitals import Vitals
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.workers.session_rig import Rig
-from workers.rendezvous import Rendezvous
+from workers.distributed.rendezvous import Rendezvous
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.workers.sharded_rig import (
     sha256,
     train,
 )
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.parallel.reshard import Move, Place, moves_of
 from workers.parallel.shards import Kind, RowsLost, local
 

@@ -5,7 +5,7 @@ import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from tests.workers.ranks import Ranks, run_ranks
-from workers import groups
+from workers.distributed import process_group
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from workers import groups
     ],
 )
 def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str, kind: type):
-    assert type(groups.failure_of(RuntimeError(said))) is kind
+    assert type(process_group.failure_of(RuntimeError(said))) is kind
 
 
 def test_an_error_of_this_device_is_no_loss():
-    assert type(groups.failure_of(torch.AcceleratorError("device-side assert"))) is (
+    assert type(process_group.failure_of(torch.AcceleratorError("device-side assert"))) is (
         CollectiveRefused
     )
 

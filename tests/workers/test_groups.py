@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 
-from workers.groups import Group
+from workers.distributed.process_group import Group
 
 
 class Works:

@@ -15,7 +15,7 @@ from tests.workers.sharded_rig import (
     sha256,
     train,
 )
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.parallel.shards import local
 
 STEPS = 3

@@ -11,7 +11,7 @@ from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.peer_memory import keeper as keepers
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper

@@ -13,11 +13,11 @@ import torch
 from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import CPU, Rig
 from workers.checkpoint.snapshot import HostMemory
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
+from workers.distributed.rendezvous import Rendezvous
 from workers.membership import state_stream
 from workers.parallel import entering
 from workers.parallel.pieces import Pieces
-from workers.rendezvous import Rendezvous
 from workers.train_state.digest import weights_sha256
 
 LONG_S = 60.0

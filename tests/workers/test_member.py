@@ -11,12 +11,12 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import Done
 from tests.workers.session_rig import Rig, Tiny
-from workers import groups
+from workers.distributed import process_group
 from workers.membership.member import RunEnded
 from workers.train_state.digest import weights_sha256
 
 
-class LosesVote(groups.Alone):
+class LosesVote(process_group.Alone):
     """Fails the vote, the only all-reduce of a lone member."""
 
     def all_reduce(self, tensor):
@@ -134,7 +134,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
 
 
-class AbandonedInVote(groups.Alone):
+class AbandonedInVote(process_group.Alone):
     """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
 
     def all_reduce(self, tensor):

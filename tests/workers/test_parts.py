@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 
-from workers.groups import Formation, Group
+from workers.distributed.process_group import Formation, Group
 
 
 class Work:

@@ -11,7 +11,7 @@ import torch
 from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.parallel import regather
 from workers.parallel.shards import RowsLost
 from workers.peer_memory import keeper as keepers

@@ -17,7 +17,7 @@ from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
 from tests.workers.sharded_rig import build, raise_it
 from tests.workers.test_restoring import ReadBy, publish
-from workers.groups import Group
+from workers.distributed.process_group import Group
 from workers.health.vitals import Vitals
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Holding

@@ -7,7 +7,7 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha256, spec, train
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.step.precision import GROWTH_STEPS, LossScale
 from workers.train_state.build import build_replica
 from workers.train_state.train_state import Replica

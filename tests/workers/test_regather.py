@@ -6,7 +6,7 @@ import torch
 from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.parallel import regather
 from workers.parallel.pieces import Pieces
 from workers.parallel.regather import Regather, is_whole

@@ -10,11 +10,11 @@ import torch
 
 from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
-from workers import groups
-from workers.admission import MAX_STRANGERS
-from workers.groups import Formation
-from workers.rendezvous import MAX_VALUE_BYTES, Rendezvous
-from workers.store import StoreClient
+from workers.distributed import process_group
+from workers.distributed.admission import MAX_STRANGERS
+from workers.distributed.process_group import Formation
+from workers.distributed.rendezvous import MAX_VALUE_BYTES, Rendezvous
+from workers.distributed.store import StoreClient
 
 LONG_S = 60.0
 NUM_MEMBERS = MAX_STRANGERS + 36
@@ -130,7 +130,7 @@ def test_frames_that_are_none_of_ours_end_their_own_connection_only(rendezvous):
 
 
 def formed(address: tuple[str, int, str], rank: int, timeout_s: float = LONG_S) -> Formation:
-    return groups.form(
+    return process_group.form(
         store_address=address, prefix="1", rank=rank, world_size=2, host="127.0.0.1",
         device=torch.device("cpu"), join_timeout_s=timeout_s, operation_timeout_s=LONG_S,
     )  # fmt: skip

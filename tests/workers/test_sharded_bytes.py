@@ -23,7 +23,7 @@ from tests.workers.sharded_rig import (
     spec,
     train,
 )
-from workers.groups import Alone, AnyGroup
+from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.reshard import give_back
 from workers.parallel.shards import local
 from workers.peer_memory.holder import HolderServer

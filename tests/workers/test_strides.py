@@ -21,7 +21,7 @@ from tests.workers.sharded_rig import (
     save_part,
     train,
 )
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture, restore
 from workers.train_state.strides import is_dense

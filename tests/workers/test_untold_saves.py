@@ -11,7 +11,7 @@ from tests.workers.places import Place
 from tests.workers.session_rig import FakeLink
 from tests.workers.sharded_rig import build, enter, spec
 from workers.checkpoint.saver import Saver
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 
 
 class EndsWithTheGeneration:

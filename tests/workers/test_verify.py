@@ -10,7 +10,7 @@ from elastic.protocol.mesh import Mesh
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
-from workers.groups import Alone
+from workers.distributed.process_group import Alone
 from workers.health.verify import (
     Diverged,
     combined,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from workers.exchange import gather_json
+from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
 from workers.step.vote import MicrobatchRecord
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from workers.exchange import gather_json
+from workers.distributed.exchange import gather_json
 from workers.parallel.shards import is_shard, local
 from workers.train_state import serialization
 

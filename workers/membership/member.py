@@ -17,10 +17,10 @@ from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
-from workers import groups
 from workers.checkpoint.saver import Saver
 from workers.checkpoint.snapshot import Snapshot
-from workers.groups import AnyGroup
+from workers.distributed import process_group
+from workers.distributed.process_group import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
 from workers.membership.joining import Copying
@@ -82,7 +82,7 @@ class Member:
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
         self._save_asked = (0, 0)  # generation, step; likewise
         self.compilation = Compilation(vitals)
-        self._formation: groups.Formation | None = None
+        self._formation: process_group.Formation | None = None
         self._followers = Followers(peers)
         self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
         if replica.sharded is not None:
@@ -331,14 +331,16 @@ class Member:
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
         if self.group is not None:
-            groups.leave(self.group)
+            process_group.leave(self.group)
         self.group = None
         self.saver.give_up(self.generation - 1)
         if self._aborted >= self.generation:
             return False
         began = time.monotonic()
         is_alone = self.world_size == 1
-        self._formation = None if is_alone else groups.form_for(self.spec, header, self.device)
+        self._formation = (
+            None if is_alone else process_group.form_for(self.spec, header, self.device)
+        )
         if self._formation is not None and self._aborted >= self.generation:
             self._formation.abandon()  # `interrupt` may have looked before it was there
         try:
@@ -366,14 +368,14 @@ class Member:
         """False if forming failed, which the controller knows then."""
         try:
             formation = self._formation
-            alone = groups.Alone()
+            alone = process_group.Alone()
             group = alone if formation is None else formation.wait(self.spec.join_timeout_s)
         except PeerLost as error:
             if self._aborted < self.generation:
                 self._say_failed(error)
             return False
         self._formation = None
-        if not isinstance(group, groups.Alone):
+        if not isinstance(group, process_group.Alone):
             group.on_wait = self.vitals.waits_in
         self.group = group
         if self._aborted >= self.generation:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from elastic.protocol import wire
-from workers.admission import Admission
 from workers.checkpoint.snapshot import HostMemory, Snapshot
+from workers.distributed.admission import Admission
 from workers.train_state.out_of_memory import says_no_memory
 
 log = logging.getLogger(__name__)

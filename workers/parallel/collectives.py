@@ -18,7 +18,7 @@ from workers.reduction.tree import Group, Pending
 
 
 class FlatGroup(Group, Protocol):
-    """A group that exchanges flat tensors without a copy (workers/groups.py)."""
+    """A group that exchanges flat tensors without a copy (workers/distributed/process_group.py)."""
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
     def all_to_all_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...

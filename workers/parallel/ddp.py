@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic.protocol.errors import DamagedCheckpoint, PeerLost
-from workers.exchange import gather_json
+from workers.distributed.exchange import gather_json
 from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives, GradientSlices, ParameterGather
 from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients

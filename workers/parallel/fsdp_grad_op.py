@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.usage import Usage

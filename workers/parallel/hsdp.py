@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.shards import is_shard, like, local
 from workers.reduction.reducers import Reduced

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from elastic.protocol.errors import PeerLost
-from workers.groups import Alone, AnyGroup, Pending
+from workers.distributed.process_group import Alone, AnyGroup, Pending
 
 LOOK_S = 0.05
 """Between two looks, while the storage is away."""

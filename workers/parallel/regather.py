@@ -18,8 +18,8 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
-from workers.exchange import gather_json
-from workers.groups import AnyGroup
+from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes, watch_host
 from workers.parallel.pieces import Pieces
 from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.shards import is_shard
 from workers.reduction.tree import Block, fold_blocks
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, local
 

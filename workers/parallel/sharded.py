@@ -20,8 +20,8 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
 from workers.checkpoint.load import find_newest, read_tensors
-from workers.exchange import gather_json
-from workers.groups import AnyGroup
+from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer

@@ -6,7 +6,7 @@ from torch import nn
 
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.ddp import ddp_reducer
 from workers.reduction.reducers import Reducer
 from workers.train_state.train_state import Replica

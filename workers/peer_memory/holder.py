@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.protocol import wire
-from workers.admission import Admission
+from workers.distributed.admission import Admission
 from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
 
 log = logging.getLogger(__name__)

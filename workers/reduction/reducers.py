@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 from workers.parallel.shards import local
 from workers.reduction.buckets import GradientBuckets
 from workers.reduction.tree import FlatLayout, Flats, TreeFold, reduce_tree

@@ -11,7 +11,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.exchange import gather_json
+from workers.distributed.exchange import gather_json
 from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
 from workers.membership.member import Member

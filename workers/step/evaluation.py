@@ -15,7 +15,7 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
-from workers.exchange import gather_json
+from workers.distributed.exchange import gather_json
 from workers.membership.member import Member, RolledBack
 from workers.reduction.tree import fold_scalars
 from workers.step.evaluation_log import Result

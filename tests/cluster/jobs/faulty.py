@@ -59,7 +59,7 @@ class Faulty(Toy):
 def install(workload):
     """Instants that the user's code does not see."""
     from workers.checkpoint.saver import _Job
-    from workers.groups import Group
+    from workers.distributed.process_group import Group
     from workers.membership.member import Member
     from workers.session import Session
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from workers.groups import AnyGroup
+from workers.distributed.process_group import AnyGroup
 
 
 def gather_json(group: AnyGroup, value: Any, device: torch.device) -> list[Any]:

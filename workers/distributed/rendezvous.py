@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 
 from elastic.protocol import wire
-from workers.admission import Admission
+from workers.distributed.admission import Admission
 
 MAX_VALUE_BYTES = 2**20
 """Of one key: an address of gloo's or an id of NCCL's has less than a thousand."""

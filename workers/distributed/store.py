@@ -1,4 +1,4 @@
-"""The store of a generation as torch's backends ask for it (workers/rendezvous.py has its other
+"""The store of a generation as torch's backends ask for it (workers/distributed/rendezvous.py has its other
 end). gloo and NCCL set what a rank listens on, and get the others'."""
 
 import socket
@@ -75,7 +75,7 @@ class StoreClient(Store):
 
 def connect(address: Sequence[Any], deadline: float) -> socket.socket:
     """As somebody who is let in. Where many come at once, some may be sent away before their secret
-    is read (workers/admission.py): they come again."""
+    is read (workers/distributed/admission.py): they come again."""
     host, port, secret = address
     while True:
         left_s = max(0.001, deadline - time.monotonic())

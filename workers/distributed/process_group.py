@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.store import StoreClient
+from workers.distributed.store import StoreClient
 
 REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
 """NCCL's words for a call that no peer's death explains."""

@@ -1,0 +1,1 @@
+"""Process groups of a generation, and how their members meet."""
