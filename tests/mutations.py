@@ -75,7 +75,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sharded state is gone on from although nobody can report the steps before it",
-        "workers/parallel/regather.py",
+        "workers/resharding/assemble.py",
         'limit = min(step, said[0]["known"])',
         "limit = step",
         "tests/workers/test_regather.py",

@@ -20,8 +20,8 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
-from workers.parallel.reshard import Move, Place, moves_of
 from workers.parallel.shards import Kind, RowsLost, local
+from workers.resharding.transfer import Move, Place, moves_of
 
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")

@@ -12,12 +12,12 @@ from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
 from workers.distributed.process_group import Alone
-from workers.parallel import regather
 from workers.parallel.shards import RowsLost
 from workers.peer_memory import keeper as keepers
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
 from workers.peer_memory.shelf import Key
+from workers.resharding import assemble
 
 STEPS = 3
 PATIENCE_S = 100.0
@@ -52,7 +52,7 @@ class Rank:
     """One process: a replica that is kept in peer memory."""
 
     def __init__(self, ranks, parallel, holders, every=1, node="elsewhere", work=None):
-        regather.HOLDER_S = regather.ANSWER_S = PATIENCE_S
+        assemble.HOLDER_S = assemble.ANSWER_S = PATIENCE_S
         keepers.CONNECT_S = keepers.MIN_SILENCE_S = PATIENCE_S
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.work = work or Work()

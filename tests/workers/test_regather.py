@@ -7,13 +7,13 @@ from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import Alone
-from workers.parallel import regather
 from workers.parallel.pieces import Pieces
-from workers.parallel.regather import Regather, is_whole
-from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import RowsLost
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.shelf import Copy, Key, Slice, crc32
+from workers.resharding import assemble
+from workers.resharding.assemble import Regather, is_whole
+from workers.resharding.host_memory import RowMemory
 
 KEY = Key(1, 0, 7)
 
@@ -21,7 +21,7 @@ KEY = Key(1, 0, 7)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Holders are threads of this process, which may not run for seconds on a busy machine."""
-    monkeypatch.setattr(regather, "HOLDER_S", 100.0)
+    monkeypatch.setattr(assemble, "HOLDER_S", 100.0)
 
 
 class Forgetful(HolderServer):

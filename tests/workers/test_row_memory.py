@@ -5,8 +5,8 @@ import mmap
 import torch
 
 from elastic.protocol.mesh import Mesh
-from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind
+from workers.resharding.host_memory import RowMemory
 
 KINDS = [
     Kind("w", torch.float32, (10, 4096), True),

@@ -24,10 +24,10 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone, AnyGroup
-from workers.parallel.reshard import give_back
 from workers.parallel.shards import local
 from workers.peer_memory.holder import HolderServer
 from workers.peer_memory.keeper import Keeper
+from workers.resharding.transfer import give_back
 from workers.train_state.train_state import Replica
 
 WIDTH, BLOCKS = 254, 2

@@ -28,15 +28,15 @@ from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
 from workers.parallel.pieces import Pieces
-from workers.parallel.regather import Label, Offer, Regather, newest_whole
-from workers.parallel.reshard import Place
-from workers.parallel.row_memory import RowMemory
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
-from workers.parallel.whole import whole_on_first
 from workers.peer_memory.keeper import Keeper
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
+from workers.resharding.assemble import Label, Offer, Regather, newest_whole
+from workers.resharding.host_memory import RowMemory
+from workers.resharding.transfer import Place
+from workers.resharding.whole import whole_on_first
 from workers.train_state import serialization
 from workers.train_state.digest import hash_of
 from workers.train_state.train_state import Replica

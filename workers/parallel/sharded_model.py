@@ -2,7 +2,7 @@
 
 `fully_shard` is applied once; a new generation gives every parameter another shard in place, so
 that the model, its parameters and whoever refers to them stay valid. The values come from
-elsewhere (workers/parallel/reshard.py); what is communicated is collectives.py's.
+elsewhere (workers/resharding/transfer.py); what is communicated is collectives.py's.
 
 Written against torch 2.13's private FSDPParam and FSDPParamGroup; tests/workers/test_fsdp.py
 compares with plain training.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, local
+from workers.resharding.host_memory import RowMemory
 
 PIECE_BYTES = 2 * 2**20
 PIECES = 32

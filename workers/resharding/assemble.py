@@ -22,11 +22,11 @@ from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes, watch_host
 from workers.parallel.pieces import Pieces
-from workers.parallel.reshard import COPY, Move, Place, Sources, exchange, give_back, moves_of
-from workers.parallel.row_memory import RowMemory
 from workers.parallel.shards import Kind, RowsLost, is_shard
 from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.peer_memory.shelf import DamagedCopy, Key
+from workers.resharding.host_memory import RowMemory
+from workers.resharding.transfer import COPY, Move, Place, Sources, exchange, give_back, moves_of
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0

@@ -1,0 +1,1 @@
+"""Rows of a sharded state move to their new owners."""
