@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Holders of peer memory: one actor per node where a worker of a sharded run is.
 
-What they do is workers/peer_memory/holder.py's; which worker uses which,
+What they do is workers/backup/server.py's; which worker uses which,
 elastic/protocol/backup_assignment.py's.
 """
 
@@ -45,7 +45,7 @@ class HolderActor:
     """Keeps copies of shards; it ends with the run, or when no worker is left."""
 
     def __init__(self, token: str, lease_s: float) -> None:
-        from workers.peer_memory.holder import HolderServer
+        from workers.backup.server import HolderServer
 
         self._server = HolderServer(this_host(), token)
         self._lease_s = lease_s

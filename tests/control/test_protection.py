@@ -12,7 +12,7 @@ from elastic.on_ray.backup_servers import Holders, dial, listen, ping
 from elastic.on_ray.backup_status import Protection
 from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
-from workers.peer_memory.holder import HolderServer
+from workers.backup.server import HolderServer
 
 DETECT_S = 0.5
 PATIENT = replace(waits_of(3000.0), inquiry_s=1000.0)

@@ -12,9 +12,9 @@ import pytest
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
+from workers.backup.server import HolderServer, ask, connect
 from workers.distributed import admission
 from workers.membership.state_stream import PeerServer
-from workers.peer_memory.holder import HolderServer, ask, connect
 
 PATIENCE_S = 60
 KNOWN = {"type": "hello", "token": "secret", "worker": 3, "role": "worker"}

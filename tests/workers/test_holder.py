@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from elastic.protocol import wire
-from workers.peer_memory.holder import HolderServer, ask, connect, read_rows
-from workers.peer_memory.shelf import Key, crc32
+from workers.backup.server import HolderServer, ask, connect, read_rows
+from workers.backup.store import Key, crc32
 from workers.resharding.assemble import silence_s
 
 SLICES = [["w", "uint8", [8, 2], True, 2, 4, 8], ["n", "uint8", [], False, 0, 1, 1]]

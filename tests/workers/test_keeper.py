@@ -11,10 +11,10 @@ from elastic.protocol.timeouts import waits_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
+from workers.backup import client as keepers
+from workers.backup.client import Keeper
+from workers.backup.server import HolderServer
 from workers.distributed.process_group import Alone
-from workers.peer_memory import keeper as keepers
-from workers.peer_memory.holder import HolderServer
-from workers.peer_memory.keeper import Keeper
 
 NEVER = lambda: False  # noqa: E731
 DETECT_S = 3.0

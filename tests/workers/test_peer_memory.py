@@ -11,12 +11,12 @@ import torch
 from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
+from workers.backup import client as keepers
+from workers.backup.client import Keeper
+from workers.backup.server import HolderServer
+from workers.backup.store import Key
 from workers.distributed.process_group import Alone
 from workers.parallel.shards import RowsLost
-from workers.peer_memory import keeper as keepers
-from workers.peer_memory.holder import HolderServer
-from workers.peer_memory.keeper import Keeper
-from workers.peer_memory.shelf import Key
 from workers.resharding import assemble
 
 STEPS = 3

@@ -6,11 +6,11 @@ import torch
 from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
+from workers.backup.server import HolderServer
+from workers.backup.store import Copy, Key, Slice, crc32
 from workers.distributed.process_group import Alone
 from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
-from workers.peer_memory.holder import HolderServer
-from workers.peer_memory.shelf import Copy, Key, Slice, crc32
 from workers.resharding import assemble
 from workers.resharding.assemble import Regather, is_whole
 from workers.resharding.host_memory import RowMemory

@@ -23,10 +23,10 @@ from tests.workers.sharded_rig import (
     spec,
     train,
 )
+from workers.backup.client import Keeper
+from workers.backup.server import HolderServer
 from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.shards import local
-from workers.peer_memory.holder import HolderServer
-from workers.peer_memory.keeper import Keeper
 from workers.resharding.transfer import give_back
 from workers.train_state.train_state import Replica
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from elastic.protocol import wire
+from workers.backup.server import HolderServer, ask, connect, read_rows
+from workers.backup.shared import SharedArena
+from workers.backup.store import Key, crc32
 from workers.membership.state_stream import as_bytes
-from workers.peer_memory.holder import HolderServer, ask, connect, read_rows
-from workers.peer_memory.shared import SharedArena
-from workers.peer_memory.shelf import Key, crc32
 
 SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
 SLICES = [["w", "int32", [8, 2], True, 2, 4, 32], ["n", "float32", [], False, 0, 1, 4]]

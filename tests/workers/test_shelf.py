@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.protocol.backup_assignment import HolderAt, holders_for
-from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+from workers.backup.store import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
 
 
 def copy(generation, rank, step, content=b"aabbccdd!"):

@@ -11,10 +11,10 @@ from tests.workers.places import Place
 from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
+from workers.backup.client import Keeper
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import Follower
 from workers.parallel.sharded import Holding
-from workers.peer_memory.keeper import Keeper
 from workers.train_state.out_of_memory import OutOfMemory
 
 DEADLINE_S = 120.0

@@ -17,6 +17,7 @@ from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
+from workers.backup.client import Keeper
 from workers.checkpoint.saver import Saver
 from workers.checkpoint.snapshot import Snapshot
 from workers.distributed import process_group
@@ -30,7 +31,6 @@ from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.parallel.entering import enter_shard, pieces_of
 from workers.parallel.pieces import Pieces
-from workers.peer_memory.keeper import Keeper
 from workers.step.evaluation_log import Evaluated
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss

@@ -19,6 +19,7 @@ from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
+from workers.backup.client import Keeper
 from workers.checkpoint.load import find_newest, read_tensors
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
@@ -30,7 +31,6 @@ from workers.parallel.initial import Initial
 from workers.parallel.pieces import Pieces
 from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
-from workers.peer_memory.keeper import Keeper
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
 from workers.resharding.assemble import Label, Offer, Regather, newest_whole

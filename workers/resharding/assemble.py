@@ -2,7 +2,7 @@
 shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
 
 All rows must be of one step that one generation computed. What is kept is
-workers/peer_memory/keeper.py's, how rows travel among members is reshard.py's.
+workers/backup/client.py's, how rows travel among members is reshard.py's.
 """
 
 import logging
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
+from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
+from workers.backup.store import DamagedCopy, Key
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes, watch_host
 from workers.parallel.pieces import Pieces
 from workers.parallel.shards import Kind, RowsLost, is_shard
-from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect, read_rows
-from workers.peer_memory.shelf import DamagedCopy, Key
 from workers.resharding.host_memory import RowMemory
 from workers.resharding.transfer import COPY, Move, Place, Sources, exchange, give_back, moves_of
 

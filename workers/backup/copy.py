@@ -11,11 +11,11 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
+from workers.backup.shared import SharedArena
+from workers.backup.store import Key, Slice, crc32
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import as_bytes
 from workers.parallel.shards import Kind, kinds_of, local
-from workers.peer_memory.shared import SharedArena
-from workers.peer_memory.shelf import Key, Slice, crc32
 from workers.train_state.train_state import Replica
 
 

@@ -18,10 +18,10 @@ from elastic.protocol.backup_assignment import HolderAt
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.timeouts import waits_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.peer_memory.holder import CHECKED_BYTES_S, ask, connect
-from workers.peer_memory.shadow import Shadow, bytes_of, is_older
-from workers.peer_memory.shared import SharedArena
-from workers.peer_memory.shelf import Key
+from workers.backup.copy import Shadow, bytes_of, is_older
+from workers.backup.server import CHECKED_BYTES_S, ask, connect
+from workers.backup.shared import SharedArena
+from workers.backup.store import Key
 from workers.train_state.out_of_memory import OutOfMemory, says_no_memory
 from workers.train_state.train_state import Replica
 

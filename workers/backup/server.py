@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.protocol import wire
+from workers.backup.store import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
 from workers.distributed.admission import Admission
-from workers.peer_memory.shelf import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
 
 log = logging.getLogger(__name__)
 CHECKED_BYTES_S = 5e8

@@ -1,0 +1,1 @@
+"""Copies of a rank's rows in other processes' memory."""
