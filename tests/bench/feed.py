@@ -66,7 +66,7 @@ class Consumer:
         """Rows received, and the seconds until the first batch."""
         from elastic.on_ray.feed.client import RayFeed
         from elastic.protocol.membership import microbatch_ids
-        from workers.data.fed_loader import FedLoader
+        from workers.data.parquet_loader import FedLoader
 
         began = time.perf_counter()
         loader = FedLoader(

@@ -25,7 +25,7 @@ from elastic.on_ray.actors import NAMESPACE
 from elastic.on_ray.feed.actor import FeedOrder, end_feed
 from elastic.on_ray.feed.client import RayFeed
 from tests.bench.harness import console, machine, record, report, storage_directory
-from workers.data.fed_loader import FedLoader
+from workers.data.parquet_loader import FedLoader
 
 MICRO_BATCH, V = 64, 4
 WARM_STEPS = 10

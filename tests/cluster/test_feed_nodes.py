@@ -17,7 +17,7 @@ from elastic.on_ray.actors import NAMESPACE
 from elastic.on_ray.feed.actor import FeedOrder, end_feed, feed_name
 from elastic.on_ray.feed.client import RayFeed
 from tests.cluster.live import environment
-from workers.data.fed_loader import FedLoader
+from workers.data.parquet_loader import FedLoader
 
 pytestmark = pytest.mark.cluster
 FILES, ROWS_PER_FILE, WIDTH = 24, 40, 10_000  # 400 kB a row group: too large to travel inline

@@ -18,7 +18,7 @@ from elastic.on_ray.feed.client import RayFeed
 from elastic.protocol.errors import BadData
 from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment
-from workers.data.fed_loader import FedLoader
+from workers.data.parquet_loader import FedLoader
 
 pytestmark = pytest.mark.cluster
 MiB = 2**20

@@ -17,7 +17,7 @@ from elastic.data.record import open_record
 from elastic.data.serving import Read, Server
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.worker_spec import FedWindow
-from workers.data.fed_loader import FedLoader
+from workers.data.parquet_loader import FedLoader
 
 DEADLINE_S = 120.0
 SEED, GLOBAL_BATCH, MICRO_BATCH = 3, 24, 3

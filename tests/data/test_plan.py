@@ -20,7 +20,7 @@ from elastic.data.plan import differences
 from elastic.data.reading import read_window
 from elastic.data.stream import Place, Stream, WindowKey
 from elastic.protocol.errors import BadData, WrongInput
-from workers.data.fed_batches import columns_of
+from workers.data.parquet_batches import columns_of
 
 SIZES = (100, 0, 37, 251, 1)
 

@@ -12,8 +12,8 @@ from elastic.data import pack_tokens, parquet
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
-from workers.data.fed_batches import columns_of, samples_of
-from workers.data.fed_loader import FedLoader
+from workers.data.parquet_batches import columns_of, samples_of
+from workers.data.parquet_loader import FedLoader
 from workers.step.randomness import seed_microbatch
 
 

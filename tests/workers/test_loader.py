@@ -19,9 +19,9 @@ import torch
 
 from elastic.data import parquet
 from elastic.protocol.errors import StepCancelled, UserError, WrongInput
-from workers.data.fed_source import is_rays_own
 from workers.data.loader import Loader, LoaderLost
 from workers.data.order import SampleOrder
+from workers.data.parquet_source import is_rays_own
 from workers.step.randomness import seed_microbatch, seed_sample
 
 SEED, GLOBAL_BATCH, MICRO_BATCH, NUM_ROWS = 5, 8, 2, 21
@@ -377,7 +377,7 @@ def test_unusual_batches_arrive_whole(make: Any) -> None:
 _ORPHAN = """
 import os, sys
 sys.path.insert(0, {root!r})
-from workers.data.fed_source import is_rays_own
+from workers.data.parquet_source import is_rays_own
 from workers.data.loader import Loader, LoaderLost
 class W:
     def dataset(self): return list(range(10))

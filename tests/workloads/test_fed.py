@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
-from workers.data.fed_batches import columns_of
+from workers.data.parquet_batches import columns_of
 from workers.workloads.charlm import CharLM, decode
 from workers.workloads.digits import Digits
 from workers.workloads.documents import CHARACTERS, character_ids

@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from elastic.protocol.errors import UserError, in_words
 from workers.data import loader_frames as frames
-from workers.data.fed_source import fed_source, is_rays_own
 from workers.data.order import SampleOrder
+from workers.data.parquet_source import fed_source, is_rays_own
 from workers.step.randomness import seed_dataset, seed_microbatch, seed_sample
 
 _PR_SET_PDEATHSIG = 1

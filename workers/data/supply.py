@@ -15,8 +15,8 @@ from cloudpickle import loads
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.worker_spec import Feed, WorkerSpec
 from workers.data.agreement import watch_length
-from workers.data.fed_loader import KEPT_SHARE, FedLoader
 from workers.data.loader import LoadedBatch, Loader
+from workers.data.parquet_loader import KEPT_SHARE, FedLoader
 
 OpenFeed = Callable[[bytes], Feed]
 """From a pickled source (empty: `dataset()` is to be called where Ray can be used) to its feed."""

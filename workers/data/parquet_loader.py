@@ -18,8 +18,8 @@ import numpy as np
 
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput, in_words
 from elastic.protocol.worker_spec import FedWindow, Feed
-from workers.data.fed_batches import columns_of, samples_of
 from workers.data.loader import LoadedBatch
+from workers.data.parquet_batches import columns_of, samples_of
 from workers.step.randomness import seed_microbatch
 
 _POLL_S = 0.002
