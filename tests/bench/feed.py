@@ -21,7 +21,7 @@ import ray
 from elastic.data import ParquetSource, parquet
 from elastic.data.footers import make_plan
 from tests.bench.harness import alternating, machine, record, report, storage_directory
-from workers.workloads.fed import shared_folder, write_once
+from workers.workloads.parquet import shared_folder, write_once
 
 WIDTH = 256  # floats per row: 1 KiB
 ROWS_PER_FILE, ROWS_PER_GROUP = 65_000, 16_250

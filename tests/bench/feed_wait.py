@@ -22,7 +22,7 @@ from tests.bench.harness import (
     report,
     storage_directory,
 )
-from workers.workloads.fed import FedCharLM
+from workers.workloads.parquet import FedCharLM
 
 WORKERS, GLOBAL_BATCH, MICRO_BATCH = 2, 64, 8
 WARM_STEPS = 20

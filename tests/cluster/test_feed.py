@@ -216,7 +216,7 @@ SMALL = ["limit_bytes=200_000", "context=32", "width=16", "heads=2", "layers=1"]
 @pytest.mark.parametrize(("name", "settings"), [("FedDigits", []), ("FedCharLM", SMALL)])
 def test_a_shipped_workload_is_fed_and_its_record_checked(tmp_path, ray_temp, name, settings):
     settings = [f"folder={str(tmp_path / 'data')!r}", *settings]
-    target = f"workers.workloads.fed:{name}"
+    target = f"workers.workloads.parquet:{name}"
     with LiveRun(target, tmp_path, "shipped", ray_temp, workers=2, steps=40, set=settings) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]

@@ -11,7 +11,7 @@ from workers.data.parquet_batches import columns_of
 from workers.workloads.charlm import CharLM, decode
 from workers.workloads.digits import Digits
 from workers.workloads.documents import CHARACTERS, character_ids
-from workers.workloads.fed import FedCharLM, FedDigits
+from workers.workloads.parquet import FedCharLM, FedDigits
 
 
 def first_window(workload):
