@@ -65,7 +65,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class FedWindow:
+class ParquetWindow:
     """A part of the stream that a feed has read."""
 
     first: int
@@ -85,7 +85,7 @@ class Feed(Protocol):
     row_length: int
     """Elements of the stream per row."""
 
-    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
+    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> ParquetWindow:
         """The window that holds this element; any thread.
 
         committed: what lies before it need not be kept. StepCancelled soon after is_over turns

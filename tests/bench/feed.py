@@ -3,7 +3,7 @@
     python -m tests.bench.feed [--gigabytes 1] [--pairs 5] [--resumes 9]
 
 Both deliver every row once, as tensors, to two consumer actors; both apply the same transform. A
-consumer of ours is what a worker has: a `FedLoader` on the run's feed. The set is made once per
+consumer of ours is what a worker has: a `ParquetLoader` on the run's feed. The set is made once per
 machine.
 """
 
@@ -66,10 +66,10 @@ class Consumer:
         """Rows received, and the seconds until the first batch."""
         from elastic.on_ray.feed.client import RayFeed
         from elastic.protocol.membership import microbatch_ids
-        from workers.data.parquet_loader import FedLoader
+        from workers.data.parquet_loader import ParquetLoader
 
         began = time.perf_counter()
-        loader = FedLoader(
+        loader = ParquetLoader(
             RayFeed(order), seed=order.seed, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
         )
         ids = microbatch_ids(GLOBAL_BATCH // MICRO_BATCH, CONSUMERS, rank)

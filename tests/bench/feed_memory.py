@@ -25,7 +25,7 @@ from elastic.on_ray.actors import NAMESPACE
 from elastic.on_ray.feed.actor import FeedOrder, end_feed
 from elastic.on_ray.feed.client import RayFeed
 from tests.bench.harness import console, machine, record, report, storage_directory
-from workers.data.parquet_loader import FedLoader
+from workers.data.parquet_loader import ParquetLoader
 
 MICRO_BATCH, V = 64, 4
 WARM_STEPS = 10
@@ -93,7 +93,7 @@ def feed_of(source: ParquetSource, run_id: str) -> Iterator[FeedOrder]:
         ray.kill(alive)
 
 
-def consume(loader: FedLoader, first: int, steps: int, pause_s: float) -> float:
+def consume(loader: ParquetLoader, first: int, steps: int, pause_s: float) -> float:
     """Take some steps, pausing before each; gives the seconds of one."""
     began = time.perf_counter()
     for step in range(first, first + steps):
@@ -107,7 +107,7 @@ def slow_consumer(source: ParquetSource, steps: int) -> int:
     """Take `steps` steps ten times slower than the first few; gives the bytes of the store."""
     sizes = {"global_batch": MICRO_BATCH * V, "micro_batch": MICRO_BATCH}
     with feed_of(source, "memory") as order:
-        with closing(FedLoader(RayFeed(order), seed=0, **sizes)) as loader:
+        with closing(ParquetLoader(RayFeed(order), seed=0, **sizes)) as loader:
             loader.assign(0, range(V))
             quick_s = consume(loader, 0, WARM_STEPS, 0.0)
             consume(loader, WARM_STEPS, steps, min(0.1, (SLOWER - 1) * quick_s))

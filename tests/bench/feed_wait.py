@@ -22,7 +22,7 @@ from tests.bench.harness import (
     report,
     storage_directory,
 )
-from workers.workloads.parquet import FedCharLM
+from workers.workloads.parquet import ParquetCharLM
 
 WORKERS, GLOBAL_BATCH, MICRO_BATCH = 2, 64, 8
 WARM_STEPS = 20
@@ -47,7 +47,7 @@ def timed(session: Any) -> None:
 def wait_share(storage: Path, steps: int) -> float:
     """Median over steps of the seconds waited, by the step's seconds; in percent."""
     elastic.run(
-        FedCharLM(folder=str(storage / "text")),
+        ParquetCharLM(folder=str(storage / "text")),
         loop=timed,
         workers=WORKERS,
         steps=steps,

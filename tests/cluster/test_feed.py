@@ -213,7 +213,7 @@ SMALL = ["limit_bytes=200_000", "context=32", "width=16", "heads=2", "layers=1"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), [("FedDigits", []), ("FedCharLM", SMALL)])
+@pytest.mark.parametrize(("name", "settings"), [("ParquetDigits", []), ("ParquetCharLM", SMALL)])
 def test_a_shipped_workload_is_fed_and_its_record_checked(tmp_path, ray_temp, name, settings):
     settings = [f"folder={str(tmp_path / 'data')!r}", *settings]
     target = f"workers.workloads.parquet:{name}"

@@ -17,7 +17,7 @@ from elastic.on_ray.actors import NAMESPACE
 from elastic.on_ray.feed.actor import FeedOrder, end_feed, feed_name
 from elastic.on_ray.feed.client import RayFeed
 from tests.cluster.live import environment
-from workers.data.parquet_loader import FedLoader
+from workers.data.parquet_loader import ParquetLoader
 
 pytestmark = pytest.mark.cluster
 FILES, ROWS_PER_FILE, WIDTH = 24, 40, 10_000  # 400 kB a row group: too large to travel inline
@@ -86,7 +86,7 @@ def test_a_node_that_dies_takes_no_row_along(two_nodes, source, tmp_path):
         place=str(tmp_path / "nowhere"),
     )
     feed = RayFeed(order)
-    loader = FedLoader(feed, seed=5, global_batch=BATCH, micro_batch=MICRO_BATCH)
+    loader = ParquetLoader(feed, seed=5, global_batch=BATCH, micro_batch=MICRO_BATCH)
     with closing(loader):
         used = used_rows(loader, cluster, node)
     plan = make_plan(source, 5)

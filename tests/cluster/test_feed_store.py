@@ -18,7 +18,7 @@ from elastic.on_ray.feed.client import RayFeed
 from elastic.protocol.errors import BadData
 from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment
-from workers.data.parquet_loader import FedLoader
+from workers.data.parquet_loader import ParquetLoader
 
 pytestmark = pytest.mark.cluster
 MiB = 2**20
@@ -58,7 +58,7 @@ class Consumer:
     def rows(self, order: FeedOrder, rank: int, pause_s: float) -> list[list[int]]:
         """The row ids of each step's micro-batches of this rank."""
         sizes = {"global_batch": MICRO_BATCH * V, "micro_batch": MICRO_BATCH}
-        loader = FedLoader(RayFeed(order), seed=0, **sizes)
+        loader = ParquetLoader(RayFeed(order), seed=0, **sizes)
         ids = range(2 * rank, 2 * rank + 2)
         used = []
         with closing(loader):

@@ -16,8 +16,8 @@ from elastic.data.reading import read_window
 from elastic.data.record import open_record
 from elastic.data.serving import Read, Server
 from elastic.protocol.membership import microbatch_ids
-from elastic.protocol.worker_spec import FedWindow
-from workers.data.parquet_loader import FedLoader
+from elastic.protocol.worker_spec import ParquetWindow
+from workers.data.parquet_loader import ParquetLoader
 
 DEADLINE_S = 120.0
 SEED, GLOBAL_BATCH, MICRO_BATCH = 3, 24, 3
@@ -56,12 +56,12 @@ class LocalFeed:
         self.peak_bytes = max(self.peak_bytes, sum(self.server.ahead.held.values()))
         return Read(rows, rows.count, rows.size_bytes, skipped, rows.checksums)
 
-    def window_at(self, element, committed, is_over) -> FedWindow:
+    def window_at(self, element, committed, is_over) -> ParquetWindow:
         waiting = asyncio.run_coroutine_threadsafe(
             self.server.window_at(element, committed), self.loop
         )
         place, rows = waiting.result(DEADLINE_S)
-        return FedWindow(place.first, place.count, rows)
+        return ParquetWindow(place.first, place.count, rows)
 
     def close(self) -> None:
         self.record.write()
@@ -88,7 +88,7 @@ class SharedFeed:
         self.lock = threading.Lock()
         self.feed = LocalFeed(source, place)
 
-    def window_at(self, element, committed, is_over) -> FedWindow:
+    def window_at(self, element, committed, is_over) -> ParquetWindow:
         with self.lock:  # a call is made again where the feed was started again, as Ray does
             return self.feed.window_at(element, committed, is_over)
 
@@ -106,7 +106,7 @@ class Run:
     def __init__(self, source, place: Path, draw: random.Random) -> None:
         (place / "config.json").write_text("{}")
         self.feed, self.draw = SharedFeed(source, place), draw
-        self.loaders: list[FedLoader] = []
+        self.loaders: list[ParquetLoader] = []
         self.step, self.weights = 0, np.zeros(ROWS, np.float32)
         self.samples: list[str] = []
         self.rows: list[int] = []
@@ -117,7 +117,9 @@ class Run:
             self.loaders.pop(self.draw.randrange(len(self.loaders))).close()
         while len(self.loaders) < size:
             self.loaders.append(
-                FedLoader(self.feed, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH)
+                ParquetLoader(
+                    self.feed, seed=SEED, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
+                )
             )
         for rank, loader in enumerate(self.loaders):
             loader.assign(self.step, microbatch_ids(V, size, rank))

@@ -13,7 +13,7 @@ from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInpu
 from elastic.protocol.membership import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
 from workers.data.parquet_batches import columns_of, samples_of
-from workers.data.parquet_loader import FedLoader
+from workers.data.parquet_loader import ParquetLoader
 from workers.step.randomness import seed_microbatch
 
 
@@ -27,7 +27,7 @@ def make(tmp_path):
             feed = LocalFeed(source, tmp_path)
             made.append(feed)
         sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
-        made.insert(0, FedLoader(feed, seed=SEED, collate=collate, **sizes))
+        made.insert(0, ParquetLoader(feed, seed=SEED, collate=collate, **sizes))
         return made[0]
 
     yield _make
@@ -236,7 +236,7 @@ def test_a_window_that_is_late_is_asked_for_once(make):
 
 def test_a_worker_keeps_few_passed_windows_of_a_long_step(make):
     feed, sizes = make()._feed, {"global_batch": 180, "micro_batch": 3}
-    loader = FedLoader(feed, seed=SEED, kept_bytes=1000, **sizes)
+    loader = ParquetLoader(feed, seed=SEED, kept_bytes=1000, **sizes)
     loader.assign(0, range(60))
     rows = [loader.next(0, i, never).rows.tolist() for i in range(60)]
     kept = [w.rows.size_bytes for w in loader._windows]

@@ -11,7 +11,7 @@ from workers.data.parquet_batches import columns_of
 from workers.workloads.charlm import CharLM, decode
 from workers.workloads.digits import Digits
 from workers.workloads.documents import CHARACTERS, character_ids
-from workers.workloads.parquet import FedCharLM, FedDigits
+from workers.workloads.parquet import ParquetCharLM, ParquetDigits
 
 
 def first_window(workload):
@@ -20,7 +20,7 @@ def first_window(workload):
 
 
 def test_fed_digits_are_the_digits(tmp_path):
-    workload = FedDigits(folder=str(tmp_path / "digits"))
+    workload = ParquetDigits(folder=str(tmp_path / "digits"))
     source, rows = first_window(workload)
     assert sorted(f.name for f in (tmp_path / "digits").iterdir()) == ["digits.parquet"]
     batch = columns_of([rows.table], source.row_length)
@@ -36,7 +36,7 @@ def test_fed_digits_are_the_digits(tmp_path):
 
 
 def test_fed_text_is_the_library_in_rows_of_one_length(tmp_path):
-    workload = FedCharLM(folder=str(tmp_path / "text"), context=32, width=8, heads=2, layers=1)
+    workload = ParquetCharLM(folder=str(tmp_path / "text"), context=32, width=8, heads=2, layers=1)
     source, rows = first_window(workload)
     part = rows.table.slice(0, 33 * 8)
     batch = columns_of([part], source.row_length)
@@ -51,7 +51,7 @@ def test_fed_text_is_the_library_in_rows_of_one_length(tmp_path):
 
 def test_fed_text_is_as_long_as_it_was_set_to_be_whatever_was_made_before(tmp_path):
     small, large = (
-        FedCharLM(folder=str(tmp_path), limit_bytes=limit).dataset()
+        ParquetCharLM(folder=str(tmp_path), limit_bytes=limit).dataset()
         for limit in (50_000, 2_000_000)
     )
     sizes = [sum(u.size_bytes for u in make_plan(s, 3).units) for s in (small, large)]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput, in_words
-from elastic.protocol.worker_spec import FedWindow, Feed
+from elastic.protocol.worker_spec import Feed, ParquetWindow
 from workers.data.loader import LoadedBatch
 from workers.data.parquet_batches import columns_of, samples_of
 from workers.step.randomness import seed_microbatch
@@ -53,7 +53,7 @@ class _Cut:
     error: BaseException | None = None
 
 
-class FedLoader:
+class ParquetLoader:
     """Micro-batches of the windows of one feed, for one worker."""
 
     def __init__(
@@ -76,8 +76,8 @@ class FedLoader:
         self._cuts: queue.Queue[_Cut] = queue.Queue()
         self._step = 0  # committed steps, as far as `next` and `assign` know
         self._is_closed = False
-        self._windows: list[FedWindow] = []  # the thread's own, in stream order
-        self._asked: tuple[int, Future[FedWindow]] | None = None
+        self._windows: list[ParquetWindow] = []  # the thread's own, in stream order
+        self._asked: tuple[int, Future[ParquetWindow]] | None = None
         """The element that was asked for in advance."""
         self._fetcher = ThreadPoolExecutor(1, "feed-fetch")
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -223,7 +223,7 @@ class FedLoader:
             where = f"stream positions {first // length}..{end // length - 1}, {error.place}"
             raise BadData(where, error.what, error.traceback_text) from error
 
-    def _window_at(self, element: int, assignment: _Assignment) -> FedWindow:
+    def _window_at(self, element: int, assignment: _Assignment) -> ParquetWindow:
         """Held, or fetched while nobody assigns anything else. The one after it is asked for."""
         committed = self._step * self._global_batch * self._feed.row_length
         self._windows = self._kept(min(committed, element), element)
@@ -245,9 +245,9 @@ class FedLoader:
         )
         return window
 
-    def _kept(self, oldest: int, element: int) -> list[FedWindow]:
+    def _kept(self, oldest: int, element: int) -> list[ParquetWindow]:
         """The windows that are worth their memory: none before `oldest`, few before `element`."""
-        kept: list[FedWindow] = []
+        kept: list[ParquetWindow] = []
         room = self._kept_bytes
         for window in self._windows:
             is_passed = window.end <= element
@@ -256,7 +256,7 @@ class FedLoader:
                 room -= window.rows.size_bytes if is_passed else 0
         return kept
 
-    def _asked_window(self, element: int, is_over: Callable[[], bool]) -> FedWindow | None:
+    def _asked_window(self, element: int, is_over: Callable[[], bool]) -> ParquetWindow | None:
         """The window that was asked for in advance, if it is the one; waits for it, because asking
         twice makes nothing faster."""
         if self._asked is None or element < self._asked[0]:

@@ -16,7 +16,7 @@ from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.worker_spec import Feed, WorkerSpec
 from workers.data.agreement import watch_length
 from workers.data.loader import LoadedBatch, Loader
-from workers.data.parquet_loader import KEPT_SHARE, FedLoader
+from workers.data.parquet_loader import KEPT_SHARE, ParquetLoader
 
 OpenFeed = Callable[[bytes], Feed]
 """From a pickled source (empty: `dataset()` is to be called where Ray can be used) to its feed."""
@@ -36,7 +36,7 @@ class Supply:
         self._workload, self._spec = workload, spec
         self._open_feed, self._on_stall, self._loader = open_feed, on_stall, loader
         self._refusals: list[WrongInput] = []
-        self._chosen: Future[Loader | FedLoader] = Future()
+        self._chosen: Future[Loader | ParquetLoader] = Future()
         threading.Thread(target=self._choose, name="supply", daemon=True).start()
 
     def _choose(self) -> None:
@@ -46,7 +46,7 @@ class Supply:
         except BaseException as error:
             self._chosen.set_exception(error)
 
-    def _choice(self) -> Loader | FedLoader:
+    def _choice(self) -> Loader | ParquetLoader:
         source = self._loader.source()
         if source is None:
             if self._spec.place:
@@ -55,7 +55,7 @@ class Supply:
         self._loader.close()
         feed = self._open_feed(source)
         kept = {"kept_bytes": int(KEPT_SHARE * loads(source).prefetch_bytes)} if source else {}
-        return FedLoader(
+        return ParquetLoader(
             feed,
             **kept,
             seed=self._spec.seed,
@@ -80,4 +80,4 @@ class Supply:
         return self._chosen.result().fetch(step, microbatch_id)
 
 
-AnyLoader: TypeAlias = Loader | FedLoader | Supply
+AnyLoader: TypeAlias = Loader | ParquetLoader | Supply

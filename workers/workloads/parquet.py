@@ -1,4 +1,4 @@
-"""`FedDigits` and `FedCharLM`: the shipped workloads on Parquet, read by the run's feed.
+"""`ParquetDigits` and `ParquetCharLM`: the shipped workloads on Parquet, read by the run's feed.
 
 The files are made once per machine from what packages carry (scikit-learn's digits, the standard
 library's sources), so there is nothing to download. Models and losses are digits.py's and
@@ -29,7 +29,7 @@ DOCUMENTS_PER_GROUP, DIGITS_PER_GROUP = 13, 77
 SEPARATOR = 0  # the id of every character that is not listed
 
 
-class FedDigits(Digits):
+class ParquetDigits(Digits):
     """`Digits` from Parquet: images as lists of pixels; scaled in Ray tasks."""
 
     def __init__(self, *, folder: str | None = None, **settings: Any) -> None:
@@ -55,7 +55,7 @@ class FedDigits(Digits):
         return super().loss(model, batch)
 
 
-class FedCharLM(CharLM):
+class ParquetCharLM(CharLM):
     """`CharLM` on documents in Parquet, packed into rows of context + 1 characters."""
 
     def __init__(self, *, folder: str | None = None, **settings: Any) -> None:

@@ -23,7 +23,7 @@ from elastic.on_ray.feed.actor import (
     start_feed,
 )
 from elastic.protocol.errors import BadData, StepCancelled, WrongInput
-from elastic.protocol.worker_spec import FedWindow, WorkerSpec
+from elastic.protocol.worker_spec import ParquetWindow, WorkerSpec
 
 POLL_S = 0.25
 """How soon a wait for the feed notices that nobody wants its window any more."""
@@ -54,7 +54,7 @@ class RayFeed:
         self._order = order
         self._actor: Any = start_feed(order)
 
-    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> FedWindow:
+    def window_at(self, element: int, committed: int, is_over: Callable[[], bool]) -> ParquetWindow:
         """As the seam says; waits while the feed is started again or a node is replaced."""
         handed: dict[Any, Served] = {}  # those before the newest: a slow pull goes on
         while True:
@@ -86,7 +86,7 @@ class RayFeed:
 
     def _first_of(
         self, handed: Mapping[Any, Served], is_over: Callable[[], bool]
-    ) -> FedWindow | None:
+    ) -> ParquetWindow | None:
         """The first of these that is here; None if none is after a while. Ray can lose count of
         who holds a reference that is handed out twice, and its object never comes then."""
         deadline = time.monotonic() + PATIENCE_S
@@ -96,7 +96,7 @@ class RayFeed:
                 served, rows = handed[ready[0]], self._get(ready[0], is_over)
                 if served.first_row is not None:
                     rows = of_block(rows, served.first_row)
-                return FedWindow(served.first, served.count, rows)
+                return ParquetWindow(served.first, served.count, rows)
             if is_over():
                 raise StepCancelled
         return None
