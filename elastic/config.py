@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from elastic.protocol.mesh import is_sharded
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 
 REDUCTIONS = ("fast", "bitwise")
 PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S"
@@ -224,7 +224,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a number above 0, or None, got {value!r}")
-        waits_of(self.detect_s)  # everything that derives from it can hold
+        timeouts_of(self.detect_s)  # everything that derives from it can hold
         if self.name is not None and not RUN_NAME.fullmatch(self.name):
             raise ValueError(
                 f"name={self.name!r} is no folder name: use letters, digits, '.', '_' and '-', "

@@ -47,7 +47,7 @@ BESIDE_THE_LOOP = {
     "on_ray/drain.py draining_nodes",
     "on_ray/feed/actor.py end_feed",
     "on_ray/feed/actor.py find_actor",
-    "on_ray/backup_servers.py Holders._start",
+    "on_ray/backup_servers.py BackupServers._start",
     "on_ray/machines.py machines",
     "on_ray/waiting.py offer_now",  # in an executor
 }

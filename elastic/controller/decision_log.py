@@ -20,7 +20,7 @@ from elastic.store.journal import lines_backwards
 TYPES = {**JOURNAL_TYPES, **registry(Account, Healing, Recovery)}
 
 
-class Past(NamedTuple):
+class DecisionLog(NamedTuple):
     """Where the run stood according to the last line of its journal."""
 
     decision: Decision
@@ -65,7 +65,7 @@ def line_of(
     return line
 
 
-def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
+def read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | None:
     """None if the journal has nothing of this run. Its torn last line must be gone already.
     WrongInput if it is not as this run's controllers write it."""
     try:
@@ -77,7 +77,7 @@ def read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
         raise WrongInput(f"{directory / 'journal.jsonl'} {what}") from error
 
 
-def _read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
+def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | None:
     tail: list[dict[str, Any]] = []
     for _, raw in lines_backwards(directory / "journal.jsonl"):
         tail.append(json.loads(raw))
@@ -106,4 +106,4 @@ def _read_past(directory: Path, run_id: str, limits: Limits) -> Past | None:
         break
     said = [line["evaluation"] for line in lines if "evaluation" in line]
     last_evaluation = (said[-1]["step"], said[-1]["ordinal"]) if said else (-1, 0)
-    return Past(decision, so_far, lost_steps, metrics, last_evaluation)
+    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation)

@@ -16,7 +16,7 @@ from elastic.control.accounting import account, open_account
 from elastic.control.replay import is_news
 from elastic.control.state import Decision, Limits
 from elastic.controller.curves import Curves
-from elastic.controller.decision_log import Landmark, Past, line_of, read_past
+from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read_past
 from elastic.controller.publisher import Checkpoints
 from elastic.controller.writer import Writer
 from elastic.protocol.errors import WrongInput
@@ -155,7 +155,7 @@ class Recorder:
         self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory
 
-    async def reopen(self) -> Past | None:
+    async def reopen(self) -> DecisionLog | None:
         """Go on with what this run's last controller has put on record; None if that is nothing."""
         run = asyncio.get_running_loop().run_in_executor
         opened = await run(self.writer.executor, self._reopen)
@@ -171,7 +171,7 @@ class Recorder:
         self.last_metrics = past.last_metrics
         return past
 
-    def _reopen(self) -> tuple[RunDirectory, Past] | None:
+    def _reopen(self) -> tuple[RunDirectory, DecisionLog] | None:
         """In the writer's thread."""
         storage, name = self.order["storage"], self.order["name"]
         if read_json(open_folder(storage).at(name), "config.json") is None:

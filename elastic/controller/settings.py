@@ -9,7 +9,7 @@ from typing import Any
 from elastic.config import RunConfig
 from elastic.control.state import Limits
 from elastic.protocol.mesh import is_sharded
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 
 SAVE_EVERY_S = 600.0
@@ -17,17 +17,17 @@ SAVE_EVERY_S = 600.0
 
 
 def limits_of(config: RunConfig) -> Limits:
-    waits = waits_of(config.detect_s)
+    timeouts = timeouts_of(config.detect_s)
     return Limits(
         min_workers=config.min_workers,
         max_workers=config.max_workers,
         standby=config.standby,
         steps=config.steps,
         max_failures=config.max_failures,
-        join_timeout_s=waits.join_s,
-        end_timeout_s=waits.end_s,
-        confirm_timeout_s=waits.confirm_s,
-        cold_patience_s=waits.cold_s,
+        join_timeout_s=timeouts.join_s,
+        end_timeout_s=timeouts.end_s,
+        confirm_timeout_s=timeouts.confirm_s,
+        cold_patience_s=timeouts.cold_s,
         can_save=has_checkpoints(config),
         save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
         must_save=config.on_storage_error == "fail",
@@ -50,7 +50,7 @@ def worker_spec(
 ) -> WorkerSpec:
     """order: what the driver has submitted (elastic/driver/launch.py). place: the run directory.
     has_formed: others train already; a standby takes a lost one's place, this one the standby's."""
-    waits = waits_of(config.detect_s)
+    timeouts = timeouts_of(config.detect_s)
     return WorkerSpec(
         worker=worker,
         run_id=order["run_id"],
@@ -77,11 +77,11 @@ def worker_spec(
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,
         detect_s=config.detect_s,
-        heartbeat_s=waits.heartbeat_s,
-        silence_s=waits.silence_s,
-        join_timeout_s=waits.join_s,
-        operation_timeout_s=waits.operation_s,
-        lease_s=waits.lease_s,
-        stall_s=waits.stall_s,
+        heartbeat_s=timeouts.heartbeat_s,
+        silence_s=timeouts.silence_s,
+        join_timeout_s=timeouts.join_s,
+        operation_timeout_s=timeouts.operation_s,
+        lease_s=timeouts.lease_s,
+        stall_s=timeouts.stall_s,
         is_spare=has_formed and config.standby > 0,
     )

@@ -24,14 +24,14 @@ from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
-from elastic.on_ray.failover import Takeover
+from elastic.on_ray.failover import Failover
 from elastic.on_ray.feed.actor import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.machines import Need
 from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
-from elastic.protocol.timeouts import UNLIMITED_S, waits_of
+from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 
@@ -122,9 +122,9 @@ class Supervisor:
         end_now = functools.partial(self.cluster.cancel, "stopped")
         note = functools.partial(self.recorder.note, "data")
         self.actor.listen(stop=self.cluster.request_stop, end_now=end_now, note=note)
-        waits = waits_of(self.config.detect_s)
+        timeouts = timeouts_of(self.config.detect_s)
         self._pings = self.cluster.in_background(
-            self.cluster.stores.watch(waits.rendezvous_s, waits.controller_s)
+            self.cluster.stores.watch(timeouts.rendezvous_s, timeouts.controller_s)
         )
         taken_over = await self._taken_over() if self.actor.has_predecessor else None
         self.cluster.in_background(self._show_start())
@@ -193,7 +193,7 @@ class Supervisor:
             self.cluster.take_over(*where, has_formed=has_formed)
             self.actor.place, self.actor.has_begun = directory.place, has_formed
             self.cluster.evaluations.recorded = past.last_evaluation
-        self.cluster.takeover = takeover = Takeover(self.cluster, found)
+        self.cluster.takeover = takeover = Failover(self.cluster, found)
         self.actor.link_address = self._controller_address
         event = await takeover.collect(decision.ledger, decision.phase, self.limits)
         self.cluster.takeover = None

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from elastic.driver.redaction import redacted
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from elastic.store.claim import has_ended, is_gone
 from elastic.store.files import Folder, encode, read_json
 from elastic.store.journal import read_backwards
@@ -85,7 +85,7 @@ class PastRun:
         as their lease, and a live run's status may be as old as `silent_after_s`."""
         detect_s = self.config.get("detect_s")
         try:
-            lease_s = waits_of(detect_s).lease_s
+            lease_s = timeouts_of(detect_s).lease_s
         except (TypeError, ValueError, OverflowError) as error:
             raise WrongInput(f"config.json is damaged: detect_s is {detect_s!r:.80}") from error
         return self.silent_after_s + lease_s - self.heard_s

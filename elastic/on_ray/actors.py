@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 
 from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
-STOP_ALONE_S = waits_of(None).lease_s
+STOP_ALONE_S = timeouts_of(None).lease_s
 """How long a run that finds no hangs may take to stop once its driver is gone."""
 EXIT_TO_START_ANEW = 1
 """Any status but 0, by which an actor ends for good."""

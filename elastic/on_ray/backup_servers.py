@@ -1,6 +1,6 @@
 # Ray is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Holders of peer memory: one actor per node where a worker of a sharded run is.
+"""BackupServers of peer memory: one actor per node where a worker of a sharded run is.
 
 What they do is workers/backup/server.py's; which worker uses which,
 elastic/protocol/backup_assignment.py's.
@@ -24,8 +24,8 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer, receive
 from elastic.on_ray.slots import Slot, end_process
 from elastic.protocol import wire
-from elastic.protocol.backup_assignment import HolderAt, holders_for
-from elastic.protocol.timeouts import Waits, waits_of
+from elastic.protocol.backup_assignment import BackupAddress, holders_for
+from elastic.protocol.timeouts import Timeouts, timeouts_of
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ PLACE_S = 10.0
 Background = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
-class HolderActor:
+class BackupServerActor:
     """Keeps copies of shards; it ends with the run, or when no worker is left."""
 
     def __init__(self, token: str, lease_s: float) -> None:
@@ -71,7 +71,7 @@ class Started(NamedTuple):
     """0: not known yet."""
 
 
-class Holders:
+class BackupServers:
     """The controller's view: where holders are; a lost or frozen one is started again, empty."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Holders:
         """slots, links: the cluster's, of every live worker. on_lost: hears node and reason. now:
         the clock of the slots' heartbeats."""
         self._token, self._run_id = token, ""
-        self._detect_s, self._waits = detect_s, waits_of(detect_s)
+        self._detect_s, self._waits = detect_s, timeouts_of(detect_s)
         self._in_background, self._head = in_background, head
         self._slots, self._links = slots, links
         self._on_lost, self._now = on_lost, now
@@ -110,7 +110,7 @@ class Holders:
     def for_worker(self, worker: int) -> list[list[Any]]:
         """All holders as this worker is told of them, the best first."""
         slot = self._slots.get(worker)
-        known = [HolderAt(n, *address) for n, address in self._addresses.items()]
+        known = [BackupAddress(n, *address) for n, address in self._addresses.items()]
         return [list(h) for h in holders_for(slot.node_id if slot else "", known)]
 
     def tell(self, worker: int) -> None:
@@ -136,7 +136,7 @@ class Holders:
             "max_restarts": 0,
             "max_concurrency": 16,  # `run`, once for each controller that the run has had
         }
-        actor = ray.remote(HolderActor).options(**options)
+        actor = ray.remote(BackupServerActor).options(**options)
         return cast(Any, actor.remote(self._token, self._waits.lease_s)), start_s
 
     async def known(self) -> None:
@@ -285,13 +285,13 @@ async def listen(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     detect_s: float | None,
-    waits: Waits,
+    timeouts: Timeouts,
 ) -> None:
     """Ask a holder again and again whether it is there. Raises TimeoutError once it has not
     answered for detect_s (None: never), OSError and EOFError when it is gone."""
     while True:
-        await ping(reader, writer, detect_s, waits.late_s)
-        await asyncio.sleep(waits.heartbeat_s)
+        await ping(reader, writer, detect_s, timeouts.late_s)
+        await asyncio.sleep(timeouts.heartbeat_s)
 
 
 async def ping(

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elastic.on_ray.slots import is_running
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 PATIENCE = 2
-"""Times `Waits.silence_s` without a pulse: one until the worker notices an end of which nobody told
+"""Times `Timeouts.silence_s` without a pulse: one until the worker notices an end of which nobody told
 it, one in which it dials in vain."""
 
 
@@ -30,23 +30,25 @@ async def wait_for_return(
     cluster: "RayCluster", worker: int, slot: "Slot", *, was_reset: bool
 ) -> None:
     """Until the worker is back or lost."""
-    waits = waits_of(cluster.detect_s)
-    left_s = limit_s = PATIENCE * waits.silence_s
-    lease_left_s = waits.lease_s
+    timeouts = timeouts_of(cluster.detect_s)
+    left_s = limit_s = PATIENCE * timeouts.silence_s
+    lease_left_s = timeouts.lease_s
     while is_away(cluster, worker, slot):
         begun = time.monotonic()
-        gone = await why_gone(cluster, slot, waits.inquiry_s, was_reset=was_reset)
+        gone = await why_gone(cluster, slot, timeouts.inquiry_s, was_reset=was_reset)
         if gone is not None or min(left_s, lease_left_s) <= 0:
-            late_s = limit_s if left_s <= 0 else waits.lease_s
+            late_s = limit_s if left_s <= 0 else timeouts.lease_s
             late = "connection_lost", f"its connection ended, and it was not back in {late_s:g} s"
             if is_away(cluster, worker, slot):
                 cluster.lost(worker, *(late if gone is None else ("process_died", gone)))
             return
-        await asyncio.sleep(waits.tick_s)
-        awake_s = waits.inquiry_s + waits.tick_s + waits.late_s  # the rest of it we were frozen,
+        await asyncio.sleep(timeouts.tick_s)
+        awake_s = (
+            timeouts.inquiry_s + timeouts.tick_s + timeouts.late_s
+        )  # the rest of it we were frozen,
         passed_s = min(awake_s, time.monotonic() - begun)  # and who dials waits to be heard
         lease_left_s -= passed_s
-        if not is_beating(cluster, slot, waits.silence_s):
+        if not is_beating(cluster, slot, timeouts.silence_s):
             left_s -= passed_s
 
 

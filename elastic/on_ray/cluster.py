@@ -23,13 +23,13 @@ from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import Place
 from elastic.on_ray.background import Background
-from elastic.on_ray.backup_servers import Holders
+from elastic.on_ray.backup_servers import BackupServers
 from elastic.on_ray.backup_status import Protection
 from elastic.on_ray.broken_links import wait_for_return
 from elastic.on_ray.commits import Commits
-from elastic.on_ray.diagnosis import Inquiry
+from elastic.on_ray.diagnosis import Diagnosis
 from elastic.on_ray.evaluations import Evaluations
-from elastic.on_ray.failover import Takeover, has_returned
+from elastic.on_ray.failover import Failover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
@@ -46,7 +46,7 @@ from elastic.on_ray.slots import (
 from elastic.on_ray.stores import Stores
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 from elastic.store.remote import StoreAway
@@ -78,7 +78,7 @@ class RayCluster:
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
         self.links = LinkServer(self.token, self._on_frame, self._on_link_ended)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
-        self._waits = waits_of(self.detect_s)
+        self._waits = timeouts_of(self.detect_s)
         self.stores = Stores(rendezvous, self._waits.start_s, self._begin_rendezvous)
         self._tick_at = time.monotonic() + self._waits.tick_s
         self.in_background = Background(self._on_background_failure).start
@@ -89,14 +89,14 @@ class RayCluster:
         self._untold: c.Form | None = None
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
-        self.takeover: Takeover | None = None
+        self.takeover: Failover | None = None
         self._saves = Saves(self.host)
-        self._inquiry = Inquiry(self)
+        self._inquiry = Diagnosis(self)
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(self.host.on_evaluation)
         self.protection = Protection(self.host.on_unprotected, self.now)
         seams = self.in_background, self.head, self.workers, self.links, self.protection.hear_lost
-        self.holders = Holders(self.token, self.detect_s, *seams, self.now)
+        self.holders = BackupServers(self.token, self.detect_s, *seams, self.now)
         self._handlers = {
             "heartbeat": self._on_heartbeat,
             "reached": self._inquiry.hear,

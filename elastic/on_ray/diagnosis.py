@@ -30,7 +30,7 @@ from elastic.control.detection.patience import Costly, Place, forget, lost_at, r
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.broken_links import is_refused
 from elastic.protocol.membership import Membership, worker_name
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
@@ -54,8 +54,8 @@ class Suspect:
     slow_in: Place | None = None
 
 
-class Inquiry:
-    """One at a time, from suspicion to the loss; it takes `Waits.inquiry_s` at most."""
+class Diagnosis:
+    """One at a time, from suspicion to the loss; it takes `Timeouts.inquiry_s` at most."""
 
     def __init__(self, cluster: "RayCluster") -> None:
         self._cluster = cluster
@@ -96,7 +96,7 @@ class Inquiry:
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}
-            limit_s = waits_of(cluster.detect_s).inquiry_s
+            limit_s = timeouts_of(cluster.detect_s).inquiry_s
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
             return
@@ -133,7 +133,7 @@ class Inquiry:
         if not lost or (worker, place) in self._told:
             return
         self._told.add((worker, place))
-        patience_s = waits_of(self._cluster.detect_s).cold_s
+        patience_s = timeouts_of(self._cluster.detect_s).cold_s
         slow = f"{place} took the life of {' '.join(lost)}, {worker_name(worker)} has "
         slow += f"{patience_s:g} s: {why}"
         log.warning('step=%d slow="%s"', place.step, slow)
@@ -154,7 +154,7 @@ class Inquiry:
 
     async def _dial(self, worker: int, address: tuple[str, int]) -> None:
         try:
-            if await is_refused(address, waits_of(self._cluster.detect_s).inquiry_s):
+            if await is_refused(address, timeouts_of(self._cluster.detect_s).inquiry_s):
                 why = "its pulse is silent, and nobody listens at its address"
                 self._cluster.lost(worker, "process_died", why)
         finally:
@@ -232,7 +232,7 @@ class Inquiry:
         cluster, hosts = self._cluster, self._hosts(members)
         addresses = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
         try:
-            limit_s = waits_of(cluster.detect_s).inquiry_s
+            limit_s = timeouts_of(cluster.detect_s).inquiry_s
             found = await self._ask(members, limit_s, "reached", addresses=addresses)
         finally:
             self._is_under_way = False
@@ -268,7 +268,7 @@ class Inquiry:
     async def _conclude_stall(self, generation: int, why: str, members: dict[int, Watch]) -> None:
         """Nobody is lost: the generation is."""
         cluster = self._cluster
-        is_saved = await self._save(why, members, waits_of(cluster.detect_s).inquiry_s)
+        is_saved = await self._save(why, members, timeouts_of(cluster.detect_s).inquiry_s)
         why += place_of_stacks(generation) if is_saved else ""
         cluster.say(CollectiveFailed(generation, 0, why, cluster.now(), is_stall=True))
 
@@ -290,7 +290,7 @@ class Inquiry:
     ) -> dict[int, str]:
         """Have every member's pulse answer. Whose is silent already is not waited for."""
         cluster, now = self._cluster, self._cluster.now()
-        fresh_s = FRESH * waits_of(cluster.detect_s).heartbeat_s
+        fresh_s = FRESH * timeouts_of(cluster.detect_s).heartbeat_s
         self._question = {"type": kind, "timeout_s": 0.8 * limit_s, **what}
         self._kind, self._found, self._has_all = kind, {}, asyncio.Event()
         asked = {w for w in members if cluster.links.ask_pulse(w, self._question)}

@@ -23,7 +23,7 @@ from elastic.control.state import Active, Ledger, Limits, Phase
 from elastic.on_ray.actors import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 
 if TYPE_CHECKING:
     from elastic.on_ray.cluster import RayCluster
@@ -38,7 +38,7 @@ SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting
 """A worker's state in status.json, by the kind of its standing."""
 
 
-class Takeover:
+class Failover:
     """The wait for introductions."""
 
     def __init__(
@@ -126,14 +126,14 @@ class Takeover:
             if have_all(tuple(self._standings.values()), step, holders, limits):
                 self._give_up(w for w in holders if w in self._candidates)
             is_missed = any(w in self._candidates for w in holders)
-            limit_s = waits_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S
+            limit_s = timeouts_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S
             left_s = began + limit_s - time.monotonic()
             if left_s <= 0:
                 break
             is_enough = at_work(with_state(self._standings.values())) is not None
             self._has_news.clear()
             try:
-                wait_s = QUIET_S if is_enough else waits_of(detect_s).tick_s
+                wait_s = QUIET_S if is_enough else timeouts_of(detect_s).tick_s
                 await asyncio.wait_for(self._has_news.wait(), min(wait_s, left_s))
             except TimeoutError:
                 if is_enough:
@@ -169,7 +169,7 @@ class Takeover:
         for worker, why in suspects(everyone, now, detect_s, costly=self._costly):
             if worker in missed:
                 yield worker, why
-        patience_s = detect_s + waits_of(detect_s).heartbeat_s
+        patience_s = detect_s + timeouts_of(detect_s).heartbeat_s
         since = self._audible_since
         if since is not None and now - since > patience_s:
             for worker in sorted(missed - self._watches.keys()):

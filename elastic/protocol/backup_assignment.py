@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class HolderAt(NamedTuple):
+class BackupAddress(NamedTuple):
     """A holder as workers reach it."""
 
     node: str
@@ -15,7 +15,7 @@ class HolderAt(NamedTuple):
     port: int
 
 
-def holders_for(node: str, holders: Sequence[HolderAt]) -> tuple[HolderAt, ...]:
+def holders_for(node: str, holders: Sequence[BackupAddress]) -> tuple[BackupAddress, ...]:
     """Those that a worker on `node` may use, the best first: the next node's in the order of
     names, so that every node keeps as much as it gives away; its own node's last."""
     others = sorted(h for h in holders if h.node != node)

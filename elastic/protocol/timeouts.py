@@ -11,7 +11,7 @@ UNLIMITED_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class Timeouts:
     heartbeat_s: float
     """Between two words of a worker's pulse."""
     tick_s: float
@@ -56,10 +56,10 @@ class Waits:
             )
 
 
-def waits_of(detect_s: float | None) -> Waits:
+def timeouts_of(detect_s: float | None) -> Timeouts:
     """detect_s: None for no detection of hangs. ValueError if it is out of bounds."""
     if detect_s is None:
-        return Waits(
+        return Timeouts(
             heartbeat_s=0.5,
             tick_s=0.25,
             late_s=0.5,
@@ -83,7 +83,7 @@ def waits_of(detect_s: float | None) -> Waits:
         )
     heartbeat_s, tick_s = min(0.5, detect_s / 6), min(0.25, detect_s / 12)
     inquiry_s = 0.5
-    return Waits(
+    return Timeouts(
         heartbeat_s=heartbeat_s,
         tick_s=tick_s,
         late_s=min(0.5, detect_s / 6),

@@ -86,8 +86,8 @@ LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with"
 
 
 def test_what_a_run_waits_for_is_told_once_and_its_place_when_it_has_begun(capsys):
-    waits = [("runs/r", False, f"{LACK} {n} CPUs") for n in (0, 1)]
-    driver = Waiting(("", False, ""), *waits, ("runs/r", True, ""), ("runs/r", True, ""))
+    timeouts = [("runs/r", False, f"{LACK} {n} CPUs") for n in (0, 1)]
+    driver = Waiting(("", False, ""), *timeouts, ("runs/r", True, ""), ("runs/r", True, ""))
     assert wait(driver, None, detach=False, tell=True) == ANSWER
     lack, place = capsys.readouterr().err.splitlines()
     assert lack == f"elastic: {LACK} 0 CPUs"

@@ -12,7 +12,7 @@ import pytest
 from elastic.control.detection.hang import Heartbeat, Watch
 from elastic.on_ray import broken_links
 from elastic.on_ray.broken_links import PATIENCE, wait_for_return
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time
 
 DETECT_S = 0.5
@@ -50,7 +50,7 @@ class Cluster:
     async def _beat(self) -> None:
         while self._beats_for_s and self.now() < self._began + self._beats_for_s:
             self.slot.watch = Watch(BEAT, self.now())
-            await asyncio.sleep(waits_of(DETECT_S).heartbeat_s)
+            await asyncio.sleep(timeouts_of(DETECT_S).heartbeat_s)
 
     def is_connected(self, worker: int) -> bool:
         return self._back_after_s is not None and self.now() > self._began + self._back_after_s
@@ -139,11 +139,13 @@ def test_whose_pulse_beats_is_waited_for(living, was_reset):
 
 def test_whose_pulse_beats_is_lost_all_the_same_when_its_lease_is_over(living):
     cluster = Cluster(living, beats_for_s=9)
-    assert cluster.waited(was_reset=True) >= waits_of(DETECT_S).lease_s
+    assert cluster.waited(was_reset=True) >= timeouts_of(DETECT_S).lease_s
     assert cluster.happened == [(3, "connection_lost", LATER)]
 
 
 def test_whose_pulse_falls_silent_is_lost_in_time(living):
     cluster = Cluster(living, beats_for_s=2 * DETECT_S)
-    assert (PATIENCE + 2) * DETECT_S <= cluster.waited(was_reset=True) < waits_of(DETECT_S).lease_s
+    assert (
+        (PATIENCE + 2) * DETECT_S <= cluster.waited(was_reset=True) < timeouts_of(DETECT_S).lease_s
+    )
     assert cluster.happened == [(3, "connection_lost", LATE)]

@@ -12,9 +12,9 @@ import pytest
 from elastic.control.detection.hang import Heartbeat, Watch, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
-from elastic.on_ray.diagnosis import Inquiry
+from elastic.on_ray.diagnosis import Diagnosis
 from elastic.protocol.membership import Membership, NumberSet
-from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, waits_of
+from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, timeouts_of
 from tests.control import virtual_time
 from workers.health.vitals import PHASES, WAITING
 
@@ -44,7 +44,7 @@ class Cluster:
         self.reached, self.time = reached or {}, 20.0
         self.answering, self.deaf = answering, deaf
         self.links = self.host = self
-        self.inquiry = Inquiry(self)  # pyright: ignore[reportArgumentType]
+        self.inquiry = Diagnosis(self)  # pyright: ignore[reportArgumentType]
         self.places: tuple[Costly, ...] = ()
         self.happened: list = []
         self.work: list[asyncio.Task] = []
@@ -148,7 +148,7 @@ def test_whose_pulse_is_silent_is_not_waited_for_and_said_to_be():
 
 @pytest.mark.parametrize("detect_s", [MIN_DETECT_S, 3.0, MAX_DETECT_S, None])
 def test_an_answer_takes_as_long_as_a_busy_machine_needs_whatever_detect_s_is(detect_s):
-    assert waits_of(detect_s).inquiry_s == 0.5
+    assert timeouts_of(detect_s).inquiry_s == 0.5
 
 
 def test_a_pulse_that_has_just_lost_its_connection_is_asked_once_it_is_back():
@@ -240,9 +240,9 @@ def test_where_everybody_waits_is_saved_and_the_generation_is_given_up_once():
 
 
 def test_whose_path_to_a_peer_is_cut_is_unreachable_if_a_dial_says_so():
-    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    timeouts = replace(WAITS, unanswered=(("h1", 3.5),))
     one, three = replace(WAITS, worker=1), replace(WAITS, worker=3)
-    members = one, waits, three
+    members = one, timeouts, three
     reached = {1: ["h1", "h2"], 2: ["h2"], 3: ["h1", "h2"]}
     *_, lost = Cluster(*members, answering=(1, 2, 3), reached=reached).look()
     assert lost[:2] == (2, "unreachable")
@@ -252,24 +252,24 @@ def test_whose_path_to_a_peer_is_cut_is_unreachable_if_a_dial_says_so():
 
 
 def test_connections_that_a_cut_has_made_slow_are_made_anew_once_the_path_is_there_again():
-    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    timeouts = replace(WAITS, unanswered=(("h1", 3.5),))
     one, three = replace(WAITS, worker=1), replace(WAITS, worker=3)
     reached = {w: ["h1", "h2"] for w in (1, 2, 3)}
-    cluster = Cluster(one, waits, three, answering=(1, 2, 3), reached=reached)
+    cluster = Cluster(one, timeouts, three, answering=(1, 2, 3), reached=reached)
     *_, said = cluster.look()
     assert isinstance(said, CollectiveFailed)
     assert (said.generation, said.is_stall) == (4, True)
     assert said.message.startswith("connections between h1 and h2 are not answered, though new")
     cluster.happened, cluster.work, cluster.time = [], [], 30.0
     assert cluster.look() == [], "it is being given up"
-    one_silent = Cluster(one, waits, three, answering=(1, 2), reached=reached)
+    one_silent = Cluster(one, timeouts, three, answering=(1, 2), reached=reached)
     assert one_silent.look() == [], "perhaps it is cut off"
 
 
 def test_connections_that_were_answered_during_the_dial_are_left_alone():
-    waits = replace(WAITS, unanswered=(("h1", 3.5),))
+    timeouts = replace(WAITS, unanswered=(("h1", 3.5),))
     reached = {w: ["h1", "h2"] for w in (1, 2)}
-    cluster = Cluster(replace(WAITS, worker=1), waits, answering=(1, 2), reached=reached)
+    cluster = Cluster(replace(WAITS, worker=1), timeouts, answering=(1, 2), reached=reached)
     ask = cluster.ask_pulse
 
     def ask_then_hear(worker: int, header: dict) -> bool:

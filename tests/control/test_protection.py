@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.on_ray import backup_servers as on_ray
-from elastic.on_ray.backup_servers import Holders, dial, listen, ping
+from elastic.on_ray.backup_servers import BackupServers, dial, listen, ping
 from elastic.on_ray.backup_status import Protection
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
 from workers.backup.server import HolderServer
 
 DETECT_S = 0.5
-PATIENT = replace(waits_of(3000.0), inquiry_s=1000.0)
+PATIENT = replace(timeouts_of(3000.0), inquiry_s=1000.0)
 """For holders that answer: they are threads of this process, on a machine that may be busy."""
 SILENCE = TimeoutError("it has not answered for 0.5 s")
 
@@ -72,7 +72,7 @@ def test_only_members_need_copies():
 async def listened(address):
     reader, writer = await dial(address, "t")
     try:
-        await listen(reader, writer, DETECT_S, waits_of(DETECT_S))
+        await listen(reader, writer, DETECT_S, timeouts_of(DETECT_S))
     finally:
         writer.close()
 
@@ -89,7 +89,7 @@ def test_a_holder_that_answers_is_listened_to_and_its_death_is_news_at_once(monk
     async def run():
         reader, writer = await dial(holder.address, "t")
         long_s = 24 * 3600.0
-        listening = asyncio.ensure_future(listen(reader, writer, long_s, waits_of(DETECT_S)))
+        listening = asyncio.ensure_future(listen(reader, writer, long_s, timeouts_of(DETECT_S)))
         for _ in range(3):
             await answered.acquire()
         assert not listening.done()
@@ -121,7 +121,7 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
     async def run():
         start = lambda coroutine: work.append(asyncio.ensure_future(coroutine))  # noqa: E731
         heard = {1: SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=99.9))}
-        holders = Holders("t", DETECT_S, start, None, heard, None, None, lambda: 100.0)
+        holders = BackupServers("t", DETECT_S, start, None, heard, None, None, lambda: 100.0)
         if not is_frozen:
             holders._waits = PATIENT
         holders._addresses["node0"] = address
@@ -143,7 +143,7 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
     frozen = FrozenHolder()
     slot = SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=0.0))
     slots = {1: slot}
-    holders = Holders("t", DETECT_S, None, None, slots, None, None, lambda: 100.0)
+    holders = BackupServers("t", DETECT_S, None, None, slots, None, None, lambda: 100.0)
 
     async def run():
         looking = asyncio.ensure_future(holders._look_again("node0", frozen.at[1:], SILENCE))
@@ -165,7 +165,7 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
 @pytest.mark.parametrize("end", [EOFError("closed"), ConnectionResetError("reset")])
 def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
     holder = HolderServer("127.0.0.1", "t")
-    holders = Holders("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+    holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
 
     async def run():
         reader, writer = await holders._dial_again(holder.address, end)
@@ -182,7 +182,7 @@ def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
 def test_a_holder_that_closed_and_refuses_is_gone_and_one_that_was_reset_has_time(end, after_s):
     holder = HolderServer("127.0.0.1", "t")
     holder.close()
-    holders = Holders("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+    holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
     began = time.monotonic()
     with pytest.raises(type(end), match=str(end)):
         asyncio.run(holders._dial_again(holder.address, end))

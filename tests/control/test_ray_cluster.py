@@ -21,7 +21,7 @@ from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time
 
 NOTHING: Any = None
@@ -174,8 +174,8 @@ def test_members_that_were_told_of_no_form_are_recalled_from_it_and_never_told_o
 def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_up: bool):
     async def run() -> list[Any]:
         scene = forming()
-        waits = waits_of(0.5)
-        scene.cluster._waits = replace(waits, join_s=waits.confirm_s + 0.05)
+        timeouts = timeouts_of(0.5)
+        scene.cluster._waits = replace(timeouts, join_s=timeouts.confirm_s + 0.05)
         await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         if is_given_up:
             await scene.cluster.execute(Abort(Membership(1, (4, 7))))

@@ -68,8 +68,8 @@ def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_i
     assert suspicion(Watch(late, 10.0), None, 10.0, detect_s=3.0) == (
         "it is not ready to join; 301.0 s in starting of step 1 (no usual time known)"
     )
-    waits = replace(late, phase="lobby")
-    assert suspicion(Watch(waits, 10.0), None, 10.0, detect_s=3.0) is None
+    timeouts = replace(late, phase="lobby")
+    assert suspicion(Watch(timeouts, 10.0), None, 10.0, detect_s=3.0) is None
 
 
 def test_long_silence_needs_no_history_of_the_phase():

@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from elastic.control.detection.hang import Heartbeat
 from elastic.control.state import Ledger, Running
 from elastic.on_ray import failover as on_ray
-from elastic.on_ray.failover import Takeover
+from elastic.on_ray.failover import Failover
 from elastic.protocol.membership import Membership
 from tests.control import virtual_time
 from tests.control.test_transition import LIMITS
@@ -59,7 +59,7 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
             in_background=lambda task: tasks.append(loop.create_task(task)),
         )  # fmt: skip
         actors = dict(candidates)
-        takeover = Takeover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
+        takeover = Failover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
         for at, worker in said:
             header = {
                 "kind": "working", "generation": 3, "rank": worker, "step": 9,

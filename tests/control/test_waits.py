@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, Waits, waits_of
+from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, Timeouts, timeouts_of
 
 
 def test_the_waits_of_the_default():
-    assert waits_of(3.0) == Waits(
+    assert timeouts_of(3.0) == Timeouts(
         heartbeat_s=0.5,
         tick_s=0.25,
         late_s=0.5,
@@ -29,16 +29,16 @@ def test_the_waits_of_the_default():
 
 @pytest.mark.parametrize("detect_s", [None, MIN_DETECT_S, 1.0, 17.0, MAX_DETECT_S])
 def test_a_hang_is_seen_and_explained_before_anything_else_gives_up(detect_s):
-    waits = waits_of(detect_s)
-    explained_s = waits.heartbeat_s + waits.tick_s + waits.inquiry_s
-    assert (detect_s or 0.0) + explained_s <= waits.confirm_s
-    assert waits.late_s < (detect_s or 3.0)
+    timeouts = timeouts_of(detect_s)
+    explained_s = timeouts.heartbeat_s + timeouts.tick_s + timeouts.inquiry_s
+    assert (detect_s or 0.0) + explained_s <= timeouts.confirm_s
+    assert timeouts.late_s < (detect_s or 3.0)
 
 
 def test_combinations_that_cannot_hold_are_refused():
     with pytest.raises(ValueError, match="must hold"):
-        replace(waits_of(3.0), confirm_s=0.4)
+        replace(timeouts_of(3.0), confirm_s=0.4)
     with pytest.raises(ValueError, match=r"detect_s=0\.1 must be from 0\.5, as a busy machine"):
-        waits_of(0.1)
+        timeouts_of(0.1)
     with pytest.raises(ValueError, match=r"to 3600: or give None"):
-        waits_of(1e9)
+        timeouts_of(1e9)

@@ -221,13 +221,13 @@ def test_a_window_that_is_late_is_asked_for_once(make):
     loader.assign(0, range(V))
     loader.next(0, 0, never)
     feed.may_answer.clear()
-    waits = threading.Timer(0.3, feed.may_answer.set)
-    waits.start()
+    timeouts = threading.Timer(0.3, feed.may_answer.set)
+    timeouts.start()
     for step in range(3):
         for i in range(V):
             if (step, i) > (0, 0):
                 loader.next(step, i, never)
-    waits.join()
+    timeouts.join()
     firsts = [0]
     while firsts[-1] <= feed.asked[-1]:
         firsts.append(feed.feed.window_at(firsts[-1], 0, never).end)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
@@ -150,7 +150,7 @@ def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen, di
     kept.keeper.hear([frozen.at])
     began = time.monotonic()
     kept.keeper.wait(NEVER)
-    assert time.monotonic() - began >= waits_of(DETECT_S).confirm_s
+    assert time.monotonic() - began >= timeouts_of(DETECT_S).confirm_s
     assert dialled == [keepers.CONNECT_S]
     assert told(kept, "holder_silent") == [{"holder": list(frozen.at)}]
     kept.keeper._failed[frozen.at] = kept.keeper._failed[frozen.at]._replace(at=-1e9)

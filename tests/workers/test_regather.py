@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastic.protocol.backup_assignment import HolderAt
+from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from workers.backup.server import HolderServer
@@ -20,7 +20,7 @@ KEY = Key(1, 0, 7)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Holders are threads of this process, which may not run for seconds on a busy machine."""
+    """BackupServers are threads of this process, which may not run for seconds on a busy machine."""
     monkeypatch.setattr(assemble, "HOLDER_S", 100.0)
 
 
@@ -47,7 +47,7 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
-    where = [HolderAt("n", *server.address)]
+    where = [BackupAddress("n", *server.address)]
     pieces = Pieces(Alone(), torch.device("cpu"), lambda: None, 30.0)
     mesh, device = Mesh("fsdp", 1), torch.device("cpu")
     search = Regather(Alone(), mesh, [], where, "t", device, RowMemory(), pieces)
@@ -72,7 +72,7 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
     group, content = Alone(), bytearray(4)
     server, piece = Abandoning(group), Slice("model/w", "float32", (1,), True, 0, 1, 4)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
-    where, device = [HolderAt("n", *server.address)], torch.device("cpu")
+    where, device = [BackupAddress("n", *server.address)], torch.device("cpu")
     pieces = Pieces(group, device, lambda: None, 30.0)
     search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
     with pytest.raises(PeerLost):
@@ -81,12 +81,12 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
 
 
 def test_a_step_that_nobody_could_report_is_not_gone_on_from():
-    """Holders have it, the record ends before it, and who knew the steps between is lost."""
+    """BackupServers have it, the record ends before it, and who knew the steps between is lost."""
     server, content = HolderServer("127.0.0.1", "t"), bytearray(4)
     piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
-    group, where, device = Alone(), [HolderAt("n", *server.address)], torch.device("cpu")
+    group, where, device = Alone(), [BackupAddress("n", *server.address)], torch.device("cpu")
     pieces = Pieces(group, device, lambda: None, 30.0)
     search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
     with pytest.raises(RowsLost, match="up to step 6"):

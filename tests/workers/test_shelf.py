@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.protocol.backup_assignment import HolderAt, holders_for
+from elastic.protocol.backup_assignment import BackupAddress, holders_for
 from workers.backup.store import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
 
 
@@ -86,7 +86,7 @@ def test_memory_is_used_again():
 
 
 def test_a_worker_s_copy_goes_to_the_next_node_and_to_its_own_only_if_there_is_no_other():
-    a, b, c = (HolderAt(name, "h", 1) for name in "abc")
+    a, b, c = (BackupAddress(name, "h", 1) for name in "abc")
     assert holders_for("a", [c, b, a]) == (b, c, a)
     assert holders_for("b", [c, b, a]) == (c, a, b)
     assert holders_for("c", [c, b, a]) == (a, b, c)

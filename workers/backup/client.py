@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from elastic.protocol import wire
-from elastic.protocol.backup_assignment import HolderAt
+from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.timeouts import waits_of
+from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.copy import Shadow, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
@@ -61,11 +61,11 @@ class Keeper:
         self._spec, self._send = spec, send
         self.shadows: list[Shadow] = []
         """Oldest first: the last one may not be held yet, by it or by others."""
-        self.holders: tuple[HolderAt, ...] = ()
+        self.holders: tuple[BackupAddress, ...] = ()
         """The best first."""
-        self._silence_s = max(MIN_SILENCE_S, waits_of(spec.detect_s).confirm_s)
+        self._silence_s = max(MIN_SILENCE_S, timeouts_of(spec.detect_s).confirm_s)
         """So long a holder may be silent: until then the controller has replaced a frozen one."""
-        self._failed: dict[HolderAt, Failure] = {}
+        self._failed: dict[BackupAddress, Failure] = {}
         self._is_bare = False
         """The controller has been told that no holder has this rank's newest copy."""
         self._arenas: list[SharedArena] = []
@@ -80,7 +80,7 @@ class Keeper:
         self._num_open = 0  # jobs that the thread has not finished
         self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
-        self._connected_to: HolderAt | None = None
+        self._connected_to: BackupAddress | None = None
         self._sending: socket.socket | None = None
         """The connection while a copy is on its way."""
         self._settled = 0
@@ -164,7 +164,7 @@ class Keeper:
             self._lent += [s for s in idle if s.shared_with is not None]
             self._arenas += [s.arena for s in idle if s.shared_with is None]
 
-    def _take_back(self, holder: HolderAt, settled: tuple[int, int] | None) -> None:
+    def _take_back(self, holder: BackupAddress, settled: tuple[int, int] | None) -> None:
         """What was lent is free once its holder has let go of it, or another one is in charge."""
         with self._changed:
             still = [s for s in self._lent if s.shared_with == holder and not is_older(s, settled)]
@@ -196,7 +196,7 @@ class Keeper:
     def hear(self, holders: Sequence[Sequence[Any]]) -> None:
         """Where this rank's copies may go, the best first. A holder that is not among them is
         lost: what it held goes to another."""
-        self.holders = tuple(HolderAt(*h) for h in holders)
+        self.holders = tuple(BackupAddress(*h) for h in holders)
         sending = self._sending
         if sending is not None and self._connected_to not in self.holders:
             with suppress(OSError):  # it may never answer
@@ -241,7 +241,7 @@ class Keeper:
         self._is_bare = not shadow.is_held
         self._send("protected", step=shadow.key.step, why=why)
 
-    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> HolderAt | None:
+    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> BackupAddress | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
         header = {
             "type": "push",
@@ -271,7 +271,7 @@ class Keeper:
                         self._send("holder_silent", holder=list(holder))
         return None
 
-    def _is_worth_trying(self, holder: HolderAt) -> bool:
+    def _is_worth_trying(self, holder: BackupAddress) -> bool:
         """Nobody waits long for a second time for one that is frozen."""
         failure = self._failed.get(holder)
         if failure is None:
@@ -297,7 +297,7 @@ class Keeper:
         except OSError:
             self._close()  # the next push finds out more
 
-    def _send_copy(self, holder: HolderAt, header: wire.Header, shadow: Shadow) -> None:
+    def _send_copy(self, holder: BackupAddress, header: wire.Header, shadow: Shadow) -> None:
         """Raises OSError, ValueError."""
         if self._connection is not None and self._connected_to == holder:
             try:
@@ -313,7 +313,7 @@ class Keeper:
         self._transfer(self._connection, holder, header, shadow)
 
     def _transfer(
-        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+        self, connection: socket.socket, holder: BackupAddress, header: wire.Header, shadow: Shadow
     ) -> None:
         self._sending = connection
         try:
@@ -322,7 +322,7 @@ class Keeper:
             self._sending = None
 
     def _transfer_whole(
-        self, connection: socket.socket, holder: HolderAt, header: wire.Header, shadow: Shadow
+        self, connection: socket.socket, holder: BackupAddress, header: wire.Header, shadow: Shadow
     ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
         shared = shadow.arena.describe(shadow.tensors) if is_near else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic.protocol.backup_assignment import HolderAt
+from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, Slice, crc32
@@ -27,8 +27,8 @@ class Shadow:
     ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
-        self.held_by: HolderAt | None = None
-        self.shared_with: HolderAt | None = None
+        self.held_by: BackupAddress | None = None
+        self.shared_with: BackupAddress | None = None
         """A holder that reads it where it is."""
         self.num_jobs = 0
         """That read it; under the keeper's lock."""

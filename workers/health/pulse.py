@@ -197,7 +197,7 @@ def answer(question: dict[str, Any], parent: int, stacks: int) -> str:
 
 
 if __name__ == "__main__":
-    vitals, stacks, worker, host, port, *waits = sys.argv[1:]
+    vitals, stacks, worker, host, port, *timeouts = sys.argv[1:]
     secret, files = sys.stdin.read(), (int(vitals), int(stacks))
     with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
-        beat(files, int(worker), (host, int(port)), secret, *map(float, waits))
+        beat(files, int(worker), (host, int(port)), secret, *map(float, timeouts))

@@ -24,9 +24,9 @@ class PulseKeeper:
         """Instead of any other, which dials the same address even if its controller has died: a
         process that is frozen cannot tell it of another. Gives the address before."""
         spec = self._spec
-        waits = spec.heartbeat_s, spec.silence_s, spec.lease_s
+        timeouts = spec.heartbeat_s, spec.silence_s, spec.lease_s
         with self._lock:
-            child = pulse.start(self._fds, spec.worker, controller, spec.token, *waits)
+            child = pulse.start(self._fds, spec.worker, controller, spec.token, *timeouts)
             former, self._pulse = self._pulse, child
             before, self._controller = self._controller, controller
         if former is not None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from elastic.protocol.backup_assignment import HolderAt
+from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.backup.store import DamagedCopy, Key
@@ -68,7 +68,7 @@ class _Source:
     """A member's rank, or COPY."""
     index: int = 0
     """Among its owner's offers."""
-    copy: tuple[HolderAt, Key] | None = None
+    copy: tuple[BackupAddress, Key] | None = None
     size_bytes: int = 0
     """Of the copy."""
 
@@ -84,7 +84,7 @@ class Gathered:
     memory: RowMemory
     """Where they may be."""
     is_held: bool = False
-    """Holders have all of the state."""
+    """BackupServers have all of the state."""
 
 
 class Regather:
@@ -95,7 +95,7 @@ class Regather:
         group: AnyGroup,
         new: Mesh,
         offers: Sequence[Offer],
-        holders: Sequence[HolderAt],
+        holders: Sequence[BackupAddress],
         token: str,
         device: torch.device,
         memory: RowMemory,
@@ -146,7 +146,7 @@ class Regather:
             self._group, found, self._device
         )[0]:
             place = Place(Mesh(self._new.parallel, world_size), rank)
-            copy = HolderAt(*at), Key(generation, rank, step)
+            copy = BackupAddress(*at), Key(generation, rank, step)
             self._sources.append(_Source(Label(step, origin), place, COPY, 0, copy, size_bytes))
 
     def _try_hard(self, label: Label) -> Gathered | None:
@@ -206,7 +206,7 @@ class Regather:
         return min(same, key=lambda o: o.is_live, default=offer)
 
     def _is_held(self, label: Label) -> bool:
-        """Holders have said that they have a copy of every row."""
+        """BackupServers have said that they have a copy of every row."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
         meshes = {place.mesh for place in copies}
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
@@ -235,7 +235,7 @@ class Regather:
         said = everywhere[speaker]["state"]
         return said and (said[0], [Kind.from_json(k) for k in said[1]])
 
-    def _described_copy(self, holder: HolderAt, key: Key) -> list[Any] | None:
+    def _described_copy(self, holder: BackupAddress, key: Key) -> list[Any] | None:
         with suppress(OSError), connect(holder[1:], self._token, HOLDER_S) as connection:
             copy = ask(connection, {"type": "describe", "key": list(key)})["copy"]
             return copy and [copy["state"], [s[:4] for s in copy["slices"]]]
@@ -251,7 +251,7 @@ class Regather:
     ) -> tuple[dict[str, Tensor], list[int]]:
         """This rank's rows, and which copies it could not read."""
         failed: list[int] = []
-        connections: dict[HolderAt, socket.socket] = {}
+        connections: dict[BackupAddress, socket.socket] = {}
 
         def read(index: int, pieces: list[tuple[Kind, range, Tensor]]) -> None:
             copy = sources[index].copy
@@ -308,10 +308,10 @@ def silence_s(size_bytes: int) -> float:
     return HOLDER_S + 2 * size_bytes / CHECKED_BYTES_S
 
 
-def copies_in(holders: Sequence[HolderAt], token: str, timeout_s: float) -> list[list[Any]]:
+def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) -> list[list[Any]]:
     """What the holders have: where, generation, rank, step, origin, world size, bytes of each."""
 
-    def ask_one(holder: HolderAt) -> list[list[Any]]:
+    def ask_one(holder: BackupAddress) -> list[list[Any]]:
         try:
             with connect(holder[1:], token, timeout_s) as connection:
                 copies = ask(connection, {"type": "have"})["copies"]
@@ -330,7 +330,7 @@ def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
 
 
 def newest_whole(
-    holders: Sequence[HolderAt], token: str, parallel: str, at_most: int
+    holders: Sequence[BackupAddress], token: str, parallel: str, at_most: int
 ) -> int | None:
     """The newest step of which the holders alone have every row."""
     ranks: dict[tuple[int, int, int], set[int]] = {}

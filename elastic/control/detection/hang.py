@@ -232,13 +232,13 @@ def all_suspects(
             pending = []
         heartbeat = w.heartbeat
         here_s = waits_in.get((heartbeat.generation, heartbeat.step))
-        waits = (
+        timeouts = (
             waits_ahead.get(heartbeat.generation),
             None if heartbeat.waits_for_peers else here_s,
             rested(rests, heartbeat),
             now - asked[heartbeat.worker] if heartbeat.worker in asked else None,
         )
-        awaited_s = max((wait for wait in waits if wait is not None), default=None)
+        awaited_s = max((wait for wait in timeouts if wait is not None), default=None)
         why = suspicion(w, awaited_s, now, detect_s, costly)
         if why is not None and not (cut and cut.spares(w, now)):
             yield heartbeat.worker, why
@@ -298,6 +298,6 @@ def hear_cut(
     return Cut(last + detect_s / 2, now, silent_s) if is_bearable else None
 
 
-def lengthen(waits: dict[Key, float], key: Key, peer: Watch) -> None:
+def lengthen(timeouts: dict[Key, float], key: Key, peer: Watch) -> None:
     """A silent peer's wait is not counted on: it may have ended."""
-    waits[key] = max(waits.get(key, 0.0), peer.heartbeat.phase_s)
+    timeouts[key] = max(timeouts.get(key, 0.0), peer.heartbeat.phase_s)

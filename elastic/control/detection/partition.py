@@ -28,8 +28,8 @@ def disputed(
         heard = {hosts[w.heartbeat.worker] for w in of_it} - silent
         for w in of_it:
             beat, here = w.heartbeat, hosts[w.heartbeat.worker]
-            waits = here in heard and beat.waits_for_peers and beat.phase_s > detect_s
-            for there, seconds in beat.unanswered if waits else ():
+            timeouts = here in heard and beat.waits_for_peers and beat.phase_s > detect_s
+            for there, seconds in beat.unanswered if timeouts else ():
                 if seconds > detect_s and there in heard and there != here:
                     found.setdefault(generation, set()).update((here, there))
     return found
