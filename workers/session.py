@@ -40,8 +40,8 @@ class Session:
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
         self._open: Step | None = None
-        names = {id(p): n for n, p in member.replica.model.named_parameters()}
-        self._parameters = {names[id(p)]: p for p in member.replica.parameters}
+        names = {id(p): n for n, p in member.train_state.model.named_parameters()}
+        self._parameters = {names[id(p)]: p for p in member.train_state.parameters}
         self._inspection = Inspection(member, self._parameters)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
@@ -52,17 +52,17 @@ class Session:
     @property
     def model(self) -> nn.Module:
         """On `device`; one object for the whole life of the process."""
-        return self._member.replica.model
+        return self._member.train_state.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """commit() steps it; do not step it yourself."""
-        return self._member.replica.optimizer
+        return self._member.train_state.optimizer
 
     @property
     def scheduler(self) -> Any | None:
         """What `build_scheduler` returned, None without one; commit() steps it."""
-        return self._member.replica.scheduler
+        return self._member.train_state.scheduler
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +77,7 @@ class Session:
     @property
     def step(self) -> int:
         """Committed steps so far. The first look waits until this worker is a member."""
-        return self._joined().replica.step
+        return self._joined().train_state.step
 
     @property
     def rank(self) -> int:
@@ -113,7 +113,7 @@ class Session:
         if self._open is not None:
             raise RuntimeError("next_step(): the block of the step before is still open")
         member = self._joined()
-        if member.replica.step >= self.steps:
+        if member.train_state.step >= self.steps:
             raise RuntimeError(
                 f"next_step(): all {self.steps} steps are committed; loop while session.step < "
                 "session.steps"
@@ -141,7 +141,7 @@ class Session:
             raise RuntimeError(f"save() {why}; call it after the block, in a run with storage")
         member = self._joined()
         is_over = lambda: member.is_cancelled  # noqa: E731
-        return member.saver.save(member.replica, member, is_over, is_pinned=pin)
+        return member.saver.save(member.train_state, member, is_over, is_pinned=pin)
 
     def forget_logged(self) -> None:
         """Drop what was logged and belongs to no step."""
@@ -167,7 +167,7 @@ class Session:
     def _assign_loader(self) -> None:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
         member = self._member
-        step = member.replica.step
+        step = member.train_state.step
         if member.ids and self._assigned != (member.generation, step):
             self._loader.assign(step, member.ids)
         self._assigned = (member.generation, step + 1)
@@ -175,7 +175,7 @@ class Session:
     def _take_reducer(self) -> Reducer:
         """This generation's reducer."""
         member = self._member
-        key = (member.generation, member.replica.buffers.tracked)
+        key = (member.generation, member.train_state.buffers.tracked)
         if self._reducer is None or self._reducer_of != key:
             if self._reducer is not None:
                 self._reducer.close()
@@ -183,7 +183,7 @@ class Session:
             group = member.group
             assert group is not None
             self._reducer = new_reducer(
-                self._spec, member.replica, self._parameters, group, member.mesh
+                self._spec, member.train_state, self._parameters, group, member.mesh
             )
             self._reducer_of = key
         return self._reducer
@@ -200,7 +200,7 @@ class Step:
         self._session, self._member = session, session._member
         self.committed = False
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
-        self._from_step = self._member.replica.step
+        self._from_step = self._member.train_state.step
         self._done = Microbatches()
         self._reducer: Reducer | None = None
         self._has_iterated = False
@@ -225,17 +225,17 @@ class Step:
     ) -> bool:
         self._session._open = None
         self._vitals.enter("user")
-        self._member.replica.casting.restore()
+        self._member.train_state.casting.restore()
         is_swallowed = error is None and not self.committed and self._member.is_cancelled
         if isinstance(error, StepCancelled) or is_swallowed:
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
-            self._member.replica.buffers.restore_all()  # newcomers may copy the state from here
-            self._member.records.go_back(self._member.replica.step)  # it broke in the apply
+            self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
+            self._member.records.go_back(self._member.train_state.step)  # it broke in the apply
             if not isinstance(error, ballot.Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
                 self._member.wait_for_generation(is_in_step=True)
-            self.committed = self._member.replica.step > self._from_step
+            self.committed = self._member.train_state.step > self._from_step
             if self.committed:
                 self._session.forget_logged()
             return True
@@ -260,8 +260,8 @@ class Step:
         session, member = self._session, self._member
         self._reducer = session._take_reducer()
         self._reducer.begin()
-        member.replica.buffers.begin_step()
-        member.replica.casting.cast()
+        member.train_state.buffers.begin_step()
+        member.train_state.casting.cast()
         session._assign_loader()
         for self._num_passes_left in reversed(range(member.num_passes)):
             if len(self._done) == len(member.ids):
@@ -270,7 +270,7 @@ class Step:
             self._vitals.enter("data")
             loaded = self._next_batch()
             batch = to_device(loaded.batch, member.device)
-            member.replica.buffers.begin_microbatch()
+            member.train_state.buffers.begin_microbatch()
             seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
@@ -299,7 +299,7 @@ class Step:
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
         total, weight = check_loss(loss)
-        attempt, scale = session.attempt, member.replica.loss_scale
+        attempt, scale = session.attempt, member.train_state.loss_scale
         self._reducer.before_backward(not self._num_passes_left)
         session._inspection.before_backward(attempt.microbatch_id)
         try:
@@ -310,7 +310,9 @@ class Step:
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        self._reducer.after_backward(attempt.microbatch_id, member.replica.buffers.end_microbatch())
+        self._reducer.after_backward(
+            attempt.microbatch_id, member.train_state.buffers.end_microbatch()
+        )
         self._done.add(total, weight, attempt.rows, session._logged)
         session._logged = {}
 
@@ -328,12 +330,12 @@ class Step:
                 f"commit() after {len(self._done)} of {len(self._member.ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
-        self._member.replica.casting.restore()
+        self._member.train_state.casting.restore()
         try:
             self._vitals.enter("reduce")
             self._vitals.end_step(len(self._member.ids))
             reduced = self._reducer.finish()
-            if (sharded := self._member.replica.sharded) is not None:
+            if (sharded := self._member.train_state.sharded) is not None:
                 sharded.share_integers()
             self._member.wait_for_copies()
             self._vitals.enter("vote")
@@ -346,7 +348,7 @@ class Step:
         session, member = self._session, self._member
         assert self._reducer is not None
         self._keep_late_values()
-        hashes = member.replica.buffers.integer_hashes()
+        hashes = member.train_state.buffers.integer_hashes()
         records = self._done.records(member.ids, hashes)
         used, inspection = self._reducer.has_gradient(), session._inspection
         cast = ballot.cast(member, session._spec, reduced, records, used, self._began, inspection)

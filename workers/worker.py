@@ -292,29 +292,29 @@ class Worker:
     def _try_microbatch(self, step: int, *, with_optimizer: bool = False) -> None:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
         feed has its data at hand), and a step of an unknown optimizer; nothing of it stays."""
-        replica = self._replica
-        if replica.sharded is not None and not replica.sharded.is_whole:
+        train_state = self._replica
+        if train_state.sharded is not None and not train_state.sharded.is_whole:
             return
         loaded = self._loader.fetch(step, 0)
         batch = to_device(loaded.batch, self._device)
-        replica.buffers.begin_step()
+        train_state.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
         try:
-            with replica.casting.applied():
-                total, weight = check_loss(self._workload.loss(replica.model, batch))
+            with train_state.casting.applied():
+                total, weight = check_loss(self._workload.loss(train_state.model, batch))
                 weight_of(0, weight)
                 total.backward()
             if with_optimizer:
-                try_optimizer(self._workload, self._spec, replica)
+                try_optimizer(self._workload, self._spec, train_state)
         except WrongInput:
             raise
         except Exception:
             return  # step 1 will raise it, with its positions and everything on record
         finally:
-            replica.drop_gradients()
-            replica.buffers.restore_all()
-            if replica.sharded is not None:
-                replica.sharded.model.reset()
+            train_state.drop_gradients()
+            train_state.buffers.restore_all()
+            if train_state.sharded is not None:
+                train_state.sharded.model.reset()
             if self._session is not None:
                 self._session.forget_logged()
 
@@ -345,10 +345,10 @@ class Worker:
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
-        if member.replica.sharded is not None:
+        if member.train_state.sharded is not None:
             with member.vitals.gathering():
-                return member.replica.sharded.weights_sha256(member.say_still_hashing)
-        return weights_sha256(member.replica.model, member.say_still_hashing)
+                return member.train_state.sharded.weights_sha256(member.say_still_hashing)
+        return weights_sha256(member.train_state.model, member.say_still_hashing)
 
     def _rest(self) -> None:
         """Wait to be ended: the controller tells the link to leave, which ends the process.

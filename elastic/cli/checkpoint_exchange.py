@@ -28,7 +28,7 @@ from elastic.store.files import first_line, open_folder
 
 if TYPE_CHECKING:
     from workers.checkpoint.foreign_weights import Foreign
-    from workers.train_state.train_state import Replica
+    from workers.train_state.train_state import TrainState
 
 app = typer.Typer()
 UNITS = {
@@ -120,15 +120,15 @@ def import_(
 
     from workers.checkpoint import importing as importing  # torch loads here
 
-    replica = build(made, seed)
+    train_state = build(made, seed)
     found = read_source(path, from_)
     about = {"imported_from": str(path), "format": str(from_), "seed": seed}
     try:
         with progress_bar(f"{from_} to step 0", None) as on_bytes:
             notes = importing.load_foreign(
-                replica, found, on_bytes, is_partial=partial, with_optimizer=not weights_only
+                train_state, found, on_bytes, is_partial=partial, with_optimizer=not weights_only
             )
-            importing.publish_initial(catalogue, replica, about, on_bytes)
+            importing.publish_initial(catalogue, train_state, about, on_bytes)
     except OSError as error:
         return failed(f"{run_dir} cannot be written: {first_line(error)}")
     for note in notes:
@@ -146,7 +146,7 @@ def free_catalogue(run_dir: str) -> Catalogue:
     return catalogue
 
 
-def build(target: Target, seed: int) -> "Replica":
+def build(target: Target, seed: int) -> "TrainState":
     """As a worker does, in the folder where workers run."""
     import torch
 

@@ -45,9 +45,9 @@ class BackupServerActor:
     """Keeps copies of shards; it ends with the run, or when no worker is left."""
 
     def __init__(self, token: str, lease_s: float) -> None:
-        from workers.backup.server import HolderServer
+        from workers.backup.server import BackupServer
 
-        self._server = HolderServer(this_host(), token)
+        self._server = BackupServer(this_host(), token)
         self._lease_s = lease_s
 
     def place(self) -> tuple[str, int, int]:

@@ -28,7 +28,7 @@ from tests.bench.harness import console, machine, record, storage_directory
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 SAVED_AT, LOADED_AT = 4, 2
 
@@ -58,18 +58,18 @@ class Rank(By):
 
 def save_ours(storage: Path, size_mb: int) -> str:
     """Gives the weights' hash."""
-    replica, collector = replica_of(size_mb), Collector(storage)
-    replica.step = 7
+    train_state, collector = replica_of(size_mb), Collector(storage)
+    train_state.step = 7
     for rank in range(SAVED_AT):
         saver = Saver(collector, spec())  # type: ignore[arg-type]
         saver.open(str(storage))
-        saver.begin(replica, Rank(rank))
+        saver.begin(train_state, Rank(rank))
         saver._wait()
-    return weights_sha256(replica.model)
+    return weights_sha256(train_state.model)
 
 
-def state_of(replica: Replica) -> dict:
-    model, optimizer = get_state_dict(replica.model, replica.optimizer)
+def state_of(train_state: TrainState) -> dict:
+    model, optimizer = get_state_dict(train_state.model, train_state.optimizer)
     return {"model": model, "optimizer": optimizer}
 
 
@@ -87,16 +87,16 @@ def save_theirs(rank: int, place: str, size_mb: int) -> None:
 
 def load_both(rank: int, place: str, size_mb: int, repeats: int, sha256: str) -> None:
     meet(rank, LOADED_AT, place)
-    replica = replica_of(size_mb)
+    train_state = replica_of(size_mb)
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
 
     def ours() -> None:
-        replica.step = 0
-        assert load_newest(catalogue, replica) == []
+        train_state.step = 0
+        assert load_newest(catalogue, train_state) == []
 
     found: dict[str, list[float]] = {"ours": [], "dcp": []}
     for _ in range(repeats + 1):
-        state = state_of(replica)
+        state = state_of(train_state)
         for name, load in (
             ("ours", ours),
             ("dcp", lambda s=state: dcp.load(s, checkpoint_id=f"{place}/dcp")),
@@ -106,7 +106,7 @@ def load_both(rank: int, place: str, size_mb: int, repeats: int, sha256: str) ->
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             found[name].append(slowest.item())
             if name == "ours":
-                assert weights_sha256(replica.model) == sha256
+                assert weights_sha256(train_state.model) == sha256
     if rank == 0:  # the first reads warmed the cache
         Path(place, "found.json").write_text(json.dumps({n: v[1:] for n, v in found.items()}))
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.checkpoint.saver import Saver
 from workers.train_state.serialization import capture
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 SIZES_MB = (200, 1000)
 COMPUTE_S = 0.5
@@ -78,7 +78,7 @@ def spec() -> WorkerSpec:
     )
 
 
-def replica_of(size_mb: int) -> Replica:
+def replica_of(size_mb: int) -> TrainState:
     """Parameters and AdamW's state together have about this size."""
     layers = math.ceil(size_mb * 2**20 / (3 * 4 * WIDTH * WIDTH))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
@@ -87,7 +87,7 @@ def replica_of(size_mb: int) -> Replica:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return Replica(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -107,32 +107,32 @@ class Training:
     """A loop in this process, and its saves."""
 
     def __init__(self, storage: Path, size_mb: int) -> None:
-        self.storage, self.replica = storage, replica_of(size_mb)
+        self.storage, self.train_state = storage, replica_of(size_mb)
         self.publisher = Publisher(storage)
         self.saver = Saver(self.publisher, spec())  # type: ignore[arg-type]
         self.saver.open(str(storage))
-        _, self.live = capture(self.replica.model, self.replica.optimizer, None)
+        _, self.live = capture(self.train_state.model, self.train_state.optimizer, None)
         self.size_bytes = sum(t.nbytes for t in self.live.values())
         self.batch = torch.randn(BATCH, WIDTH)
-        self.replica.step = 1
+        self.train_state.step = 1
         # as after the first step of a generation
-        self.saver.after_step(self.replica, By(), is_asked=False)
+        self.saver.after_step(self.train_state, By(), is_asked=False)
         repeat(self.step)
 
     def step(self) -> None:
-        self.replica.model(self.batch).sum().backward()
-        self.replica.settle()
-        self.replica.optimizer.step()
-        self.replica.drop_gradients()
+        self.train_state.model(self.batch).sum().backward()
+        self.train_state.settle()
+        self.train_state.optimizer.step()
+        self.train_state.drop_gradients()
 
     def begin_save(self) -> Callable[[], bool]:
         """Gives what tells whether it is durable."""
-        self.replica.step += 1
-        self.saver.begin(self.replica, By())
+        self.train_state.step += 1
+        self.saver.begin(self.train_state, By())
         return lambda: not self.saver.is_busy
 
     def begin_dcp(self) -> Callable[[], bool]:
-        state = {"model": self.replica.model, "optimizer": self.replica.optimizer}
+        state = {"model": self.train_state.model, "optimizer": self.train_state.optimizer}
         model, optimizer = get_state_dict(state["model"], state["optimizer"])
         target = tempfile.mkdtemp(dir=self.storage)
         future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=target)
@@ -146,7 +146,7 @@ class Training:
     def blocked_s(self) -> float:
         begin_s = seconds(self.begin_save)
         compute(COMPUTE_S)
-        return begin_s + seconds(self.replica.settle)
+        return begin_s + seconds(self.train_state.settle)
 
     def slow_down_s(self, begin: Callable[[], Callable[[], bool]], step_s: float) -> float:
         """Extra seconds until the save is durable."""

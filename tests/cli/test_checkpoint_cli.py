@@ -11,7 +11,7 @@ from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import file_name
 from tests.workers.checkpoint_samples import save
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 WORLD_SIZE = 3
 
@@ -23,7 +23,7 @@ def replica(seed):
     optimizer = torch.optim.AdamW(parameters)
     model(torch.randn(4, 7)).sum().backward()
     optimizer.step()
-    return Replica(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from workers.checkpoint.importing import ImportSettings
 from workers.checkpoint.load import checkpoint_sha256, read_tensors
 from workers.train_state.build import build_replica
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 JOB = "tests.workers.checkpoint_samples:Job"
 
 
-def start(run_dir: Path, **arguments) -> Replica:
+def start(run_dir: Path, **arguments) -> TrainState:
     """What a run's first worker holds when it has loaded the checkpoint."""
     catalogue = Catalogue(open_folder(str(run_dir)).at("checkpoints"))
     workload = load_target(JOB, arguments).workload

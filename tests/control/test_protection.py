@@ -12,7 +12,7 @@ from elastic.on_ray.backup_servers import BackupServers, dial, listen, ping
 from elastic.on_ray.backup_status import Protection
 from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
-from workers.backup.server import HolderServer
+from workers.backup.server import BackupServer
 
 DETECT_S = 0.5
 PATIENT = replace(timeouts_of(3000.0), inquiry_s=1000.0)
@@ -78,7 +78,7 @@ async def listened(address):
 
 
 def test_a_holder_that_answers_is_listened_to_and_its_death_is_news_at_once(monkeypatch):
-    holder, answered, ping = HolderServer("127.0.0.1", "t"), asyncio.Semaphore(0), on_ray.ping
+    holder, answered, ping = BackupServer("127.0.0.1", "t"), asyncio.Semaphore(0), on_ray.ping
 
     async def ping_and_tell(*arguments):
         await ping(*arguments)
@@ -111,7 +111,7 @@ def test_a_frozen_holder_is_noticed_after_detect_s():
 
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, monkeypatch):
-    holder, frozen = HolderServer("127.0.0.1", "t"), FrozenHolder()
+    holder, frozen = BackupServer("127.0.0.1", "t"), FrozenHolder()
     address = frozen.at[1:] if is_frozen else holder.address
     ended, work = [], []
     monkeypatch.setattr(on_ray.ray, "get_runtime_context", here("node0"))
@@ -164,7 +164,7 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
 
 @pytest.mark.parametrize("end", [EOFError("closed"), ConnectionResetError("reset")])
 def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
-    holder = HolderServer("127.0.0.1", "t")
+    holder = BackupServer("127.0.0.1", "t")
     holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
 
     async def run():
@@ -180,7 +180,7 @@ def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
     ("end", "after_s"), [(EOFError("closed"), 0.0), (ConnectionResetError("reset"), DETECT_S)]
 )
 def test_a_holder_that_closed_and_refuses_is_gone_and_one_that_was_reset_has_time(end, after_s):
-    holder = HolderServer("127.0.0.1", "t")
+    holder = BackupServer("127.0.0.1", "t")
     holder.close()
     holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
     began = time.monotonic()

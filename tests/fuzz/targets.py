@@ -81,12 +81,12 @@ def manifest(folder: Path) -> Target:
 
 def sealed_manifest(folder: Path) -> Target:
     """As if its writer had meant it: what is promised may be wrong, what is done with it not."""
-    replica = checkpoint_samples.build(1)
-    catalogue = checkpoint_samples.save(folder, 7, replica)
+    train_state = checkpoint_samples.build(1)
+    catalogue = checkpoint_samples.save(folder, 7, train_state)
     step = catalogue.of_step(7)
     original = stream.CheckpointReader(catalogue, 7)
     (folder / "other").mkdir()
-    checkpoint_samples.save(folder / "other", 7, replica)
+    checkpoint_samples.save(folder / "other", 7, train_state)
     other = Catalogue(open_folder(str(folder / "other")).at("checkpoints"))
 
     def damage(dice: random.Random, content: bytes) -> bytes:

@@ -12,7 +12,7 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.checkpoint.saver import share
 from workers.membership.state_stream import as_bytes
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 WORLD_SIZE = 3
 
@@ -67,7 +67,7 @@ class Job(elastic.Workload):
         return model(batch).square().mean()
 
 
-def build(seed: int, steps: int = 2) -> Replica:
+def build(seed: int, steps: int = 2) -> TrainState:
     """With AdamW in two groups, after some steps."""
     torch.manual_seed(seed)
     model = Odd()
@@ -78,21 +78,23 @@ def build(seed: int, steps: int = 2) -> Replica:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=9)
-    replica = Replica(model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1)
+    train_state = TrainState(
+        model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1
+    )
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randint(0, 11, (8,))).square().mean().backward()
         optimizer.step()
         scheduler.step()
     model.calls["a"] += seed
-    return replica
+    return train_state
 
 
-def save(run_dir: Path, step: int, replica: Replica) -> Catalogue:
+def save(run_dir: Path, step: int, train_state: TrainState) -> Catalogue:
     """As three ranks would."""
-    replica.step = step
+    train_state.step = step
     catalogue = Catalogue(open_folder(str(run_dir)).at("checkpoints"))
-    snapshot = replica.snapshot()
+    snapshot = train_state.snapshot()
     tensors = {name: snapshot.take(name) for name in snapshot.shapes}
     parts = []
     for rank in range(WORLD_SIZE):

@@ -89,9 +89,9 @@ class Rig:
         self.spec, self.link = spec(reduction, **changes), FakeLink()
         self.workload = workload or Tiny()
         self.loader = Loader(self.workload, 3, 12, 3)
-        self.replica = build_replica(self.workload, self.spec, CPU)
+        self.train_state = build_replica(self.workload, self.spec, CPU)
         self.member = Member(
-            self.spec, self.replica, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+            self.spec, self.train_state, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
             Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
             on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip

@@ -18,12 +18,12 @@ from workers.checkpoint.saver import share
 from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes
 from workers.parallel.pieces import Pieces
-from workers.parallel.sharded import Holding
+from workers.parallel.sharded import Ownership
 from workers.parallel.strategy import new_reducer
 from workers.step.randomness import seed_microbatch
 from workers.train_state.build import build_replica
 from workers.train_state.digest import weights_sha256
-from workers.train_state.train_state import Replica, Update
+from workers.train_state.train_state import TrainState, Update
 
 CPU = torch.device("cpu")
 NUM_MICROBATCHES = 8
@@ -113,20 +113,20 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
 
 def build(
     parallel: str, reduction: str = "bitwise", workload: Work | None = None, **options: Any
-) -> Replica:
+) -> TrainState:
     """A worker's state as the loading worker has it, which stands for the initial one."""
     torch.set_num_threads(1)
-    replica = build_replica(workload or Work(), spec(parallel, reduction, **options), CPU)
-    if replica.sharded is not None:
-        replica.sharded.holding = Holding("initial")
-    return replica
+    train_state = build_replica(workload or Work(), spec(parallel, reduction, **options), CPU)
+    if train_state.sharded is not None:
+        train_state.sharded.holding = Ownership("initial")
+    return train_state
 
 
-def newcomer(parallel: str) -> Replica:
-    replica = build(parallel)
-    assert replica.sharded is not None
-    replica.sharded.forget()
-    return replica
+def newcomer(parallel: str) -> TrainState:
+    train_state = build(parallel)
+    assert train_state.sharded is not None
+    train_state.sharded.forget()
+    return train_state
 
 
 def raise_it(error: Exception) -> None:
@@ -134,93 +134,93 @@ def raise_it(error: Exception) -> None:
 
 
 def enter(
-    replica: Replica,
+    train_state: TrainState,
     group: AnyGroup,
     step: int,
     catalogue: Catalogue | None = None,
     generation: int = 1,
 ) -> None:
-    if replica.sharded is not None:
+    if train_state.sharded is not None:
         pieces = Pieces(group, CPU, lambda: None, round_s=30.0)
         where = group, step, catalogue, raise_it, nullcontext
-        replica.sharded.enter(*where, pieces=pieces, generation=generation)
+        train_state.sharded.enter(*where, pieces=pieces, generation=generation)
 
 
 def train(
-    replica: Replica,
+    train_state: TrainState,
     group: AnyGroup,
     parallel: str,
     num_steps: int,
     reduction: str = "bitwise",
     work: Work | None = None,
-    after_step: Callable[[Replica], None] = lambda replica: None,
+    after_step: Callable[[TrainState], None] = lambda train_state: None,
 ) -> None:
     """As a session does it, with a vote of what was used."""
     config, work = spec(parallel, reduction), work or Work()
-    sharded = replica.sharded
+    sharded = train_state.sharded
     mesh = Mesh(parallel, group.world_size) if sharded is None else sharded.mesh
-    names = {id(p): n for n, p in replica.model.named_parameters()}
-    parameters = {names[id(p)]: p for p in replica.parameters}
-    reducer = new_reducer(config, replica, parameters, group, mesh)
+    names = {id(p): n for n, p in train_state.model.named_parameters()}
+    parameters = {names[id(p)]: p for p in train_state.parameters}
+    reducer = new_reducer(config, train_state, parameters, group, mesh)
     ids = mesh.ids(NUM_MICROBATCHES, group.rank)
     num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank)
     for _ in range(num_steps):
         reducer.begin()
-        replica.buffers.begin_step()
-        replica.casting.cast()
-        scale = replica.loss_scale.value if replica.loss_scale else 1.0
+        train_state.buffers.begin_step()
+        train_state.casting.cast()
+        scale = train_state.loss_scale.value if train_state.loss_scale else 1.0
         for index in range(num_passes):
             if index == len(ids):
                 reducer.serve_pass()
                 continue
             i = ids[index]
-            replica.buffers.begin_microbatch()
-            seed_microbatch(3, replica.step, i)
-            loss = replica.model(work.batch(replica.step, i), i).square().mean()
+            train_state.buffers.begin_microbatch()
+            seed_microbatch(3, train_state.step, i)
+            loss = train_state.model(work.batch(train_state.step, i), i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()
-            reducer.after_backward(i, replica.buffers.end_microbatch())
-        replica.casting.restore()
+            reducer.after_backward(i, train_state.buffers.end_microbatch())
+        train_state.casting.restore()
         reduced = reducer.finish()
         if sharded is not None:
             sharded.share_integers()
         is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64)
         group.all_reduce(is_bad).wait()
-        assert replica.loss_scale or not is_bad.item()
+        assert train_state.loss_scale or not is_bad.item()
         used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
         group.all_reduce(used).wait()
-        replica.apply(
+        train_state.apply(
             Update(
-                step=replica.step + 1,
+                step=train_state.step + 1,
                 is_finite=not is_bad.item(),
                 divisor=float(NUM_MICROBATCHES),
                 num_microbatches=NUM_MICROBATCHES,
                 used=tuple(bool(u) for u in used.tolist()),
                 gradients=reduced.gradients,
                 buffers=reduced.buffers,
-                integers=tuple(replica.buffers.integers),
-                tracked=replica.buffers.tracked,
+                integers=tuple(train_state.buffers.integers),
+                tracked=train_state.buffers.tracked,
                 log_names=(),
             )
         )
-        after_step(replica)
+        after_step(train_state)
     reducer.close()
 
 
-def sha256(replica: Replica) -> str:
-    if replica.sharded is not None:
-        return replica.sharded.weights_sha256()
-    return weights_sha256(replica.model)
+def sha256(train_state: TrainState) -> str:
+    if train_state.sharded is not None:
+        return train_state.sharded.weights_sha256()
+    return weights_sha256(train_state.model)
 
 
-def save_part(replica: Replica, group: AnyGroup, place: str, generation: int):
+def save_part(train_state: TrainState, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    mesh = None if replica.sharded is None else replica.sharded.mesh
+    mesh = None if train_state.sharded is None else train_state.sharded.mesh
     where = (group.rank, group.world_size, mesh)
-    snapshot = replica.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
-    boxes = [b for b, _ in share(replica.tensors(), *where)]
+    snapshot = train_state.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
+    boxes = [b for b, _ in share(train_state.tensors(), *where)]
     contents = [snapshot.take(b.name) for b in boxes]
-    folder = catalogue_in(place).prepare(replica.step)
+    folder = catalogue_in(place).prepare(train_state.step)
     name = file_name(generation, group.rank, group.world_size)
     nothing = memoryview(b"")
     chunks = [as_bytes(t) if t.numel() else nothing for t in contents]
@@ -233,12 +233,12 @@ def catalogue_in(place: str) -> Catalogue:
 
 def load(
     parallel: str, group: AnyGroup, place: str, step: int, work: Work | None = None
-) -> Replica:
+) -> TrainState:
     """A fresh worker's state from the checkpoint, as a member of `group`."""
-    replica = build(parallel, workload=work)
-    if replica.sharded is None:
-        assert load_newest(catalogue_in(place), replica) == []
+    train_state = build(parallel, workload=work)
+    if train_state.sharded is None:
+        assert load_newest(catalogue_in(place), train_state) == []
     else:
-        assert replica.sharded.load(catalogue_in(place)) == []
-        enter(replica, group, step, catalogue_in(place))
-    return replica
+        assert train_state.sharded.load(catalogue_in(place)) == []
+        enter(train_state, group, step, catalogue_in(place))
+    return train_state

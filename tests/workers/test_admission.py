@@ -12,7 +12,7 @@ import pytest
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
-from workers.backup.server import HolderServer, ask, connect
+from workers.backup.server import BackupServer, ask, connect
 from workers.distributed import admission
 from workers.membership.state_stream import PeerServer
 
@@ -69,7 +69,7 @@ class Peers:
 
 class Holder:
     def __init__(self) -> None:
-        self._server = HolderServer("127.0.0.1", "secret")
+        self._server = BackupServer("127.0.0.1", "secret")
         self.address = self._server.address
 
     def assert_serves(self) -> None:

@@ -49,7 +49,7 @@ def test_all_ranks_save_the_same_step_whenever_they_hear_of_it(tmp_path):
         if is_late:
             rig.member.interrupt(asked(1))
         rig.step()
-        return saved_steps(rig), weights_sha256(rig.replica.model)
+        return saved_steps(rig), weights_sha256(rig.train_state.model)
 
     found = run_threads(2, body)
     for rig in rigs:
@@ -59,7 +59,7 @@ def test_all_ranks_save_the_same_step_whenever_they_hear_of_it(tmp_path):
     for _ in range(3):
         calm.step()
     calm.loader.close()
-    assert found == [([2], weights_sha256(calm.replica.model))] * 2
+    assert found == [([2], weights_sha256(calm.train_state.model))] * 2
 
 
 def test_an_asked_save_waits_for_the_one_before(rig, tmp_path):
@@ -73,7 +73,7 @@ def test_an_asked_save_waits_for_the_one_before(rig, tmp_path):
     saver = rig.member.saver
     rig.step()
     saver.catalogue = Slow(open_folder(str(tmp_path)))
-    saver.begin(rig.replica, rig.member)
+    saver.begin(rig.train_state, rig.member)
     rig.step()
     rig.member.interrupt(asked(2))
     rig.step()

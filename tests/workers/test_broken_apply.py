@@ -25,14 +25,14 @@ def made(request, tmp_path):
     """A session whose replica has the initial state, and no generation yet."""
     torch.set_num_threads(1)
     settings = replace(spec(), parallel=request.param)
-    replica, link = build_replica(Tiny(), settings, CPU), FakeLink()
+    train_state, link = build_replica(Tiny(), settings, CPU), FakeLink()
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
 
     def load(place, step):
-        return [] if replica.sharded is None else replica.sharded.load(catalogue)
+        return [] if train_state.sharded is None else train_state.sharded.load(catalogue)
 
     member = Member(
-        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+        settings, train_state, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), Vitals(), CPU, on_load=load,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
@@ -63,13 +63,13 @@ def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
     """The gradient norm, which is a collective where they are sharded, lost a peer."""
     session, member, link = made
     assert step(session)
-    norm_of, replica = member.replica.norm_of, member.replica
+    norm_of, train_state = member.train_state.norm_of, member.train_state
 
     def lose_a_peer(gradients):
-        replica.norm_of = norm_of
+        train_state.norm_of = norm_of
         raise PeerLost("connection closed by peer")
 
-    replica.norm_of = lose_a_peer
+    train_state.norm_of = lose_a_peer
     link.commands.put(({"type": "abort", "generation": 1}, b""))
     link.commands.put((form(2, 1), b""))
     assert not step(session)
@@ -81,7 +81,7 @@ def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
 
 def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     session, member, link = made
-    if member.replica.sharded is not None:
+    if member.train_state.sharded is not None:
         return  # a sharded member goes back instead
     assert step(session)
     member.group = LosesVote()

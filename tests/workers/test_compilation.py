@@ -28,12 +28,12 @@ class Compiler:
 def trained(parallel: str, backend: str | None, **options) -> tuple[str, list[str]]:
     """(hash, names) after two steps."""
     torch._dynamo.reset()
-    replica = build(parallel, **options)
-    enter(replica, Alone(), 0)
+    train_state = build(parallel, **options)
+    enter(train_state, Alone(), 0)
     if backend is not None:
-        replica.model.compile(backend=backend)
-    train(replica, Alone(), parallel, 2)
-    return sha256(replica), [n for n, _ in replica.model.named_parameters()]
+        train_state.model.compile(backend=backend)
+    train(train_state, Alone(), parallel, 2)
+    return sha256(train_state), [n for n, _ in train_state.model.named_parameters()]
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
@@ -51,18 +51,18 @@ def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_time
     """Or torch would give up compiling after so many meshes."""
 
     def body(ranks):
-        replica, compiler = build("fsdp"), Compiler()
+        train_state, compiler = build("fsdp"), Compiler()
         if ranks.index:
-            replica = newcomer("fsdp")
-        replica.model.compile(backend=compiler)
+            train_state = newcomer("fsdp")
+        train_state.model.compile(backend=compiler)
         counts = []
         for generation, members in enumerate(([0], [0, 1], [0, 1])):
             if ranks.index in members:
-                enter(replica, ranks.form(generation, members), generation)
-                group = replica.sharded._group
-                train(replica, group, "fsdp", 1)
+                enter(train_state, ranks.form(generation, members), generation)
+                group = train_state.sharded._group
+                train(train_state, group, "fsdp", 1)
                 counts.append(compiler.num_graphs)
-        return sha256(replica), counts[-1] - counts[-2]
+        return sha256(train_state), counts[-1] - counts[-2]
 
     plain = build("ddp")
     train(plain, Alone(), "ddp", 3)
@@ -70,21 +70,21 @@ def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_time
 
 
 def test_a_single_parameter_per_block_is_one_slice():
-    replica, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
-    for each, parallel in ((replica, "fsdp"), (plain, "ddp")):
+    train_state, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
+    for each, parallel in ((train_state, "fsdp"), (plain, "ddp")):
         enter(each, Alone(), 0)
         train(each, Alone(), parallel, 1, work=Dense())
-    assert sha256(replica) == sha256(plain)
+    assert sha256(train_state) == sha256(plain)
 
 
 def test_compiling_is_logged(caplog):
     torch._dynamo.reset()
     caplog.set_level(logging.INFO)
-    replica, compilation = build("ddp"), Compilation(Vitals())
+    train_state, compilation = build("ddp"), Compilation(Vitals())
     compilation.tell(1, 1)  # what other tests compiled in this process
     caplog.clear()
-    replica.model.compile(backend="eager")
-    train(replica, Alone(), "ddp", 1)
+    train_state.model.compile(backend="eager")
+    train(train_state, Alone(), "ddp", 1)
     compilation.tell(2, 5)
     compilation.tell(2, 6)
     (record,) = [r for r in caplog.records if r.name == "workers.health.compilation"]

@@ -42,12 +42,12 @@ class Looks(StepLR):
 
 def member_of(work: Looking, place: str) -> Member:
     settings = spec("fsdp")
-    replica, link = build_replica(work, settings, CPU), FakeLink()
+    train_state, link = build_replica(work, settings, CPU), FakeLink()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     peers = PeerServer("127.0.0.1", "t", lambda: None, 3.0)
     return Member(
-        settings, replica, link, peers, Saver(link, settings), work.vitals, CPU,
-        on_load=lambda place, step: replica.sharded.load(catalogue),
+        settings, train_state, link, peers, Saver(link, settings), work.vitals, CPU,
+        on_load=lambda place, step: train_state.sharded.load(catalogue),
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
         if ranks.index == 0:
             member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
             assert member._obey(form(1, 0, 1, None, 0), b"")
-            train(member.replica, member.group, "fsdp", 2, work=work)
+            train(member.train_state, member.group, "fsdp", 2, work=work)
             member.records.take(lines(1, 1, 2))
         else:
             member.records.take(lines(0, 1, 2))

@@ -57,7 +57,7 @@ class Reporting:
         torch.set_num_threads(1)
         self.rig = rig = Rig("bitwise", workload)
         self.worker = worker = object.__new__(Worker)
-        worker._spec, worker._replica, worker._member = rig.spec, rig.replica, rig.member
+        worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
         worker._session, worker._link = rig.session, rig.link
         worker._keep_log = lambda: None
 
@@ -119,7 +119,7 @@ def test_an_error_between_steps_says_after_which_one():
 
 def test_an_error_of_the_commit_names_the_step_that_it_was_to_commit():
     reporting = Reporting(Faulty(loss=lambda value: (value[0] * math.inf, value[1])))
-    reporting.rig.replica.max_nonfinite = 0
+    reporting.rig.train_state.max_nonfinite = 0
     assert reporting.said()[2].startswith(
         "rank 0 in step 3: FloatingPointError: the gradients of 1 steps in a row, up to step 3, "
     )

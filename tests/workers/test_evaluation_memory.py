@@ -48,11 +48,11 @@ def test_a_result_of_a_later_step_that_was_undone_is_not_taken(rig):
 def test_a_result_of_one_s_own_is_forgotten_with_its_step(rig):
     """Else this rank would take the evaluation for the second one of step 2, a newcomer for the
     first: they would wait in different collectives."""
-    start = rig.replica.snapshot()
+    start = rig.train_state.snapshot()
     state = start.header, {n: start.take(n).clone() for n in start.shapes}
     assert rig.step().committed
     assert evaluate(rig, 5.0) == 5.0
-    rig.replica.restore(*state)
+    rig.train_state.restore(*state)
     form(rig, 1, None)
     assert rig.step().committed
     assert rig.member.evaluated.next_ordinal(2) == 0

@@ -54,7 +54,7 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     assert repeated[0][1] == source.link.of("committed")[-1][1], "the newest vote"
     assert last[0]["steps"][-1]["metrics"]["step"] == 4
     assert source.step().committed
-    assert weights_sha256(source.replica.model) == weights_sha256(newcomer.replica.model)
+    assert weights_sha256(source.train_state.model) == weights_sha256(newcomer.train_state.model)
 
 
 def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):

@@ -20,7 +20,7 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
-from workers.parallel.shards import Kind, RowsLost, local
+from workers.parallel.shards import RowsLost, TensorLayout, local
 from workers.resharding.transfer import Move, Place, moves_of
 
 WORLDS = (1, 2, 3)
@@ -31,10 +31,10 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def plain():
     """The hash after so many steps of one rank without sharding."""
-    replica, hashes = build("ddp"), []
+    train_state, hashes = build("ddp"), []
     for _ in range(2 * STEPS + 1):
-        hashes.append(sha256(replica))
-        train(replica, Alone(), "ddp", 1)
+        hashes.append(sha256(train_state))
+        train(train_state, Alone(), "ddp", 1)
     return hashes
 
 
@@ -46,10 +46,10 @@ def test_every_strategy_at_every_world_size_has_the_bits_of_one_rank(plain):
                 generation += 1
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
-                    replica = build(parallel)
-                    enter(replica, group, 0)
-                    train(replica, group, parallel, STEPS)
-                    found[parallel, world_size] = sha256(replica)
+                    train_state = build(parallel)
+                    enter(train_state, group, 0)
+                    train(train_state, group, parallel, STEPS)
+                    found[parallel, world_size] = sha256(train_state)
         return found
 
     expected = {(p, w): plain[STEPS] for w in WORLDS for p in SHARDED}
@@ -76,10 +76,10 @@ def test_a_frozen_block_changes_nothing_at_any_world_size():
             for world_size in (1, 2):
                 if ranks.index < world_size:
                     group = ranks.form(2 * generation + world_size, list(range(world_size)))
-                    replica = build(parallel, workload=Frozen())
-                    enter(replica, group, 0)
-                    train(replica, group, parallel, STEPS, work=Frozen())
-                    found.append(sha256(replica))
+                    train_state = build(parallel, workload=Frozen())
+                    enter(train_state, group, 0)
+                    train(train_state, group, parallel, STEPS, work=Frozen())
+                    found.append(sha256(train_state))
         return found
 
     first, second = run_ranks(2, body)
@@ -111,10 +111,10 @@ class SkipsOne(torch.nn.Module):
 def test_backwards_that_go_different_ways_are_refused_rather_than_mixed_up():
     def body(ranks):
         group = ranks.form(1, [0, 1])
-        replica = build("fsdp", workload=Detached())
-        enter(replica, group, 0)
+        train_state = build("fsdp", workload=Detached())
+        enter(train_state, group, 0)
         with pytest.raises(ValueError, match="backwards have gone different ways"):
-            train(replica, group, "fsdp", 1, work=Detached())
+            train(train_state, group, "fsdp", 1, work=Detached())
         return "refused"
 
     assert run_ranks(2, body) == ["refused", "refused"]
@@ -125,16 +125,16 @@ def test_fast_mode_differs_in_the_order_of_additions_only():
         found = {}
         for generation, parallel in enumerate(SHARDED):
             group = ranks.form(generation, [0, 1, 2])
-            replica = build(parallel, "fast")
-            enter(replica, group, 0)
-            train(replica, group, parallel, 1, reduction="fast")
-            mine = {n: local(p.detach()).clone() for n, p in replica.model.named_parameters()}
+            train_state = build(parallel, "fast")
+            enter(train_state, group, 0)
+            train(train_state, group, parallel, 1, reduction="fast")
+            mine = {n: local(p.detach()).clone() for n, p in train_state.model.named_parameters()}
             found[parallel] = {n: t.tolist() for n, t in mine.items()}
         return found
 
-    replica = build("ddp")
-    train(replica, Alone(), "ddp", 1)
-    whole = dict(replica.model.named_parameters())
+    train_state = build("ddp")
+    train(train_state, Alone(), "ddp", 1)
+    whole = dict(train_state.model.named_parameters())
     for rank, found in enumerate(run_ranks(3, body)):
         for parallel in SHARDED:
             for name, values in found[parallel].items():
@@ -152,22 +152,22 @@ def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, pa
     """2 ranks, then 3; then two are lost, and who is left knows that rows are."""
 
     def body(ranks):
-        replica, hashes, identities = build(parallel), [], []
+        train_state, hashes, identities = build(parallel), [], []
         for generation, members in enumerate(([0, 1], [0, 1, 2], [2])):
             if ranks.index not in members:
-                replica = newcomer(parallel)
+                train_state = newcomer(parallel)
                 continue
             group = ranks.form(generation, members)
             if len(members) == 1:  # as after a loss: the rows of the others are not there
                 with pytest.raises(RowsLost, match="nobody holds row 0 of"):
-                    enter(replica, group, generation)
+                    enter(train_state, group, generation)
                 continue
-            enter(replica, group, generation)
-            train(replica, group, parallel, 1)
-            hashes.append(sha256(replica))
-            identities.append([id(p) for p in replica.optimizer.param_groups[0]["params"]])
-            assert identities[-1] == [id(p) for p in replica.model.parameters()]
-            assert set(replica.optimizer.state) <= set(replica.model.parameters())
+            enter(train_state, group, generation)
+            train(train_state, group, parallel, 1)
+            hashes.append(sha256(train_state))
+            identities.append([id(p) for p in train_state.optimizer.param_groups[0]["params"]])
+            assert identities[-1] == [id(p) for p in train_state.model.parameters()]
+            assert set(train_state.optimizer.state) <= set(train_state.model.parameters())
         return hashes, identities
 
     first, second, third = run_ranks(3, body)
@@ -179,13 +179,13 @@ def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, pa
 def test_ranks_that_change_places_move_all_rows(plain):
     def body(ranks):
         group = ranks.form(0, [0, 1, 2])
-        replica = build("fsdp")
-        enter(replica, group, 0)
-        train(replica, group, "fsdp", 2)
+        train_state = build("fsdp")
+        enter(train_state, group, 0)
+        train(train_state, group, "fsdp", 2)
         again = ranks.form(1, [2, 0, 1])  # other ranks, other rows
-        enter(replica, again, 2)
-        train(replica, again, "fsdp", 1)
-        return sha256(replica)
+        enter(train_state, again, 2)
+        train(train_state, again, "fsdp", 1)
+        return sha256(train_state)
 
     assert run_ranks(3, body) == [plain[3]] * 3
 
@@ -198,11 +198,11 @@ def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain,
         for generation, (parallel, world_size) in enumerate(kinds):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                replica = build(parallel)
-                enter(replica, group, 0)
-                train(replica, group, parallel, STEPS)
+                train_state = build(parallel)
+                enter(train_state, group, 0)
+                train(train_state, group, parallel, STEPS)
                 place = f"{tmp_path}/{parallel}-{world_size}"
-                parts[parallel, world_size] = save_part(replica, group, place, 1)
+                parts[parallel, world_size] = save_part(train_state, group, place, 1)
         return parts
 
     saved = run_ranks(3, body)
@@ -219,10 +219,10 @@ def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain,
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
                     place = f"{tmp_path}/{saved_as[0]}-{saved_as[1]}"
-                    replica = load(parallel, group, place, STEPS)
-                    before = sha256(replica)
-                    train(replica, group, parallel, STEPS)
-                    hashes.append((before, sha256(replica)))
+                    train_state = load(parallel, group, place, STEPS)
+                    before = sha256(train_state)
+                    train(train_state, group, parallel, STEPS)
+                    hashes.append((before, sha256(train_state)))
         return hashes
 
     counts = [4 * sum(world_size > rank for _, world_size in kinds) for rank in range(3)]
@@ -235,27 +235,27 @@ def test_weights_initialised_on_the_meta_device_do_not_see_the_strategy():
         found = []
         for generation, parallel in enumerate(SHARDED):
             group = ranks.form(generation, [0, 1, 2])
-            replica = build(parallel, workload=Deferred())
-            assert all(p.is_meta for p in replica.model.parameters() if p.dim())
-            enter(replica, group, 0)
-            found.append(sha256(replica))
-            train(replica, group, parallel, 1)
-            found.append(sha256(replica))
+            train_state = build(parallel, workload=Deferred())
+            assert all(p.is_meta for p in train_state.model.parameters() if p.dim())
+            enter(train_state, group, 0)
+            found.append(sha256(train_state))
+            train(train_state, group, parallel, 1)
+            found.append(sha256(train_state))
         return found
 
-    replica = build("ddp", workload=Deferred())
-    first = sha256(replica)
-    train(replica, Alone(), "ddp", 1)
-    assert run_ranks(3, body) == [[first, sha256(replica)] * 2] * 3
+    train_state = build("ddp", workload=Deferred())
+    first = sha256(train_state)
+    train(train_state, Alone(), "ddp", 1)
+    assert run_ranks(3, body) == [[first, sha256(train_state)] * 2] * 3
 
 
 def test_a_round_sends_three_times_what_others_need_of_the_parameters():
     def body(ranks):
         group = ranks.form(1, [0, 1])
-        replica = build("fsdp", workload=Dense())
-        enter(replica, group, 0)
-        train(replica, group, "fsdp", 1, work=Dense())
-        return replica.sharded.collectives.sent_bytes
+        train_state = build("fsdp", workload=Dense())
+        enter(train_state, group, 0)
+        train(train_state, group, "fsdp", 1, work=Dense())
+        return train_state.sharded.collectives.sent_bytes
 
     parameters, rounds = 2 * 8 * 8 * 4, NUM_MICROBATCHES // 2
     assert run_ranks(2, body) == [3 * parameters // 2 * rounds] * 2
@@ -263,18 +263,18 @@ def test_a_round_sends_three_times_what_others_need_of_the_parameters():
 
 def test_who_has_no_micro_batch_left_computes_nothing():
     def body(ranks):
-        replica, group = build("fsdp"), ranks.form(1, [0, 1, 2])
-        enter(replica, group, 0)
+        train_state, group = build("fsdp"), ranks.form(1, [0, 1, 2])
+        enter(train_state, group, 0)
         forwards = []
-        replica.model.register_forward_hook(lambda *_: forwards.append(1))
-        train(replica, group, "fsdp", 1)
+        train_state.model.register_forward_hook(lambda *_: forwards.append(1))
+        train(train_state, group, "fsdp", 1)
         return len(forwards)
 
     assert run_ranks(3, body) == [3, 3, 2]
 
 
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
-    kind = Kind("w", torch.float32, (4, 2), True)
+    kind = TensorLayout("w", torch.float32, (4, 2), True)
     two, three = Mesh("fsdp", 2), Mesh("fsdp", 3)
     held = [Place(two, 0), Place(two, 1), None]
     assert moves_of(kind, held, three) == [Move(0, 0, range(0, 2)), Move(1, 1, range(2, 4))]

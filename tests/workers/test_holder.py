@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from elastic.protocol import wire
-from workers.backup.server import HolderServer, ask, connect, read_rows
+from workers.backup.server import BackupServer, ask, connect, read_rows
 from workers.backup.store import Key, crc32
 from workers.resharding.assemble import silence_s
 
@@ -16,7 +16,7 @@ SLICES = [["w", "uint8", [8, 2], True, 2, 4, 8], ["n", "uint8", [], False, 0, 1,
 
 @pytest.fixture
 def holder():
-    server = HolderServer("127.0.0.1", "secret")
+    server = BackupServer("127.0.0.1", "secret")
     yield server
     server.close()
 

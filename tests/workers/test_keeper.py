@@ -12,8 +12,8 @@ from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
 from workers.backup import client as keepers
-from workers.backup.client import Keeper
-from workers.backup.server import HolderServer
+from workers.backup.client import BackupClient
+from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone
 
 NEVER = lambda: False  # noqa: E731
@@ -24,27 +24,29 @@ class Kept:
     """A replica of one rank, kept in the first of two holders."""
 
     def __init__(self, holders, every):
-        self.replica, self.said = build("fsdp"), []
+        self.train_state, self.said = build("fsdp"), []
         config = replace(spec("fsdp"), snapshot_every=every, detect_s=DETECT_S)
-        self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
-        self.replica.sharded.keeper = self.keeper
-        self.keeper.hear([[f"node{i}", *h.address] for i, h in enumerate(holders)])
-        enter(self.replica, Alone(), 0, generation=1)
+        self.backup_client = BackupClient(
+            config, lambda kind, **fields: self.said.append((kind, fields))
+        )
+        self.train_state.sharded.backup_client = self.backup_client
+        self.backup_client.hear([[f"node{i}", *h.address] for i, h in enumerate(holders)])
+        enter(self.train_state, Alone(), 0, generation=1)
         self.begin(1)
 
     def begin(self, generation, is_held=False):
         self.place = Place(generation)
-        self.keeper.begin(self.replica, 1, self.place, is_held=is_held)
+        self.backup_client.begin(self.train_state, 1, self.place, is_held=is_held)
 
     def step(self):
-        self.keeper.wait(NEVER)
-        after = lambda replica: self.keeper.after_step(replica, self.place)  # noqa: E731
-        train(self.replica, Alone(), "fsdp", 1, after_step=after)
+        self.backup_client.wait(NEVER)
+        after = lambda train_state: self.backup_client.after_step(train_state, self.place)  # noqa: E731
+        train(self.train_state, Alone(), "fsdp", 1, after_step=after)
 
 
 @pytest.fixture
 def holders():
-    servers = [HolderServer("127.0.0.1", "t") for _ in range(2)]
+    servers = [BackupServer("127.0.0.1", "t") for _ in range(2)]
     yield servers
     for server in servers:
         server.close()
@@ -57,9 +59,9 @@ def held(holder) -> list[tuple[int, int]]:
 
 def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders, monkeypatch):
     kept = Kept(holders, every=1)
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     is_at_push, may_push = threading.Event(), threading.Event()
-    original = keepers.Shadow.slices
+    original = keepers.BackupCopy.slices
 
     def slices(shadow):
         if shadow.key.generation == 1:
@@ -67,13 +69,13 @@ def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders
             may_push.wait(10)
         return original(shadow)
 
-    monkeypatch.setattr(keepers.Shadow, "slices", slices)
+    monkeypatch.setattr(keepers.BackupCopy, "slices", slices)
     kept.step()
     assert is_at_push.wait(10)
     kept.begin(2)
     may_push.set()
-    kept.keeper.wait(NEVER)
-    assert kept.keeper.shadows[-1].held_by == kept.keeper.holders[0]
+    kept.backup_client.wait(NEVER)
+    assert kept.backup_client.shadows[-1].held_by == kept.backup_client.holders[0]
     assert held(holders[1]) == []
 
 
@@ -85,24 +87,24 @@ def test_holders_do_not_keep_the_copies_of_every_generation(holders):
         kept.step()
         kept.begin(generation)
     kept.step()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     kept.step()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     assert held(holders[0]) == [(5, 8)]
 
 
 def test_what_is_held_as_it_was_before_goes_to_another_holder_when_its_own_is_lost(holders):
     kept = Kept(holders, every=1)
     kept.step()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     kept.begin(2, is_held=True)
     assert held(holders[0]) == [(1, 0), (1, 1)]
-    kept.keeper.hear([["node1", *holders[1].address]])
-    kept.keeper.wait(NEVER)
+    kept.backup_client.hear([["node1", *holders[1].address]])
+    kept.backup_client.wait(NEVER)
     assert held(holders[1]) == [(1, 1)]
     kept.step()
     kept.step()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     assert held(holders[1]) == [(2, 2), (2, 3)]
 
 
@@ -111,12 +113,12 @@ def test_who_pauses_has_its_newest_step_held(holders):
     kept.step()
     kept.step()
     assert held(holders[0]) == [(1, 0)]
-    kept.keeper.before_pause(kept.replica, kept.place)
-    kept.keeper.wait(NEVER)
+    kept.backup_client.before_pause(kept.train_state, kept.place)
+    kept.backup_client.wait(NEVER)
     assert held(holders[0])[-1] == (1, 2)
-    kept.keeper.before_pause(kept.replica, kept.place)
-    kept.keeper.wait(NEVER)
-    assert len(kept.keeper.shadows) == 2, "it has nothing new to say"
+    kept.backup_client.before_pause(kept.train_state, kept.place)
+    kept.backup_client.wait(NEVER)
+    assert len(kept.backup_client.shadows) == 2, "it has nothing new to say"
 
 
 @pytest.fixture
@@ -145,27 +147,27 @@ def dialled(monkeypatch):
 
 def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen, dialled):
     kept = Kept([], every=1)
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     assert told(kept, "protected") == [{"step": 0, "why": "there is no holder"}]
-    kept.keeper.hear([frozen.at])
+    kept.backup_client.hear([frozen.at])
     began = time.monotonic()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     assert time.monotonic() - began >= timeouts_of(DETECT_S).confirm_s
     assert dialled == [keepers.CONNECT_S]
     assert told(kept, "holder_silent") == [{"holder": list(frozen.at)}]
-    kept.keeper._failed[frozen.at] = kept.keeper._failed[frozen.at]._replace(at=-1e9)
+    kept.backup_client._failed[frozen.at] = kept.backup_client._failed[frozen.at]._replace(at=-1e9)
     for _ in range(2):
         kept.step()
-        kept.keeper.wait(NEVER)
+        kept.backup_client.wait(NEVER)
     assert set(dialled[1:]) == {keepers.ANSWER_S}, "it is asked whether it is there, no more"
     why = f"127.0.0.1:{frozen.at.port}: timed out"
     assert told(kept, "protected")[1:] == [{"step": s, "why": why} for s in (0, 1, 2)]
-    kept.keeper.hear([["node1", *holders[0].address]])
-    kept.keeper.wait(NEVER)
+    kept.backup_client.hear([["node1", *holders[0].address]])
+    kept.backup_client.wait(NEVER)
     assert told(kept, "protected")[-1] == {"step": 2, "why": ""}
     assert held(holders[0]) == [(1, 2)]
     kept.step()
-    kept.keeper.wait(NEVER)
+    kept.backup_client.wait(NEVER)
     assert len(told(kept, "protected")) == 5, "once it is over"
 
 
@@ -174,10 +176,10 @@ def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(
 ):
     monkeypatch.setattr(keepers, "MIN_SILENCE_S", 24 * 3600.0)  # else it would wait for ever
     kept = Kept([], every=1)
-    kept.keeper.wait(NEVER)
-    kept.keeper.hear([frozen.at])
+    kept.backup_client.wait(NEVER)
+    kept.backup_client.hear([frozen.at])
     deadline = time.monotonic() + 60
-    while kept.keeper._sending is None:
+    while kept.backup_client._sending is None:
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     switch(kept, holders[0])
@@ -187,22 +189,22 @@ def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(
 
 
 def switch(kept, holder):
-    kept.keeper.hear([["node1", *holder.address]])
-    kept.keeper.wait(NEVER)
+    kept.backup_client.hear([["node1", *holder.address]])
+    kept.backup_client.wait(NEVER)
 
 
 def test_a_holder_that_failed_is_used_again_once_it_answers(holders):
     kept = Kept(holders[:1], every=1)
-    kept.keeper.wait(NEVER)
-    at = kept.keeper.holders[0]
-    kept.keeper._failed[at] = keepers.Failure(math.inf, "timed out")
+    kept.backup_client.wait(NEVER)
+    at = kept.backup_client.holders[0]
+    kept.backup_client._failed[at] = keepers.Failure(math.inf, "timed out")
     kept.step()
-    kept.keeper.wait(NEVER)
-    assert not kept.keeper.shadows[-1].is_held, "it failed just now"
-    kept.keeper._failed[at] = keepers.Failure(-1e9, "timed out")
+    kept.backup_client.wait(NEVER)
+    assert not kept.backup_client.shadows[-1].is_held, "it failed just now"
+    kept.backup_client._failed[at] = keepers.Failure(-1e9, "timed out")
     kept.step()
-    kept.keeper.wait(NEVER)
-    assert kept.keeper.shadows[-1].is_held
+    kept.backup_client.wait(NEVER)
+    assert kept.backup_client.shadows[-1].is_held
     assert [said["why"] for said in told(kept, "protected")] == [
         f"127.0.0.1:{at.port}: timed out",
         "",

@@ -56,9 +56,9 @@ def rigs():
 
 
 def steps_of(rig: Rig, last: int) -> str:
-    while rig.replica.step < last:
+    while rig.train_state.step < last:
         rig.step()
-    return weights_sha256(rig.replica.model)
+    return weights_sha256(rig.train_state.model)
 
 
 def begin(rig: Rig) -> None:
@@ -103,7 +103,7 @@ def enter_together(source: Rig, newcomer: Rig) -> list[str]:
 def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
     source, newcomer, calm = rigs
     lag(source, newcomer, slow_link)
-    assert newcomer.replica.step < STEPS_MEANWHILE, "it was sent what came later"
+    assert newcomer.train_state.step < STEPS_MEANWHILE, "it was sent what came later"
     hashes = enter_together(source, newcomer)
     begin(calm)
     assert hashes == [steps_of(calm, STEPS)] * 2

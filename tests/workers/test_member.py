@@ -50,7 +50,7 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     assert behind.session.step == 2
     for rig in rigs:
         assert rig.step().committed
-    assert weights_sha256(committed.replica.model) == weights_sha256(behind.replica.model)
+    assert weights_sha256(committed.train_state.model) == weights_sha256(behind.train_state.model)
     records = [
         {
             line["samples"]["step"]: line["samples"]
@@ -97,7 +97,7 @@ def test_who_is_recalled_from_a_generation_it_was_never_told_of_answers_and_roll
         (1, 0, 1, True),
         (2, 1, 1, True),
     ]
-    assert weights_sha256(committed.replica.model) == weights_sha256(behind.replica.model)
+    assert weights_sha256(committed.train_state.model) == weights_sha256(behind.train_state.model)
 
 
 def test_who_rolls_forward_comes_to_its_evaluation_before_it_pauses(rigs):
@@ -115,7 +115,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     calm, cancelled = rigs
     for rig in rigs:
         rig.step()
-    before = weights_sha256(cancelled.replica.model)
+    before = weights_sha256(cancelled.train_state.model)
     cancelled.link.commands.put(({"type": "abort", "generation": 1}, b""))
     cancelled.form(generation=2, step=1)
     with cancelled.session.next_step() as step:
@@ -126,12 +126,12 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
             except Exception:
                 pytest.fail("a user's `except Exception` must not eat the cancellation")
     assert not step.committed
-    assert weights_sha256(cancelled.replica.model) == before
+    assert weights_sha256(cancelled.train_state.model) == before
     suspended, _ = cancelled.link.of("suspended")[-1]
     assert (suspended["step"], suspended["is_prepared"]) == (1, False)
     for rig in rigs:
         rig.step()
-    assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
+    assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
 
 
 class AbandonedInVote(process_group.Alone):
@@ -145,13 +145,13 @@ class AbandonedInVote(process_group.Alone):
 def test_a_vote_of_a_generation_that_was_given_up_meanwhile_commits_nothing(rigs):
     rig, _ = rigs
     rig.step()
-    before = weights_sha256(rig.replica.model)
+    before = weights_sha256(rig.train_state.model)
     rig.member.group = AbandonedInVote()
     rig.session._reducer_of = (0, ())
     rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
     rig.form(generation=2, step=1)
     assert not rig.step().committed
-    assert (rig.session.step, weights_sha256(rig.replica.model)) == (1, before)
+    assert (rig.session.step, weights_sha256(rig.train_state.model)) == (1, before)
     suspended, _ = rig.link.of("suspended")[-1]
     assert (suspended["step"], suspended["is_prepared"]) == (1, True), "others may have seen it"
 
@@ -182,7 +182,7 @@ def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
             return super().prepare(step)
 
     saver.catalogue = Slow(open_folder(str(tmp_path)))
-    saver.begin(rig.replica, rig.member)
+    saver.begin(rig.train_state, rig.member)
     rig.member._obey({"type": "abort", "generation": 1}, b"")
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
@@ -212,7 +212,7 @@ def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeyp
 
     def send(kind, *payload, **fields):
         if kind == "suspended":  # from now on newcomers are served
-            copied.append(rig.replica.header_and_tensors()[1]["model/calls"].item())
+            copied.append(rig.train_state.header_and_tensors()[1]["model/calls"].item())
         return say(kind, *payload, **fields)
 
     say = rig.link.send
@@ -266,7 +266,7 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
     assert not step.committed
     for rig in rigs:
         rig.step()
-    assert weights_sha256(cancelled.replica.model) == weights_sha256(calm.replica.model)
+    assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
 
 
 def test_a_pause_is_taken_at_the_next_boundary_by_the_vote(rigs):

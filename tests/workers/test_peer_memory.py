@@ -12,8 +12,8 @@ from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
 from workers.backup import client as keepers
-from workers.backup.client import Keeper
-from workers.backup.server import HolderServer
+from workers.backup.client import BackupClient
+from workers.backup.server import BackupServer
 from workers.backup.store import Key
 from workers.distributed.process_group import Alone
 from workers.parallel.shards import RowsLost
@@ -28,17 +28,17 @@ NEVER = lambda: False  # noqa: E731
 @pytest.fixture(scope="module")
 def plain():
     """The hash after so many steps of one rank without sharding."""
-    replica, hashes = build("ddp"), []
+    train_state, hashes = build("ddp"), []
     for _ in range(2 * STEPS + 2):
-        hashes.append(sha256(replica))
-        train(replica, Alone(), "ddp", 1)
+        hashes.append(sha256(train_state))
+        train(train_state, Alone(), "ddp", 1)
     return hashes
 
 
 @pytest.fixture
 def holders():
     """Two of them; and where workers find them."""
-    servers = [HolderServer("127.0.0.1", "t") for _ in range(2)]
+    servers = [BackupServer("127.0.0.1", "t") for _ in range(2)]
     yield servers
     for server in servers:
         server.close()
@@ -56,38 +56,42 @@ class Rank:
         keepers.CONNECT_S = keepers.MIN_SILENCE_S = PATIENCE_S
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.work = work or Work()
-        self.replica = build(parallel, workload=self.work)
+        self.train_state = build(parallel, workload=self.work)
         if ranks.index:
-            self.replica.sharded.forget()
+            self.train_state.sharded.forget()
         self.said = []
         config = replace(spec(parallel), snapshot_every=every, node=node)
-        self.keeper = Keeper(config, lambda kind, **fields: self.said.append((kind, fields)))
-        self.replica.sharded.keeper = self.keeper
+        self.backup_client = BackupClient(
+            config, lambda kind, **fields: self.said.append((kind, fields))
+        )
+        self.train_state.sharded.backup_client = self.backup_client
 
     def enter(self, generation, members, step, is_kept=True):
         """The generation's newest whole state of at most `step`."""
         self.place = Place(generation, members.index(self.ranks.index), len(members))
         self.group = self.ranks.form(generation, members)
-        self.keeper.hear(self.holders)
-        enter(self.replica, self.group, step, generation=generation)
+        self.backup_client.hear(self.holders)
+        enter(self.train_state, self.group, step, generation=generation)
         if is_kept:
-            sharded = self.replica.sharded
+            sharded = self.train_state.sharded
             origin, is_held = sharded.holding.origin, sharded.is_held
-            self.keeper.begin(self.replica, origin, self.place, is_held=is_held)
+            self.backup_client.begin(self.train_state, origin, self.place, is_held=is_held)
 
     def train(self, num_steps, is_last_held=True):
         for i in range(num_steps):
-            self.keeper.wait(NEVER)  # as a session does before its vote
+            self.backup_client.wait(NEVER)  # as a session does before its vote
             is_last = i == num_steps - 1
             keep = is_last_held or not is_last
             keeping = {"after_step": self.keep(keep), "work": self.work}
-            train(self.replica, self.group, self.parallel, 1, **keeping)
+            train(self.train_state, self.group, self.parallel, 1, **keeping)
         if is_last_held:
-            self.keeper.wait(NEVER)
+            self.backup_client.wait(NEVER)
         self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
 
     def keep(self, does_so):
-        return lambda replica: does_so and self.keeper.after_step(replica, self.place)
+        return lambda train_state: (
+            does_so and self.backup_client.after_step(train_state, self.place)
+        )
 
 
 def survivors_of(num_ranks, lost):
@@ -116,9 +120,9 @@ def test_survivors_of_any_size_go_on_from_the_step_that_was_held(node, plain, ho
             rank.train(STEPS)
             if ranks.index not in lost:
                 rank.enter(2 * number + 1, survivors_of(num_ranks, lost), STEPS)
-                found.append((number, rank.replica.step, sha256(rank.replica)))
+                found.append((number, rank.train_state.step, sha256(rank.train_state)))
                 rank.train(2)
-                found.append((number, rank.replica.step, sha256(rank.replica)))
+                found.append((number, rank.train_state.step, sha256(rank.train_state)))
         return found
 
     for index, found in enumerate(run_ranks(4, body)):
@@ -138,9 +142,9 @@ def test_a_step_whose_copies_are_not_all_held_is_done_again(plain, holders):
         if ranks.index == 1:
             return None
         rank.enter(2, [0, 2], STEPS + 1)
-        found = rank.replica.step, sha256(rank.replica)
+        found = rank.train_state.step, sha256(rank.train_state)
         rank.train(1)
-        return *found, sha256(rank.replica)
+        return *found, sha256(rank.train_state)
 
     expected = (STEPS, plain[STEPS], plain[STEPS + 1])
     assert run_ranks(3, body) == [expected, None, expected]
@@ -157,7 +161,7 @@ def test_two_losses_in_a_row_and_newcomers_end_with_the_same_bits(plain, holders
             if ranks.index in members:
                 rank.enter(generation, members, generation - 1)
                 rank.train(1)
-                seen.append(sha256(rank.replica))
+                seen.append(sha256(rank.train_state))
         return seen
 
     found = run_ranks(6, body)
@@ -177,13 +181,13 @@ def test_a_second_loss_before_the_new_membership_s_copies_are_held_is_met_by_the
         if ranks.index == 0:
             return None
         rank.enter(2, [1, 2], STEPS)
-        rank.keeper.wait(NEVER)
-        kept = [shadow.key.generation for shadow in rank.keeper.shadows]
+        rank.backup_client.wait(NEVER)
+        kept = [shadow.key.generation for shadow in rank.backup_client.shadows]
         if ranks.index == 1:
             return kept
         rank.enter(3, [2], STEPS)
         rank.train(2)
-        return kept, rank.replica.step, sha256(rank.replica)
+        return kept, rank.train_state.step, sha256(rank.train_state)
 
     at_all = run_ranks(3, body)
     assert at_all == [None, [1], ([1], STEPS + 2, plain[STEPS + 2])]
@@ -200,9 +204,9 @@ def test_at_a_longer_interval_the_run_returns_to_the_last_snapshot(plain, holder
         if ranks.index == 2:
             return None
         rank.enter(2, [0, 1], every + 2)
-        found = rank.replica.step, sha256(rank.replica)
+        found = rank.train_state.step, sha256(rank.train_state)
         rank.train(1)
-        return *found, sha256(rank.replica), rank.said
+        return *found, sha256(rank.train_state), rank.said
 
     expected = (every, plain[every], plain[every + 1], [])
     assert run_ranks(3, body) == [expected, expected, None]
@@ -220,7 +224,7 @@ def test_a_damaged_copy_is_never_used(plain, holders):
             return "lost"
         rank.ranks.pause()
         rank.enter(2, [0], STEPS)
-        return rank.replica.step, sha256(rank.replica)
+        return rank.train_state.step, sha256(rank.train_state)
 
     def damage():
         holders[0].shelf.copy(Key(1, 1, STEPS)).content[100] ^= 1
@@ -238,11 +242,11 @@ def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
         rank.train(STEPS)
         if ranks.index == 1:
             return "lost"
-        shadow = rank.keeper.shadows[-1]
+        shadow = rank.backup_client.shadows[-1]
         next(t for t in shadow.tensors.values() if t.numel() > 1).view(-1)[0] += 1
         assert not shadow.is_intact()
         rank.enter(2, [0], STEPS)
-        return rank.replica.step, sha256(rank.replica)
+        return rank.train_state.step, sha256(rank.train_state)
 
     assert run_ranks(2, body) == [(STEPS, plain[STEPS]), "lost"]
 
@@ -270,12 +274,12 @@ def test_caches_may_have_grown_differently_in_the_step_that_was_cut_off(holders)
         if ranks.index == 2:
             return None
         if ranks.index < 2:
-            rank.replica.model[1].table = torch.ones(5 + ranks.index)
-            rank.replica.buffers.end_microbatch()
-            rank.replica.buffers.restore()
+            rank.train_state.model[1].table = torch.ones(5 + ranks.index)
+            rank.train_state.buffers.end_microbatch()
+            rank.train_state.buffers.restore()
         rank.enter(2, [0, 1, 3], 1)
         rank.train(1)
-        return sha256(rank.replica), len(rank.replica.model[1].table)
+        return sha256(rank.train_state), len(rank.train_state.model[1].table)
 
     expected = sha256(alone)
     found = run_ranks(4, body)
@@ -312,14 +316,14 @@ def test_a_lost_holder_is_replaced_and_filled_again(plain, holders):
         rank.train(STEPS)
         rank.ranks.pause()
         rank.train(1)  # the first one is gone
-        is_held = rank.keeper.shadows[-1].is_held
-        rank.keeper.hear([first, second])
-        rank.keeper.wait(NEVER)
+        is_held = rank.backup_client.shadows[-1].is_held
+        rank.backup_client.hear([first, second])
+        rank.backup_client.wait(NEVER)
         if ranks.index == 1:
-            return is_held, rank.keeper.shadows[-1].is_held
+            return is_held, rank.backup_client.shadows[-1].is_held
         rank.holders = [first, second]
         rank.enter(2, [0], STEPS + 1)
-        return rank.replica.step, sha256(rank.replica)
+        return rank.train_state.step, sha256(rank.train_state)
 
     found = run_ranks(2, body, on_pause=holders[0].close)
     assert found == [(STEPS + 1, plain[STEPS + 1]), (False, True)]
@@ -335,12 +339,12 @@ def test_a_newcomer_goes_on_when_all_ranks_are_lost_and_holders_are_not(plain, h
             rank.train(STEPS)
             return "lost"
         ranks.pause()
-        rank.keeper.hear(at)
-        sharded = rank.replica.sharded
+        rank.backup_client.hear(at)
+        sharded = rank.train_state.sharded
         assert sharded.load(catalogue_in(str(tmp_path)), STEPS) == []
-        rank.enter(2, [2], rank.replica.step)
+        rank.enter(2, [2], rank.train_state.step)
         rank.train(1)
-        return rank.replica.step, sha256(rank.replica)
+        return rank.train_state.step, sha256(rank.train_state)
 
     found = run_ranks(3, body, on_pause=lambda: None)
     assert found == ["lost", "lost", (STEPS + 1, plain[STEPS + 1])]

@@ -20,7 +20,7 @@ from tests.workers.test_restoring import ReadBy, publish
 from workers.distributed.process_group import Group
 from workers.health.vitals import Vitals
 from workers.parallel.pieces import Pieces
-from workers.parallel.sharded import Holding
+from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
 
 CPU = torch.device("cpu")
@@ -125,16 +125,16 @@ def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
         found, taken_s = [], []
         share = (0.0, 0.3, 1.0)[ranks.index]
         replicas = {kind: build("fsdp", workload=Layers(share * s)) for kind, s in PIECE_S.items()}
-        for generation, (kind, replica) in enumerate(replicas.items()):
+        for generation, (kind, train_state) in enumerate(replicas.items()):
             group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
-            replica.sharded.holding = Holding(kind)
+            train_state.sharded.holding = Ownership(kind)
             catalogue = Catalogue(Folder(OneByOne(share * PIECE_S[kind]), f"{place}/checkpoints"))
             pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
             began = time.monotonic()
             where = group, 0, catalogue, raise_it, nullcontext
-            replica.sharded.enter(*where, pieces=pieces, generation=generation)
+            train_state.sharded.enter(*where, pieces=pieces, generation=generation)
             taken_s.append(time.monotonic() - began)
-            found.append(replica.sharded.weights_sha256())
+            found.append(train_state.sharded.weights_sha256())
         return found, taken_s
 
     told = run_ranks(3, body)

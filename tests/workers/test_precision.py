@@ -10,7 +10,7 @@ from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha
 from workers.distributed.process_group import Alone
 from workers.step.precision import GROWTH_STEPS, LossScale
 from workers.train_state.build import build_replica
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 KINDS = (("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp-grad-op", 3))
 SETTINGS = (
@@ -22,11 +22,11 @@ SETTINGS = (
 """name, options, steps: enough for some that fp16 does not skip."""
 
 
-def after(num_steps: int, work: Work | None = None, **options) -> Replica:
+def after(num_steps: int, work: Work | None = None, **options) -> TrainState:
     """One rank's state."""
-    replica = build("ddp", workload=work, **options)
-    train(replica, Alone(), "ddp", num_steps, work=work)
-    return replica
+    train_state = build("ddp", workload=work, **options)
+    train(train_state, Alone(), "ddp", num_steps, work=work)
+    return train_state
 
 
 def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
@@ -37,10 +37,10 @@ def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
                 generation += 1
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
-                    replica = build(parallel, **options)
-                    enter(replica, group, 0)
-                    train(replica, group, parallel, num_steps)
-                    found[name, parallel, world_size] = sha256(replica)
+                    train_state = build(parallel, **options)
+                    enter(train_state, group, 0)
+                    train(train_state, group, parallel, num_steps)
+                    found[name, parallel, world_size] = sha256(train_state)
         return found
 
     plain = {name: sha256(after(steps, **options)) for name, options, steps in SETTINGS}
@@ -53,15 +53,19 @@ def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
 
 
 def test_a_skipped_step_halves_the_loss_scale_and_changes_nothing_else():
-    replica = build("ddp", precision="fp16")
-    before = sha256(replica)
-    train(replica, Alone(), "ddp", 1)
-    assert (replica.step, replica.loss_scale, sha256(replica)) == (1, LossScale(2.0**15), before)
-    assert replica.skipped_in_a_row == 0  # the scale was too high: no sign of trouble
-    train(replica, Alone(), "ddp", 7)
-    assert replica.loss_scale is not None
-    assert replica.loss_scale.num_finite > 0
-    assert sha256(replica) != before
+    train_state = build("ddp", precision="fp16")
+    before = sha256(train_state)
+    train(train_state, Alone(), "ddp", 1)
+    assert (train_state.step, train_state.loss_scale, sha256(train_state)) == (
+        1,
+        LossScale(2.0**15),
+        before,
+    )
+    assert train_state.skipped_in_a_row == 0  # the scale was too high: no sign of trouble
+    train(train_state, Alone(), "ddp", 7)
+    assert train_state.loss_scale is not None
+    assert train_state.loss_scale.num_finite > 0
+    assert sha256(train_state) != before
 
 
 def test_the_loss_scale_follows_from_what_was_committed():
@@ -72,16 +76,16 @@ def test_the_loss_scale_follows_from_what_was_committed():
 
 
 def test_the_loss_scale_travels_with_the_state():
-    replica, other = after(4, precision="fp16"), build("ddp", precision="fp16")
-    snapshot = replica.snapshot()
+    train_state, other = after(4, precision="fp16"), build("ddp", precision="fp16")
+    snapshot = train_state.snapshot()
     other.restore(snapshot.header, {name: snapshot.take(name) for name in snapshot.shapes})
-    assert other.loss_scale == replica.loss_scale != LossScale()
+    assert other.loss_scale == train_state.loss_scale != LossScale()
 
 
 def test_parameters_and_optimizer_state_stay_single_precision():
-    replica = after(1, precision="bf16")
-    assert {p.dtype for p in replica.model.parameters()} == {torch.float32}
-    moments = [s["exp_avg"].dtype for s in replica.optimizer.state.values()]
+    train_state = after(1, precision="bf16")
+    assert {p.dtype for p in train_state.model.parameters()} == {torch.float32}
+    moments = [s["exp_avg"].dtype for s in train_state.optimizer.state.values()]
     assert set(moments) == {torch.float32}
 
 
@@ -105,10 +109,10 @@ class Seen(Work):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_forward_computes_in_half_precision_but_for_running_statistics(parallel):
     work, half = Seen(), torch.bfloat16
-    replica = build(parallel, workload=work, precision="bf16")
-    enter(replica, Alone(), 0)
-    with replica.casting.applied():
-        result = replica.model(torch.ones(3, 5))
+    train_state = build(parallel, workload=work, precision="bf16")
+    enter(train_state, Alone(), 0)
+    with train_state.casting.applied():
+        result = train_state.model(torch.ones(3, 5))
     assert result.dtype == torch.float32
     assert work.dtypes == {
         "Linear": (half, half, half),
@@ -118,13 +122,13 @@ def test_a_forward_computes_in_half_precision_but_for_running_statistics(paralle
 
 
 def test_a_replica_outside_of_steps_computes_in_single_precision():
-    replica = build("ddp", workload=Counted(), precision="bf16")
+    train_state = build("ddp", workload=Counted(), precision="bf16")
     plain = build("ddp", workload=Counted())
     inputs = torch.rand(4, 5)
-    results = [each.model(inputs, 0) for each in (replica, plain)]
+    results = [each.model(inputs, 0) for each in (train_state, plain)]
     assert torch.equal(*results)
-    with replica.casting.applied():
-        assert not torch.equal(replica.model(inputs, 0), results[0])
+    with train_state.casting.applied():
+        assert not torch.equal(train_state.model(inputs, 0), results[0])
 
 
 def test_recurrent_layers_compute_with_the_casts():
@@ -132,11 +136,11 @@ def test_recurrent_layers_compute_with_the_casts():
         def build_model(self):
             return nn.GRU(3, 4)
 
-    replica = build_replica(Recurrent(), spec("ddp", precision="bf16"), CPU)
-    with replica.casting.applied():
-        result, _ = replica.model(torch.ones(2, 1, 3))
+    train_state = build_replica(Recurrent(), spec("ddp", precision="bf16"), CPU)
+    with train_state.casting.applied():
+        result, _ = train_state.model(torch.ones(2, 1, 3))
     result.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in replica.parameters)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in train_state.parameters)
 
 
 class Counted(Work):

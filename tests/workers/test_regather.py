@@ -6,7 +6,7 @@ import torch
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from workers.backup.server import HolderServer
+from workers.backup.server import BackupServer
 from workers.backup.store import Copy, Key, Slice, crc32
 from workers.distributed.process_group import Alone
 from workers.parallel.pieces import Pieces
@@ -24,7 +24,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(assemble, "HOLDER_S", 100.0)
 
 
-class Forgetful(HolderServer):
+class Forgetful(BackupServer):
     """Has a copy when it is asked, and none when it is read."""
 
     def _have(self):
@@ -33,7 +33,7 @@ class Forgetful(HolderServer):
         return said
 
 
-class Damaging(HolderServer):
+class Damaging(BackupServer):
     """Its memory fails between two questions."""
 
     def _read(self, connection, asked):
@@ -56,7 +56,7 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     server.close()
 
 
-class Abandoning(HolderServer):
+class Abandoning(BackupServer):
     """The generation is given up while a copy is on its way."""
 
     def __init__(self, group):
@@ -82,7 +82,7 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
 
 def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     """BackupServers have it, the record ends before it, and who knew the steps between is lost."""
-    server, content = HolderServer("127.0.0.1", "t"), bytearray(4)
+    server, content = BackupServer("127.0.0.1", "t"), bytearray(4)
     piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))

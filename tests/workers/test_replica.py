@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from workers.train_state.train_state import Replica, Update
+from workers.train_state.train_state import TrainState, Update
 
 
 class Counting(nn.Module):
@@ -14,27 +14,30 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
 
-def make() -> Replica:
+def make() -> TrainState:
     model = Counting()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    return Replica(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 def test_what_a_cut_off_vote_told_some_members_only_is_forgotten() -> None:
-    replica = make()
-    replica.buffers.track(["level"])
-    replica.log_names = ("accuracy",)
-    assert (replica.snapshot().header["tracked"], replica.snapshot().header["log_names"]) == (
+    train_state = make()
+    train_state.buffers.track(["level"])
+    train_state.log_names = ("accuracy",)
+    assert (
+        train_state.snapshot().header["tracked"],
+        train_state.snapshot().header["log_names"],
+    ) == (
         [],
         [],
     ), "a newcomer that copies the state now knows what was committed"
-    replica.forget_unagreed()
-    assert (replica.buffers.tracked, replica.log_names) == ((), ())
+    train_state.forget_unagreed()
+    assert (train_state.buffers.tracked, train_state.log_names) == ((), ())
 
 
 def test_what_was_committed_stays_known() -> None:
-    replica = make()
+    train_state = make()
     update = Update(
         step=1,
         is_finite=True,
@@ -47,8 +50,8 @@ def test_what_was_committed_stays_known() -> None:
         tracked=("level",),
         log_names=("accuracy",),
     )
-    replica.apply(update)
-    replica.buffers.track(["calls"])
-    replica.forget_unagreed()
-    assert (replica.buffers.tracked, replica.log_names) == (("level",), ("accuracy",))
-    assert dict(replica.model.named_buffers())["level"].tolist() == [3.0, 3.0]
+    train_state.apply(update)
+    train_state.buffers.track(["calls"])
+    train_state.forget_unagreed()
+    assert (train_state.buffers.tracked, train_state.log_names) == (("level",), ("accuracy",))
+    assert dict(train_state.model.named_buffers())["level"].tolist() == [3.0, 3.0]

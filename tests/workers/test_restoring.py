@@ -16,7 +16,7 @@ from elastic.store.files import Folder
 from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import build, catalogue_in, save_part
 from workers.health.vitals import LAYOUT, PHASES
-from workers.parallel.sharded import Holding
+from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
 
 ABORT = {"type": "abort", "generation": 1}
@@ -87,14 +87,14 @@ class ReadBy:
 
 def publish(place: str, workload: Tiny) -> str:
     """A checkpoint of step 0 in many files, of other weights than the initial ones; their hash."""
-    replica = build("ddp", workload=workload)
+    train_state = build("ddp", workload=workload)
     with torch.no_grad():
-        for parameter in replica.parameters:
+        for parameter in train_state.parameters:
             parameter.add_(1)
     groups_of = [SimpleNamespace(rank=r, world_size=FILES) for r in range(FILES)]
-    saved = [save_part(replica, group, place, 1) for group in groups_of]
+    saved = [save_part(train_state, group, place, 1) for group in groups_of]
     catalogue_in(place).publish(0, 1, [part for part, _ in saved], saved[0][1], {})
-    return weights_sha256(replica.model)
+    return weights_sha256(train_state.model)
 
 
 @pytest.fixture(params=["initial", "checkpoint"])
@@ -111,7 +111,7 @@ def restoring(request, tmp_path):
     rig = Rig("bitwise", workload, parallel="fsdp")
     folder = Folder(Slow(watched), str(tmp_path / "checkpoints"))
     rig.member.saver.catalogue = Catalogue(folder)
-    rig.replica.sharded.holding = Holding(request.param)
+    rig.train_state.sharded.holding = Ownership(request.param)
     watched.num_pieces = 0
     yield rig, watched, sha256
     rig.loader.close()
@@ -137,7 +137,7 @@ def test_an_abort_between_two_pieces_is_obeyed_and_the_state_is_not_lost(restori
     watched.num_pieces = 0
     assert rig.member._obey(form(2), b"")
     assert num_done < watched.num_pieces
-    assert rig.replica.sharded.weights_sha256() == sha256
+    assert rig.train_state.sharded.weights_sha256() == sha256
 
 
 def test_each_piece_is_a_sign_of_life(restoring):

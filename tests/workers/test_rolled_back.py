@@ -56,19 +56,19 @@ def form(generation: int, step: int) -> dict:
 
 def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     settings = replace(spec(), parallel="fsdp", steps=STEPS)
-    replica = build_replica(Tiny(), settings, CPU)
-    assert replica.sharded is not None
-    sharded, link, vitals = replica.sharded, FakeLink(), Vitals()
+    train_state = build_replica(Tiny(), settings, CPU)
+    assert train_state.sharded is not None
+    sharded, link, vitals = train_state.sharded, FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
-        settings, replica, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+        settings, train_state, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), vitals, CPU,
         on_load=lambda place, step: sharded.load(catalogue),
         on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
     )  # fmt: skip
     loader = Loader(Tiny(), 3, 12, 3)
     worker = object.__new__(Worker)  # its loop alone, without the process around it
-    worker._spec, worker._replica, worker._member = settings, replica, member
+    worker._spec, worker._replica, worker._member = settings, train_state, member
     worker._link, worker._vitals, worker._returned_at = link, vitals, STEPS
     load = {"type": "load", "place": place, "recorded_step": 0}
     finish = {

@@ -5,14 +5,14 @@ import mmap
 import torch
 
 from elastic.protocol.mesh import Mesh
-from workers.parallel.shards import Kind
+from workers.parallel.shards import TensorLayout
 from workers.resharding.host_memory import RowMemory
 
 KINDS = [
-    Kind("w", torch.float32, (10, 4096), True),
-    Kind("b", torch.bfloat16, (7,), True),
-    Kind("n", torch.float32, (), False),
-    Kind("none", torch.float32, (3, 0), True),
+    TensorLayout("w", torch.float32, (10, 4096), True),
+    TensorLayout("b", torch.bfloat16, (7,), True),
+    TensorLayout("n", torch.float32, (), False),
+    TensorLayout("none", torch.float32, (3, 0), True),
 ]
 
 
@@ -55,7 +55,7 @@ def test_what_the_next_rows_do_not_need_goes_back_to_the_system():
 def test_a_bigger_state_gets_other_memory_and_the_rows_before_stay():
     memory = RowMemory()
     before = filled(memory, 1)["w"]
-    bigger = [*KINDS, Kind("m", torch.float32, (10, 4096), True)]
+    bigger = [*KINDS, TensorLayout("m", torch.float32, (10, 4096), True)]
     after = filled(memory, 2, kinds=bigger)
     assert (before == 1).all()
     assert (after["m"] == 2).all()
@@ -63,7 +63,7 @@ def test_a_bigger_state_gets_other_memory_and_the_rows_before_stay():
 
 def test_single_rows_can_go_back_and_no_others():
     memory = RowMemory()
-    kinds = [Kind(name, torch.float32, (10, 4096), True) for name in "abc"]
+    kinds = [TensorLayout(name, torch.float32, (10, 4096), True) for name in "abc"]
     rows = filled(memory, 1, kinds=kinds)
     elsewhere = torch.ones(4096)
     memory.discard(rows["b"])
@@ -84,7 +84,10 @@ def test_memory_without_rows_has_none_to_give_back():
 
 def test_a_parameters_rows_have_room_for_fsdps_padding():
     """And an optimizer's have not."""
-    kinds = [Kind("model/w", torch.float32, (10, 3), True), Kind("m", torch.float32, (10, 3), True)]
+    kinds = [
+        TensorLayout("model/w", torch.float32, (10, 3), True),
+        TensorLayout("m", torch.float32, (10, 3), True),
+    ]
     rows = RowMemory().take(kinds, Mesh("fsdp", 4), 3)
     assert {n: (len(t), t.untyped_storage().nbytes()) for n, t in rows.items()} == {
         "model/w": (1, 36),

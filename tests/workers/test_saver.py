@@ -18,7 +18,7 @@ from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver, share
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 TENSORS = {
     "a": torch.arange(24.0).reshape(6, 4),
@@ -64,35 +64,37 @@ class By:
         self.rank, self.world_size = rank, world_size
 
 
-def make(seed: int, steps: int = 3) -> Replica:
+def make(seed: int, steps: int = 3) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1, bias=False))
     model[2].weight = nn.Parameter(torch.randn(5, 1).t())  # not contiguous
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
-    replica = Replica(model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1)
+    train_state = TrainState(
+        model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1
+    )
     for _ in range(steps):
         model(torch.randn(4, 7)).sum().backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    replica.step = 9
-    replica.buffers.refresh()
-    return replica
+    train_state.step = 9
+    train_state.buffers.refresh()
+    return train_state
 
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3, 4])
 def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_at) -> None:
-    replica, link = make(0), Link()
-    expected = weights_sha256(replica.model)
+    train_state, link = make(0), Link()
+    expected = weights_sha256(train_state.model)
     savers = [Saver(link, spec()) for _ in range(saved_at)]  # type: ignore[arg-type]
     for rank, saver in enumerate(savers):
         saver.open(str(tmp_path))
-        saver.begin(replica, By(rank, saved_at))
-    replica.settle()
+        saver.begin(train_state, By(rank, saved_at))
+    train_state.settle()
     with torch.no_grad():
-        for parameter in replica.parameters:
+        for parameter in train_state.parameters:
             parameter.zero_()  # the next step must not show in the checkpoint
     for saver in savers:
         saver._wait()
@@ -116,17 +118,17 @@ def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_
     assert load_newest(catalogue, other) == [], "nothing newer"
 
 
-def whole_state(replica: Replica) -> tuple:
-    header, tensors = capture(replica.model, replica.optimizer, replica.scheduler)
+def whole_state(train_state: TrainState) -> tuple:
+    header, tensors = capture(train_state.model, train_state.optimizer, train_state.scheduler)
     others = {n: t.tolist() for n, t in tensors.items() if not n.startswith("model/")}
     return header, others
 
 
 def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> None:
-    replica, link = make(0), Link()
+    train_state, link = make(0), Link()
     saver = Saver(link, spec())  # type: ignore[arg-type]
     saver.open(str(tmp_path))
-    saver.begin(replica, By(0, 1))
+    saver.begin(train_state, By(0, 1))
     saver._wait()
     content = json.loads(link.said[0][2])
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
@@ -145,20 +147,20 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
 
 
 def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
-    link, replica = Link(), make(0)
+    link, train_state = Link(), make(0)
     saver = Saver(link, spec())  # type: ignore[arg-type]
     saver.open(str(tmp_path))
     by = By(0, 1)
-    saver.begin(replica, by)
-    saver.save(replica, by, lambda: False, is_pinned=False)
-    saver.save(replica, by, lambda: False, is_pinned=True)
+    saver.begin(train_state, by)
+    saver.save(train_state, by, lambda: False, is_pinned=False)
+    saver.save(train_state, by, lambda: False, is_pinned=True)
     said = [json.loads(payload) for _, _, payload in link.said]
     assert [content["is_pinned"] for content in said] == [False, True]
     assert said[0]["part"] == said[1]["part"]
 
 
 def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
-    link, replica = Link(), make(0)
+    link, train_state = Link(), make(0)
     saver = Saver(link, spec())  # type: ignore[arg-type]
     saver.open(str(tmp_path))
 
@@ -166,7 +168,7 @@ def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     saver._memory.take = no_memory  # type: ignore[method-assign,assignment]
-    saver.begin(replica, By(0, 1))
+    saver.begin(train_state, By(0, 1))
     saver._wait()
     ((kind, fields, _),) = link.said
     assert kind == "part_failed"
@@ -232,8 +234,8 @@ def test_a_final_save_that_gets_further_may_take_as_long_as_it_takes(tmp_path, m
         return take(*arguments)
 
     saver._memory.take = slowly  # type: ignore[method-assign]
-    replica, began = make(0), clock.monotonic()
-    saver.save_now(replica, By(0, 1), is_told.release)  # type: ignore[arg-type]
+    train_state, began = make(0), clock.monotonic()
+    saver.save_now(train_state, By(0, 1), is_told.release)  # type: ignore[arg-type]
     assert clock.monotonic() - began > num_taken > 10, "longer than a save that hangs"
     assert [kind for kind, _, _ in link.said] == ["part_saved"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.protocol import wire
-from workers.backup.server import HolderServer, ask, connect, read_rows
+from workers.backup.server import BackupServer, ask, connect, read_rows
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
 from workers.membership.state_stream import as_bytes
@@ -17,7 +17,7 @@ SLICES = [["w", "int32", [8, 2], True, 2, 4, 32], ["n", "float32", [], False, 0,
 
 @pytest.fixture
 def connection():
-    server = HolderServer("127.0.0.1", "t")
+    server = BackupServer("127.0.0.1", "t")
     with connect(server.address, "t", 60) as made:
         yield made
     server.close()

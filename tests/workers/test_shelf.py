@@ -3,7 +3,7 @@
 import pytest
 
 from elastic.protocol.backup_assignment import BackupAddress, holders_for
-from workers.backup.store import Copy, DamagedCopy, Key, Shelf, Slice, Stale, crc32
+from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Slice, Stale, crc32
 
 
 def copy(generation, rank, step, content=b"aabbccdd!"):
@@ -46,7 +46,7 @@ def test_a_copy_is_checked_where_it_is_asked_for():
 
 
 def test_a_damaged_copy_is_gone_and_its_memory_is_not_used_again():
-    shelf = Shelf()
+    shelf = BackupStore()
     shelf.put(copy(1, 0, 5))
     shelf.remove(Key(1, 0, 5))
     assert keys(shelf) == []
@@ -55,7 +55,7 @@ def test_a_damaged_copy_is_gone_and_its_memory_is_not_used_again():
 
 
 def test_two_generations_of_a_rank_are_kept_until_all_hold_the_newer_one():
-    shelf = Shelf()
+    shelf = BackupStore()
     for step in (1, 2, 3):
         shelf.put(copy(1, 0, step))
     shelf.put(copy(1, 1, 2))
@@ -65,7 +65,7 @@ def test_two_generations_of_a_rank_are_kept_until_all_hold_the_newer_one():
 
 
 def test_an_older_membership_s_copies_stay_until_the_new_one_s_are_whole():
-    shelf = Shelf()
+    shelf = BackupStore()
     shelf.put(copy(1, 0, 7))
     shelf.put(copy(2, 0, 7))
     with pytest.raises(Stale, match="generation 1, 2 has begun"):
@@ -76,7 +76,7 @@ def test_an_older_membership_s_copies_stay_until_the_new_one_s_are_whole():
 
 
 def test_memory_is_used_again():
-    shelf = Shelf()
+    shelf = BackupStore()
     first = copy(1, 0, 1)
     shelf.put(first)
     shelf.put(copy(1, 0, 2))

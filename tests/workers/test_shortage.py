@@ -11,10 +11,10 @@ from tests.workers.places import Place
 from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
-from workers.backup.client import Keeper
+from workers.backup.client import BackupClient
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import Follower
-from workers.parallel.sharded import Holding
+from workers.parallel.sharded import Ownership
 from workers.train_state.out_of_memory import OutOfMemory
 
 DEADLINE_S = 120.0
@@ -23,15 +23,15 @@ LARGE = {"w": torch.empty(2**46, device="meta")}
 
 
 def test_a_shard_that_no_memory_is_left_for_loses_its_worker_and_not_the_run():
-    keeper = Keeper(spec("fsdp"), lambda kind, **fields: None)
-    replica = SimpleNamespace(
+    backup_client = BackupClient(spec("fsdp"), lambda kind, **fields: None)
+    train_state = SimpleNamespace(
         step=0,
         sharded=SimpleNamespace(mesh=Mesh("fsdp", 1)),
         snapshot=lambda select, memory: Snapshot({}, select(LARGE), memory),
     )
-    keeper.begin(replica, 1, Place(1))
+    backup_client.begin(train_state, 1, Place(1))
     with pytest.raises(OutOfMemory, match="out of memory while it copied its shard"):
-        keeper.wait(lambda: False)
+        backup_client.wait(lambda: False)
 
 
 @pytest.mark.parametrize("what", ["snapshot", "update"])
@@ -66,7 +66,7 @@ def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone
 
 def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alone():
     rig = Rig("bitwise", Greedy(), parallel="fsdp")
-    rig.replica.sharded.holding = Holding("initial")
+    rig.train_state.sharded.holding = Ownership("initial")
     with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
         rig.member._obey(form(1, 0), b"")
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]

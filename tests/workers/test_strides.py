@@ -25,7 +25,7 @@ from workers.distributed.process_group import Alone
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture, restore
 from workers.train_state.strides import is_dense
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 STEPS = 3
 
@@ -78,22 +78,22 @@ OPTIMIZERS = {
 }
 
 
-def strides_of(replica: Replica) -> dict[str, tuple[int, ...]]:
-    return {name: t.stride() for name, t in replica.tensors().items()}
+def strides_of(train_state: TrainState) -> dict[str, tuple[int, ...]]:
+    return {name: t.stride() for name, t in train_state.tensors().items()}
 
 
 def by_torch_alone(work: Convolutions) -> dict[str, Tensor]:
     """The weights after so many steps, with nothing of ours but the initial ones."""
-    replica = build("ddp", workload=work)
-    model, optimizer = replica.model, replica.optimizer
+    train_state = build("ddp", workload=work)
+    model, optimizer = train_state.model, train_state.optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
         for i in range(NUM_MICROBATCHES):
             (model(work.batch(step, i)).square().mean() / NUM_MICROBATCHES).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        assert replica.scheduler is not None
-        replica.scheduler.step()
+        assert train_state.scheduler is not None
+        train_state.scheduler.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -113,9 +113,9 @@ def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, re
             train(replicas[0], Alone(), "ddp", STEPS, reduction, work)
         else:
             run_threads(world_size, body)
-        for replica in replicas:
-            hashes.add(weights_sha256(replica.model))
-            for name, p in replica.model.named_parameters():
+        for train_state in replicas:
+            hashes.add(weights_sha256(train_state.model))
+            for name, p in train_state.model.named_parameters():
                 torch.testing.assert_close(p.detach(), expected[name], rtol=1e-3, atol=1e-4)
     assert len(hashes) == 1 or reduction == "fast"
 
@@ -129,8 +129,8 @@ def test_a_restored_state_lies_in_memory_as_it_did_and_trains_on_to_the_same_bit
     tensors = {name: snapshot.take(name) for name in snapshot.shapes}
     target.restore(json.loads(json.dumps(snapshot.header)), tensors)
     assert strides_of(target) == strides_of(source)
-    for replica in (source, target):
-        train(replica, Alone(), "ddp", STEPS, work=work)
+    for train_state in (source, target):
+        train(train_state, Alone(), "ddp", STEPS, work=work)
     assert weights_sha256(target.model) == weights_sha256(source.model)
 
 
@@ -142,8 +142,8 @@ def test_a_checkpoint_gives_back_strides_and_bits(tmp_path) -> None:
     catalogue_in(str(tmp_path)).publish(2, 1, [part], header, {})
     target = load("ddp", Alone(), str(tmp_path), 2, work)
     assert (target.step, strides_of(target)) == (2, strides_of(source))
-    for replica in (source, target):
-        train(replica, Alone(), "ddp", STEPS, work=work)
+    for train_state in (source, target):
+        train(train_state, Alone(), "ddp", STEPS, work=work)
     assert weights_sha256(target.model) == weights_sha256(source.model)
 
 
@@ -188,12 +188,12 @@ def test_a_newcomer_that_copies_and_follows_has_the_bits_of_its_source(reduction
     for _ in range(STEPS):
         assert source.step().committed
     newcomer.member._copying.catch_up(1 + STEPS, lambda: False)
-    assert strides_of(newcomer.replica) == strides_of(source.replica)
+    assert strides_of(newcomer.train_state) == strides_of(source.train_state)
     newcomer.form(generation=2, step=1 + STEPS)
     for rig in (newcomer, source):
         assert rig.step().committed
         rig.loader.close()
-    assert weights_sha256(newcomer.replica.model) == weights_sha256(source.replica.model)
+    assert weights_sha256(newcomer.train_state.model) == weights_sha256(source.train_state.model)
 
 
 def test_weights_have_one_hash_whatever_their_strides() -> None:

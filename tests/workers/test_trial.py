@@ -10,7 +10,7 @@ from elastic.protocol.errors import WrongInput
 from tests.workers.session_rig import Tiny, spec
 from workers.train_state.build import build_replica
 from workers.train_state.serialization import capture
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 from workers.train_state.trial import try_optimizer
 
 CPU = torch.device("cpu")
@@ -42,26 +42,28 @@ class Workload(Tiny):
         return Remembers(params, self.kind, lr=0.1, momentum=0.9)
 
 
-def with_gradients(workload: Workload) -> Replica:
-    replica = build_replica(workload, spec(), CPU)
-    replica.model(torch.ones(2, 4)).sum().backward()
-    return replica
+def with_gradients(workload: Workload) -> TrainState:
+    train_state = build_replica(workload, spec(), CPU)
+    train_state.model(torch.ones(2, 4)).sum().backward()
+    return train_state
 
 
 def test_state_that_cannot_be_carried_is_refused_with_its_optimizer_and_key():
-    replica = with_gradients(Workload(deque))
+    train_state = with_gradients(Workload(deque))
     with pytest.raises(
         WrongInput, match=r"Remembers cannot be kept.*'optimizer/weight/norms'"
     ) as e:
-        try_optimizer(Workload(deque), spec(), replica)
+        try_optimizer(Workload(deque), spec(), train_state)
     assert "is a collections.deque, which cannot be carried" in str(e.value)
 
 
 def test_nothing_stays_of_the_trial():
-    replica = with_gradients(Workload(list))
-    before = {n: t.clone() for n, t in capture(replica.model, replica.optimizer, None)[1].items()}
-    try_optimizer(Workload(list), spec(), replica)
-    after = capture(replica.model, replica.optimizer, None)[1]
+    train_state = with_gradients(Workload(list))
+    before = {
+        n: t.clone() for n, t in capture(train_state.model, train_state.optimizer, None)[1].items()
+    }
+    try_optimizer(Workload(list), spec(), train_state)
+    after = capture(train_state.model, train_state.optimizer, None)[1]
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert not replica.optimizer.state
+    assert not train_state.optimizer.state

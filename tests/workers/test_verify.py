@@ -60,12 +60,12 @@ def test_the_majority_decides_and_the_first_tensor_is_named():
 
 def stepped():
     """A replica after one step, so that the optimizer has state."""
-    replica = build_replica(Tiny(), spec(), CPU)
-    for parameter in replica.parameters:
+    train_state = build_replica(Tiny(), spec(), CPU)
+    for parameter in train_state.parameters:
         parameter.grad = torch.ones_like(parameter)
-    replica.optimizer.step()
-    replica.step = 1
-    return replica
+    train_state.optimizer.step()
+    train_state.step = 1
+    return train_state
 
 
 def verified(num_ranks, flip):
@@ -83,7 +83,7 @@ def verified_of(replicas, mesh):
     def body(group):
         link = FakeLink()
         member = SimpleNamespace(
-            replica=replicas[group.rank],
+            train_state=replicas[group.rank],
             group=group,
             device=CPU,
             link=link,
@@ -104,13 +104,13 @@ WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
 
 
 def test_rows_are_told_from_what_is_replicated():
-    replica = build("fsdp")
-    enter(replica, Alone(), 0)
-    train(replica, Alone(), "fsdp", 1)
-    whole, rows = fingerprints(replica)
+    train_state = build("fsdp")
+    enter(train_state, Alone(), 0)
+    train(train_state, Alone(), "fsdp", 1)
+    whole, rows = fingerprints(train_state)
     names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
-    trained = serialization.trained_tensors(replica.model, replica.optimizer)
+    trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
     assert set(whole) | set(rows) == set(trained)
     assert not set(whole) & set(rows)
 

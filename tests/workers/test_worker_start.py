@@ -55,7 +55,7 @@ def loading(workload) -> Worker:
     """A worker that has been told to load, without its process."""
     torch.set_num_threads(1)
     rig, worker = Rig("bitwise", workload), object.__new__(Worker)
-    worker._spec, worker._replica, worker._member = rig.spec, rig.replica, rig.member
+    worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
     worker._session, worker._link, worker._workload = rig.session, rig.link, workload
     worker._loader, worker._device, worker._vitals = rig.loader, CPU, rig.member.vitals
     return worker

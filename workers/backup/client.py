@@ -18,12 +18,12 @@ from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.backup.copy import Shadow, bytes_of, is_older
+from workers.backup.copy import BackupCopy, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key
 from workers.train_state.out_of_memory import OutOfMemory, says_no_memory
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0
@@ -53,13 +53,13 @@ class Standing(Protocol):
     world_size: int
 
 
-class Keeper:
+class BackupClient:
     """The main thread keeps and waits; a thread copies and pushes."""
 
     def __init__(self, spec: WorkerSpec, send: Callable[..., None]) -> None:
         """send: reports to the controller."""
         self._spec, self._send = spec, send
-        self.shadows: list[Shadow] = []
+        self.shadows: list[BackupCopy] = []
         """Oldest first: the last one may not be held yet, by it or by others."""
         self.holders: tuple[BackupAddress, ...] = ()
         """The best first."""
@@ -69,7 +69,7 @@ class Keeper:
         self._is_bare = False
         """The controller has been told that no holder has this rank's newest copy."""
         self._arenas: list[SharedArena] = []
-        self._lent: list[Shadow] = []
+        self._lent: list[BackupCopy] = []
         """What a holder of this node may still read."""
         self._can_share = True
         self._generation = 0
@@ -78,7 +78,9 @@ class Keeper:
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._num_open = 0  # jobs that the thread has not finished
-        self._jobs: queue.SimpleQueue[tuple[Shadow, tuple[int, int] | None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[BackupCopy, tuple[int, int] | None]] = (
+            queue.SimpleQueue()
+        )
         self._connection: socket.socket | None = None
         self._connected_to: BackupAddress | None = None
         self._sending: socket.socket | None = None
@@ -93,7 +95,9 @@ class Keeper:
         return self._spec.snapshot_every == 1
 
     # --- main thread -------------------------------------------------------------------
-    def begin(self, replica: Replica, origin: int, by: Standing, *, is_held: bool = False) -> None:
+    def begin(
+        self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False
+    ) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
 
         origin: the generation that computed the step it begins with. is_held: holders have all of
@@ -104,27 +108,27 @@ class Keeper:
         if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
                 sending.shutdown(socket.SHUT_RDWR)
-        same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, replica.step)]
+        same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, train_state.step)]
         if is_held:
             self._let_go(same[-1:])
             self._carried = same[-1].key.generation if same else -1
         else:
-            self._keep(same[-1:], replica, origin, by, None)
+            self._keep(same[-1:], train_state, origin, by, None)
 
-    def after_step(self, replica: Replica, by: Standing) -> None:
+    def after_step(self, train_state: TrainState, by: Standing) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
         last = self.shadows[-1:]
         since = self._since(by)
-        if replica.step % self._spec.snapshot_every == 0:
-            self._keep(last, replica, by.generation, by, since)
+        if train_state.step % self._spec.snapshot_every == 0:
+            self._keep(last, train_state, by.generation, by, since)
         elif since is not None and self._settled < by.generation:
             self._ask(last[0], since)  # else holders would keep the copies of every generation
             self._settled = by.generation
 
-    def before_pause(self, replica: Replica, by: Standing) -> None:
+    def before_pause(self, train_state: TrainState, by: Standing) -> None:
         """Whoever leaves at this boundary takes nothing along."""
-        if self.shadows and self.shadows[-1].key.step < replica.step:
-            self._keep(self.shadows[-1:], replica, by.generation, by, self._since(by))
+        if self.shadows and self.shadows[-1].key.step < train_state.step:
+            self._keep(self.shadows[-1:], train_state, by.generation, by, self._since(by))
 
     def _since(self, by: Standing) -> tuple[int, int] | None:
         """The last copy, if it is of this generation: all ranks' are held."""
@@ -134,8 +138,8 @@ class Keeper:
 
     def _keep(
         self,
-        shadows: list[Shadow],
-        replica: Replica,
+        shadows: list[BackupCopy],
+        train_state: TrainState,
         origin: int,
         by: Standing,
         settled: tuple[int, int] | None,
@@ -145,19 +149,19 @@ class Keeper:
             arena = self._arenas.pop() if self._arenas else SharedArena()
         arena.give({})
         mesh = Mesh(self._spec.parallel, by.world_size)
-        assert replica.sharded is not None
-        key = Key(by.generation, replica.sharded.mesh.position(by.rank), replica.step)
-        shadow = Shadow(key, origin, mesh, replica, arena)
+        assert train_state.sharded is not None
+        key = Key(by.generation, train_state.sharded.mesh.position(by.rank), train_state.step)
+        shadow = BackupCopy(key, origin, mesh, train_state, arena)
         self.shadows.append(shadow)
         self._ask(shadow, settled)
 
-    def _ask(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
+    def _ask(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> None:
         with self._changed:
             self._num_open += 1
             shadow.num_jobs += 1
         self._jobs.put((shadow, settled))
 
-    def _let_go(self, kept: list[Shadow]) -> None:
+    def _let_go(self, kept: list[BackupCopy]) -> None:
         with self._changed:  # what is still being sent keeps its memory
             idle = [s for s in self.shadows if s not in kept and not s.num_jobs]
             self.shadows = list(kept)
@@ -171,7 +175,7 @@ class Keeper:
             self._arenas += [s.arena for s in self._lent if s not in still]
             self._lent = still
 
-    def finished(self) -> list[Shadow]:
+    def finished(self) -> list[BackupCopy]:
         """Those that are whole on the host, the newest first."""
         return [s for s in reversed(self.shadows) if s.finish(COPY_S)]
 
@@ -220,7 +224,7 @@ class Keeper:
                 shadow.num_jobs -= 1
                 self._changed.notify_all()
 
-    def _protect(self, shadow: Shadow, settled: tuple[int, int] | None) -> None:
+    def _protect(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> None:
         if not shadow.tensors:
             shadow.copy()
         if shadow.held_by not in self.holders:
@@ -232,7 +236,7 @@ class Keeper:
             generation, rank, step = shadow.key
             self._send("held", generation=generation, rank=rank, step=step)
 
-    def _tell_of(self, shadow: Shadow) -> None:
+    def _tell_of(self, shadow: BackupCopy) -> None:
         """Whenever nobody holds it; and when that is over."""
         if not self._is_wanted(shadow) or (shadow.is_held and not self._is_bare):
             return
@@ -241,7 +245,7 @@ class Keeper:
         self._is_bare = not shadow.is_held
         self._send("protected", step=shadow.key.step, why=why)
 
-    def _push(self, shadow: Shadow, settled: tuple[int, int] | None) -> BackupAddress | None:
+    def _push(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> BackupAddress | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
         header = {
             "type": "push",
@@ -287,7 +291,7 @@ class Keeper:
         del self._failed[holder]
         return True
 
-    def _is_wanted(self, shadow: Shadow) -> bool:
+    def _is_wanted(self, shadow: BackupCopy) -> bool:
         return shadow.key.generation in (self._generation, self._carried)
 
     def _settle(self, settled: tuple[int, int]) -> None:
@@ -297,7 +301,7 @@ class Keeper:
         except OSError:
             self._close()  # the next push finds out more
 
-    def _send_copy(self, holder: BackupAddress, header: wire.Header, shadow: Shadow) -> None:
+    def _send_copy(self, holder: BackupAddress, header: wire.Header, shadow: BackupCopy) -> None:
         """Raises OSError, ValueError."""
         if self._connection is not None and self._connected_to == holder:
             try:
@@ -313,7 +317,11 @@ class Keeper:
         self._transfer(self._connection, holder, header, shadow)
 
     def _transfer(
-        self, connection: socket.socket, holder: BackupAddress, header: wire.Header, shadow: Shadow
+        self,
+        connection: socket.socket,
+        holder: BackupAddress,
+        header: wire.Header,
+        shadow: BackupCopy,
     ) -> None:
         self._sending = connection
         try:
@@ -322,7 +330,11 @@ class Keeper:
             self._sending = None
 
     def _transfer_whole(
-        self, connection: socket.socket, holder: BackupAddress, header: wire.Header, shadow: Shadow
+        self,
+        connection: socket.socket,
+        holder: BackupAddress,
+        header: wire.Header,
+        shadow: BackupCopy,
     ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
         shared = shadow.arena.describe(shadow.tensors) if is_near else None

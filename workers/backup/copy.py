@@ -15,15 +15,15 @@ from workers.backup.shared import SharedArena
 from workers.backup.store import Key, Slice, crc32
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import as_bytes
-from workers.parallel.shards import Kind, kinds_of, local
-from workers.train_state.train_state import Replica
+from workers.parallel.shards import TensorLayout, kinds_of, local
+from workers.train_state.train_state import TrainState
 
 
-class Shadow:
+class BackupCopy:
     """This rank's shard after `step` steps, on the host once it is copied."""
 
     def __init__(
-        self, key: Key, origin: int, mesh: Mesh, replica: Replica, arena: SharedArena
+        self, key: Key, origin: int, mesh: Mesh, train_state: TrainState, arena: SharedArena
     ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
         self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
@@ -32,12 +32,12 @@ class Shadow:
         """A holder that reads it where it is."""
         self.num_jobs = 0
         """That read it; under the keeper's lock."""
-        self.kinds: list[Kind] = []
+        self.kinds: list[TensorLayout] = []
         self.tensors: dict[str, Tensor] = {}
         self.sums: list[int] = []
         """A CRC-32 of each, made with the copy."""
         self._is_copied = threading.Event()
-        self._snapshot = replica.snapshot(self._rows, arena)
+        self._snapshot = train_state.snapshot(self._rows, arena)
         self.state: dict[str, Any] = self._snapshot.header
 
     def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class Shadow:
         """Nothing has changed in memory since it was copied."""
         return self._sums() == self.sums
 
-    def described(self) -> tuple[dict[str, Any], list[Kind]]:
+    def described(self) -> tuple[dict[str, Any], list[TensorLayout]]:
         """JSON part and tensors of the state."""
         return self.state, self.kinds
 
@@ -88,6 +88,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(tensor) if tensor.numel() else memoryview(b"")
 
 
-def is_older(shadow: Shadow, settled: tuple[int, int] | None) -> bool:
+def is_older(shadow: BackupCopy, settled: tuple[int, int] | None) -> bool:
     """Whether a holder that has heard `settled` has dropped its copy."""
     return settled is not None and (shadow.key.generation, shadow.key.step) < settled

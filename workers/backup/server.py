@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from elastic.protocol import wire
-from workers.backup.store import Copy, DamagedCopy, Key, Room, Shelf, Slice, Stale, crc32
+from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Room, Slice, Stale, crc32
 from workers.distributed.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ CHECKED_BYTES_S = 5e8
 _POLL_S = 0.5
 
 
-class HolderServer:
+class BackupServer:
     """Listens; a thread per connection."""
 
     def __init__(self, host: str, token: str) -> None:
-        self.shelf = Shelf()
+        self.shelf = BackupStore()
         self._lock = threading.Lock()
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])

@@ -114,7 +114,7 @@ class Copy:
         return memoryview(self.content)[begin : begin + num_rows * row_bytes]
 
 
-class Shelf:
+class BackupStore:
     """The copies of one holder. Not for several threads at once."""
 
     def __init__(self) -> None:

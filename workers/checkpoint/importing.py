@@ -20,7 +20,7 @@ from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
 from workers.membership.state_stream import as_bytes
 from workers.train_state.digest import plain_name, tensor_bytes
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 from workers.train_state.trial import step_undone
 
 SHOWN = 3
@@ -42,7 +42,7 @@ class ImportSettings:
 
 
 def load_foreign(
-    replica: Replica,
+    train_state: TrainState,
     source: Foreign,
     on_bytes: OnBytes = ignore,
     *,
@@ -56,13 +56,13 @@ def load_foreign(
     """
     notes: list[str] = []
     if with_optimizer and source.optimizer is not None:
-        notes += _load_optimizer(replica, source, source.optimizer, is_partial)
-    return _load_weights(replica.model, source, is_partial, on_bytes) + notes
+        notes += _load_optimizer(train_state, source, source.optimizer, is_partial)
+    return _load_weights(train_state.model, source, is_partial, on_bytes) + notes
 
 
 def publish_initial(
     catalogue: Catalogue,
-    replica: Replica,
+    train_state: TrainState,
     about: Mapping[str, Any],
     on_bytes: OnBytes = ignore,
 ) -> None:
@@ -74,7 +74,7 @@ def publish_initial(
         boxes.extend(box for box, _ in pieces)
         return {box.name: piece for box, piece in pieces}
 
-    snapshot = replica.snapshot(whole)
+    snapshot = train_state.snapshot(whole)
 
     def contents() -> Iterator[memoryview]:
         for box in boxes:
@@ -174,14 +174,14 @@ def _load_extra(model: nn.Module, source: Foreign) -> list[str]:
 
 # --- optimizer -----------------------------------------------------------------------------------
 def _load_optimizer(
-    replica: Replica, source: Foreign, given: OptimizerState, is_partial: bool
+    train_state: TrainState, source: Foreign, given: OptimizerState, is_partial: bool
 ) -> list[str]:
-    optimizer = replica.optimizer
-    names = {p: n for n, p in replica.model.named_parameters()}
+    optimizer = train_state.optimizer
+    names = {p: n for n, p in train_state.model.named_parameters()}
     groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     by_name = _by_name(source, given, groups)
     kind = type(optimizer).__name__
-    expected = _try_step(replica, names)
+    expected = _try_step(train_state, names)
     parameters = {name: p for p, name in names.items()}
     for name, state in by_name.items():
         if name not in expected:
@@ -202,17 +202,17 @@ def _by_name(source: Foreign, given: OptimizerState, groups: list[list[str]]) ->
     return {order[i]: state for i, state in given.by_position.items()}
 
 
-def _try_step(replica: Replica, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+def _try_step(train_state: TrainState, names: dict[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
     """What the optimizer keeps for each parameter, from a step that is undone."""
-    optimizer = replica.optimizer
+    optimizer = train_state.optimizer
     options = [
         copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         for group in optimizer.param_groups
     ]
-    for p in replica.parameters:
+    for p in train_state.parameters:
         p.grad = torch.zeros_like(p)
-    step_undone(optimizer, replica.parameters)
-    replica.drop_gradients()
+    step_undone(optimizer, train_state.parameters)
+    train_state.drop_gradients()
     kept = {
         names[cast(nn.Parameter, p)]: dict(state)
         for p, state in optimizer.state.items()

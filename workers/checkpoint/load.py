@@ -18,7 +18,7 @@ from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.membership.state_stream import as_bytes
 from workers.train_state.digest import weights_sha256
 from workers.train_state.state_header import weights_of
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 READERS = 4
 """Threads that read: one alone does not use a disk's or an object store's bandwidth."""
@@ -29,28 +29,28 @@ def nothing() -> None:
 
 
 def load_newest(
-    catalogue: Catalogue, replica: Replica, begin_piece: Callable[[], None] = nothing
+    catalogue: Catalogue, train_state: TrainState, begin_piece: Callable[[], None] = nothing
 ) -> list[Damage]:
-    """Restore the newest good checkpoint newer than `replica` (or of step 0), else leave it alone.
+    """Restore the newest good checkpoint newer than `train_state` (or of step 0), else leave it alone.
 
     An initial state's memory is read into, so that damage found on the way leaves nothing of it; a
     later state is touched only when all was read and verified. Gives those that were found damaged.
     WrongInput if all are, and nothing else is left but to start over; OSError if a store is away.
     """
     damaged: list[Damage] = []
-    held = replica.step or -1  # an imported checkpoint, of step 0, replaces the initial state
+    held = train_state.step or -1  # an imported checkpoint, of step 0, replaces the initial state
     for step in reversed([s for s in catalogue.steps() if s > held]):
         try:
             manifest = catalogue.manifest(step)
-            replica.settle()
-            into = None if replica.step else replica.tensors()
+            train_state.settle()
+            into = None if train_state.step else train_state.tensors()
             tensors = read_tensors(catalogue, manifest, into=into, begin_piece=begin_piece)
         except DamagedCheckpoint as error:
             damaged.append(Damage(step, str(error)))
             continue
-        replica.restore(manifest.state, tensors)
+        train_state.restore(manifest.state, tensors)
         return damaged
-    if damaged and replica.step == 0:
+    if damaged and train_state.step == 0:
         raise _all_damaged(catalogue, damaged)
     return damaged
 

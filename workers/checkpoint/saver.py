@@ -27,7 +27,7 @@ from workers.membership.link import ControllerLink
 from workers.membership.state_stream import as_bytes
 from workers.membership.step_log import Standing
 from workers.parallel.shards import is_shard, local
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05
@@ -123,35 +123,35 @@ class Saver:
         """A save of this step or a later one."""
         return self._saved[0] == generation and self._saved[1] >= step
 
-    def after_step(self, replica: Replica, by: Standing, *, is_asked: bool) -> None:
+    def after_step(self, train_state: TrainState, by: Standing, *, is_asked: bool) -> None:
         """Nobody is saving: begin if it is time, else see that memory for it is ready by then.
 
         is_asked: by the controller, of all ranks."""
-        if self.is_due(replica.step) or (is_asked and replica.step < self._spec.steps):
-            self.begin(replica, by)
+        if self.is_due(train_state.step) or (is_asked and train_state.step < self._spec.steps):
+            self.begin(train_state, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
-            tensors = replica.tensors()
-            pieces = share(tensors, by.rank, by.world_size, _mesh_of(replica, by))
+            tensors = train_state.tensors()
+            pieces = share(tensors, by.rank, by.world_size, _mesh_of(train_state, by))
             mine = [(t.dtype, t.shape) for _, t in pieces]
             touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
             touch.start()
             self._prepared = by.generation
 
     def save(
-        self, replica: Replica, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
+        self, train_state: TrainState, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
     ) -> Saving:
         """Begin once an earlier save has been written, unless that was of this step: then it is
         only pinned, if need be."""
         self._wait()
-        if self._saved != (by.generation, replica.step):
-            self.begin(replica, by, is_pinned=is_pinned)
+        if self._saved != (by.generation, train_state.step):
+            self.begin(train_state, by, is_pinned=is_pinned)
         elif is_pinned and self._said is not None and self._said[0] == "part_saved":
             kind, content, fields = self._said
-            self._link.concluded_saves.pop(replica.step, None)
+            self._link.concluded_saves.pop(train_state.step, None)
             self._say(kind, {**content, "is_pinned": True}, fields)
-        return Saving(replica.step, self._link, is_over)
+        return Saving(train_state.step, self._link, is_over)
 
-    def begin(self, replica: Replica, by: Standing, *, is_pinned: bool = False) -> None:
+    def begin(self, train_state: TrainState, by: Standing, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
         generation, rank, world_size = by.generation, by.rank, by.world_size
         assert self.catalogue is not None
@@ -159,14 +159,14 @@ class Saver:
         boxes: list[Box] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            pieces = share(tensors, rank, world_size, _mesh_of(replica, by))
+            pieces = share(tensors, rank, world_size, _mesh_of(train_state, by))
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
-        self._link.concluded_saves.pop(replica.step, None)
-        snapshot = replica.snapshot(mine, self._memory)
-        job = _Job(generation, replica.step, rank, world_size, boxes, snapshot, is_pinned)
-        self._job, self._saved = job, (generation, replica.step)
+        self._link.concluded_saves.pop(train_state.step, None)
+        snapshot = train_state.snapshot(mine, self._memory)
+        job = _Job(generation, train_state.step, rank, world_size, boxes, snapshot, is_pinned)
+        self._job, self._saved = job, (generation, train_state.step)
         self._thread = threading.Thread(target=self._write, args=(job,), name="saver", daemon=True)
         self._thread.start()
 
@@ -185,7 +185,7 @@ class Saver:
             self._job.is_given_up = True
 
     def save_now(
-        self, replica: Replica, by: Standing, tell: Callable[[], None] = lambda: None
+        self, train_state: TrainState, by: Standing, tell: Callable[[], None] = lambda: None
     ) -> None:
         """Return once this state's part is written or has failed; an older save ends first. It has
         failed, too, where the storage hangs.
@@ -193,13 +193,17 @@ class Saver:
         tell: called now and then while it gets further.
         """
         is_over = self._wait_moving(tell)
-        if is_over and self._spec.has_checkpoints and self._saved != (by.generation, replica.step):
-            self.begin(replica, by)
+        if (
+            is_over
+            and self._spec.has_checkpoints
+            and self._saved != (by.generation, train_state.step)
+        ):
+            self.begin(train_state, by)
             is_over = self._wait_moving(tell)
         if not is_over and self._job is not None:
             self._job.is_given_up = True
             stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
-            where = {"generation": by.generation, "rank": by.rank, "step": replica.step}
+            where = {"generation": by.generation, "rank": by.rank, "step": train_state.step}
             log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
             self._say("part_failed", {}, {"message": f"the storage hangs in {stuck}", **where})
 
@@ -252,10 +256,10 @@ class Saver:
             self._memory.give(copies)
 
 
-def _mesh_of(replica: Replica, by: Standing) -> Mesh | None:
-    if replica.sharded is None:
+def _mesh_of(train_state: TrainState, by: Standing) -> Mesh | None:
+    if train_state.sharded is None:
         return None
-    return replica.sharded.mesh_of_rows(by.rank, by.world_size)
+    return train_state.sharded.mesh_of_rows(by.rank, by.world_size)
 
 
 def share(

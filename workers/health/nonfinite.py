@@ -33,7 +33,7 @@ class Inspection:
     @property
     def is_on(self) -> bool:
         """In this attempt; as agreed by the members of this generation."""
-        return self._asked == (self._member.generation, self._member.replica.step)
+        return self._asked == (self._member.generation, self._member.train_state.step)
 
     def ask(self, generation: int, step: int) -> None:
         self._asked, self.found = (generation, step), None
@@ -41,7 +41,7 @@ class Inspection:
     def before_backward(self, microbatch_id: int) -> None:
         if self.is_on:
             self._microbatch_id = microbatch_id
-            leaves = leaves_of(self._member.replica, self._parameters)
+            leaves = leaves_of(self._member.train_state, self._parameters)
             trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
             self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
 
@@ -57,12 +57,12 @@ class Inspection:
         return look
 
 
-def leaves_of(replica: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def leaves_of(train_state: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """What autograd sees of each parameter: where sharded, what the forward has gathered."""
     leaves: dict[str, Tensor] = dict(parameters)
-    if replica.sharded is not None:
+    if train_state.sharded is not None:
         names = {id(p): name for name, p in parameters.items()}
-        for param in replica.sharded.model.params():
+        for param in train_state.sharded.model.params():
             name = names.get(id(param.sharded_param))
             whole = getattr(param, "_unsharded_param", None)
             if name is not None and whole is not None:

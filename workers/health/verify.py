@@ -19,7 +19,7 @@ from workers.train_state import serialization
 
 if TYPE_CHECKING:
     from workers.membership.member import Member
-    from workers.train_state.train_state import Replica
+    from workers.train_state.train_state import TrainState
 
 ROW_WORDS = 4096
 MASK = 2**64 - 1
@@ -37,11 +37,11 @@ def verify(member: "Member", every: int) -> None:
     (by every rank that gets so far: the first report ends the generation); Diverged, on every
     rank, if none does.
     """
-    replica, group = member.replica, member.group
+    train_state, group = member.train_state, member.group
     assert group is not None
-    if group.world_size == 1 or replica.step == 0 or replica.step % every:
+    if group.world_size == 1 or train_state.step == 0 or train_state.step % every:
         return
-    hashes = fingerprints(replica)
+    hashes = fingerprints(train_state)
     mine = torch.tensor([combined(part) for part in hashes], device=member.device)
     everyones = [torch.empty_like(mine) for _ in range(group.world_size)]
     group.all_gather(everyones, mine).wait()
@@ -57,7 +57,7 @@ def verify(member: "Member", every: int) -> None:
     gathered = gather_json(group, [member.spec.worker, hashes], member.device)
     odd, tensor, count = compare([gathered[r][1][part] for r in ranks])
     others = f"{count} tensors" if count > 1 else "one tensor"
-    what = f"after step {replica.step} in {tensor!r} ({others} in all)"
+    what = f"after step {train_state.step} in {tensor!r} ({others} in all)"
     if not odd:
         named = " and ".join(map(str, ranks))
         raise Diverged(
@@ -89,12 +89,14 @@ def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
     return odd if 2 * count > len(found) else [], differing[0], len(differing)
 
 
-def fingerprints(replica: "Replica") -> tuple[dict[str, int], dict[str, int]]:
+def fingerprints(train_state: "TrainState") -> tuple[dict[str, int], dict[str, int]]:
     """Of parameters and optimizer state by their names in a snapshot: of what is replicated, and
     of this rank's rows. Not of buffers, which a step in progress has changed."""
     whole: dict[str, int] = {}
     rows: dict[str, int] = {}
-    for name, tensor in serialization.trained_tensors(replica.model, replica.optimizer).items():
+    for name, tensor in serialization.trained_tensors(
+        train_state.model, train_state.optimizer
+    ).items():
         (rows if is_shard(tensor) else whole)[name] = fingerprint(local(tensor))
     return whole, rows
 

@@ -18,7 +18,7 @@ from workers.membership.standing import Standing
 from workers.membership.state_stream import Following
 from workers.parallel.pieces import Pieces
 from workers.train_state.out_of_memory import told_as_loss
-from workers.train_state.train_state import Replica, Update
+from workers.train_state.train_state import TrainState, Update
 
 
 class Copying:
@@ -27,7 +27,7 @@ class Copying:
     def __init__(
         self,
         spec: WorkerSpec,
-        replica: Replica,
+        train_state: TrainState,
         link: ControllerLink,
         vitals: Vitals,
         device: torch.device,
@@ -37,7 +37,7 @@ class Copying:
     ) -> None:
         """on_replaced: the state is another worker's now; on_followed: it has taken a step. Both
         are given what the other one knows of steps that are not on record."""
-        self._spec, self._replica, self._link = spec, replica, link
+        self._spec, self._replica, self._link = spec, train_state, link
         self._vitals, self._device = vitals, device
         self._on_replaced, self._on_followed = on_replaced, on_followed
         self._following: Following | None = None
@@ -84,23 +84,23 @@ class Copying:
             self._link.send("sync_failed", reason=failure)
 
     def _apply(self, following: Following) -> None:
-        replica = self._replica
+        train_state = self._replica
         while not following.received.empty():
             header, tensors = following.received.get()
             if header["type"] == "snapshot":
-                replica.restore(header, tensors)
+                train_state.restore(header, tensors)
                 self._standing.has_state, self._is_lagging = True, False
                 self._on_replaced(header["records"])
             elif header["type"] == "lags":
                 self._is_lagging = True
-            elif header["step"] == replica.step + 1:
-                replica.apply(Update.from_frame(header, tensors, self._device))
+            elif header["step"] == train_state.step + 1:
+                train_state.apply(Update.from_frame(header, tensors, self._device))
                 self._on_followed(header["records"])
                 following.memory.give(tensors)
-            self._vitals.step = replica.step
+            self._vitals.step = train_state.step
             if header["queued"] == 0 and not self._standing.is_following:
                 self._standing.is_following = True
-                self._link.send("synced", step=replica.step)
+                self._link.send("synced", step=train_state.step)
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state stands at `step`, lags, or is_over(). PeerLost if it never will."""

@@ -17,7 +17,7 @@ from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
-from workers.backup.client import Keeper
+from workers.backup.client import BackupClient
 from workers.checkpoint.saver import Saver
 from workers.checkpoint.snapshot import Snapshot
 from workers.distributed import process_group
@@ -34,7 +34,7 @@ from workers.parallel.pieces import Pieces
 from workers.step.evaluation_log import Evaluated
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
-from workers.train_state.train_state import Replica, Update
+from workers.train_state.train_state import TrainState, Update
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Member:
     def __init__(
         self,
         spec: WorkerSpec,
-        replica: Replica,
+        train_state: TrainState,
         link: ControllerLink,
         peers: PeerServer,
         saver: Saver,
@@ -65,7 +65,7 @@ class Member:
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
     ) -> None:
-        self.spec, self.replica, self.link, self.peers = spec, replica, link, peers
+        self.spec, self.train_state, self.link, self.peers = spec, train_state, link, peers
         self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self.group: AnyGroup | None = None
@@ -84,13 +84,13 @@ class Member:
         self.compilation = Compilation(vitals)
         self._formation: process_group.Formation | None = None
         self._followers = Followers(peers)
-        self.keeper = None if replica.sharded is None else Keeper(spec, link.send)
-        if replica.sharded is not None:
-            replica.sharded.keeper = self.keeper
-        delays = self.keeper is not None and self.keeper.delays_commits
+        self.backup_client = None if train_state.sharded is None else BackupClient(spec, link.send)
+        if train_state.sharded is not None:
+            train_state.sharded.backup_client = self.backup_client
+        delays = self.backup_client is not None and self.backup_client.delays_commits
         self.records = records = Records(link, spec.global_batch, is_delayed=delays)
         seams = self.standing, self._on_replaced, records.take
-        self._copying = Copying(spec, replica, link, vitals, device, *seams)
+        self._copying = Copying(spec, train_state, link, vitals, device, *seams)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, header: dict[str, Any]) -> None:
@@ -113,14 +113,14 @@ class Member:
             self.group.abandon()
 
     def hear_holders(self, header: dict[str, Any]) -> None:
-        if self.keeper is not None:
-            self.keeper.hear(header["holders"])
+        if self.backup_client is not None:
+            self.backup_client.hear(header["holders"])
 
     # --- what a step asks --------------------------------------------------------------
     @property
     def step(self) -> int:
         """Committed steps."""
-        return self.replica.step
+        return self.train_state.step
 
     @property
     def is_cancelled(self) -> bool:
@@ -137,7 +137,7 @@ class Member:
 
     @property
     def mesh(self) -> Mesh:
-        sharded = self.replica.sharded
+        sharded = self.train_state.sharded
         return Mesh(self.spec.parallel, self.world_size) if sharded is None else sharded.mesh
 
     @property
@@ -167,36 +167,36 @@ class Member:
 
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
-        if self.keeper is not None:
-            self.keeper.wait(lambda: self.is_cancelled)
+        if self.backup_client is not None:
+            self.backup_client.wait(lambda: self.is_cancelled)
 
     def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """Apply a prepared step with its completed vote, feed followers, report."""
-        replica, layout = self.replica, prepared.layout
+        train_state, layout = self.train_state, prepared.layout
         self.vitals.enter("apply")
         update = Update(
-            step=replica.step + 1,
+            step=train_state.step + 1,
             is_finite=vote.is_finite,
             divisor=vote.divisor,
             num_microbatches=layout.num_microbatches,
             used=vote.used,
             gradients=prepared.reduced.gradients,
             buffers=prepared.reduced.buffers,
-            integers=tuple(replica.buffers.integers),
-            tracked=replica.buffers.tracked,
+            integers=tuple(train_state.buffers.integers),
+            tracked=train_state.buffers.tracked,
             log_names=layout.log_names,
         )
         self.records.add(update.step, prepared, vector, vote)
         self._followers.offer(lambda: update.to_frame(self.records.to_frame(is_newest_enough=True)))
-        replica.apply(update)
+        train_state.apply(update)
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
-        self.vitals.step = replica.step
-        self.compilation.tell(self.generation, replica.step)
-        if self.keeper is not None:
-            self.keeper.after_step(replica, self)
+        self.vitals.step = train_state.step
+        self.compilation.tell(self.generation, train_state.step)
+        if self.backup_client is not None:
+            self.backup_client.after_step(train_state, self)
         if not vote.is_saving:
-            self.saver.after_step(replica, self, is_asked=vote.should_save)
+            self.saver.after_step(train_state, self, is_asked=vote.should_save)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -209,10 +209,12 @@ class Member:
             self.wait_for_generation()
 
     def _say_paused(self) -> None:
-        if self.keeper is not None:
-            self.keeper.before_pause(self.replica, self)
+        if self.backup_client is not None:
+            self.backup_client.before_pause(self.train_state, self)
         self.wait_for_copies()
-        self.link.send("paused", generation=self.generation, rank=self.rank, step=self.replica.step)
+        self.link.send(
+            "paused", generation=self.generation, rank=self.rank, step=self.train_state.step
+        )
 
     def wait_for_generation(self, *, is_in_step: bool = False) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
@@ -248,13 +250,15 @@ class Member:
                 self._copying.stop()
                 with told_as_loss("it loaded the state"):
                     damaged = self._on_load(header["place"], header["recorded_step"])
-                if self.replica.sharded is None:
-                    self.records.go_back(self.replica.step)
+                if self.train_state.sharded is None:
+                    self.records.go_back(self.train_state.step)
                     self.records.repeat(self, header["recorded_step"])
                 self.standing.has_state = True
-                self.vitals.step = self.replica.step
+                self.vitals.step = self.train_state.step
                 self.link.send(
-                    "loaded", step=self.replica.step, damaged=[[d.step, d.what] for d in damaged]
+                    "loaded",
+                    step=self.train_state.step,
+                    damaged=[[d.step, d.what] for d in damaged],
                 )
             case "sync":
                 self._follow(header)
@@ -269,7 +273,7 @@ class Member:
             case "form":
                 return self._form(header, payload)
             case "keep":
-                self.saver.save_now(self.replica, self)
+                self.saver.save_now(self.train_state, self)
                 self.link.send("kept", generation=self.generation, rank=self.rank)
             case "finish":
                 self.end(header)
@@ -279,13 +283,13 @@ class Member:
         return False
 
     def _say_suspended(self) -> None:
-        vote, sharded = self.records.last_vote, self.replica.sharded
+        vote, sharded = self.records.last_vote, self.train_state.sharded
         self.link.send(
             "suspended",
             vote[1] if vote else b"",
             generation=self.generation,
             rank=self.rank,
-            step=-1 if sharded is not None and sharded.holds_nothing else self.replica.step,
+            step=-1 if sharded is not None and sharded.holds_nothing else self.train_state.step,
             is_prepared=self.prepared is not None,
             is_between_steps=self.is_evaluating or self.is_done,
             vote=vote[0] if vote else None,
@@ -304,7 +308,7 @@ class Member:
         self._told_at = time.monotonic()
         try:  # the hash first: it is a collective, and the ranks' saves may take different times
             sha256 = self._on_finish(self, header["log_folder"])
-            self.saver.save_now(self.replica, self, self._say_still_saving)
+            self.saver.save_now(self.train_state, self, self._say_still_saving)
         except PeerLost as error:  # of a sharded state nobody can say the hash now
             self.collective_failed(error)
             return
@@ -354,7 +358,7 @@ class Member:
         if not self._join_group():
             return False
         began, pieces = time.monotonic(), pieces_of(self)
-        is_sharded = self.replica.sharded is not None
+        is_sharded = self.train_state.sharded is not None
         with told_as_loss("it got its part of the state"):
             enter = enter_shard if is_sharded else Member._catch_up_late
             has_entered = enter(self, header, pieces)
@@ -387,18 +391,18 @@ class Member:
         self.should_pause = bool(header["then_pause"])
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
-        where = (self.generation, self.replica.step, self.rank, self.world_size)
+        where = (self.generation, self.train_state.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
         said: dict[str, Any] = {"generation": self.generation, "rank": self.rank}
-        self.link.send("joined", state_s=round(state_s, 6), step=self.replica.step, **said)
-        self.evaluated.hear(header["evaluation"], self.replica.step)
+        self.link.send("joined", state_s=round(state_s, 6), step=self.train_state.step, **said)
+        self.evaluated.hear(header["evaluation"], self.train_state.step)
         self.evaluated.say(self.rank)
         if self.rank == 0:
             self.records.repeat(self, header["recorded_step"])
 
     def _reach(self, header: dict[str, Any], payload: bytes) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
-        if self.replica.sharded is not None:
+        if self.train_state.sharded is not None:
             return
         if header["vote"] is not None and self.prepared is not None:
             names = tuple(header["vote"]["log_names"])
@@ -407,25 +411,25 @@ class Member:
             prepared = replace(self.prepared, layout=layout)
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
-        self.replica.forget_unagreed()
+        self.train_state.forget_unagreed()
         self._copying.catch_up(header["step"], lambda: self._aborted >= self.generation)
 
     # --- following and being followed --------------------------------------------------------
     def _follow(self, header: dict[str, Any]) -> None:
-        if self.replica.sharded is None:
+        if self.train_state.sharded is None:
             self._copying.start(header["address"], self.wake)
         else:  # its rows come when the generation forms
-            self.replica.sharded.forget()
+            self.train_state.sharded.forget()
             self.records.forget()
             self.standing.is_following = self.standing.has_state = True
-            self.link.send("synced", step=self.replica.step)
+            self.link.send("synced", step=self.train_state.step)
 
     def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
-        return self.replica.snapshot(), self.records.to_frame()
+        return self.train_state.snapshot(), self.records.to_frame()
 
     def _catch_up_late(self, header: dict[str, Any], pieces: Pieces) -> bool:
         """False if the generation was given up, or the source is gone, which costs it as well."""
-        if self.replica.step == header["step"]:
+        if self.train_state.step == header["step"]:
             return True
         self.link.send("connected", generation=self.generation, rank=self.rank)
         try:

@@ -32,8 +32,8 @@ def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> boo
 
     The state may be of an earlier step than the command's: the newest that is whole.
     """
-    replica, group = member.replica, member.group
-    sharded = replica.sharded
+    train_state, group = member.train_state, member.group
+    sharded = train_state.sharded
     assert sharded is not None
     assert group is not None
     member.hear_holders(header)
@@ -59,11 +59,11 @@ def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> boo
     except PeerLost as error:
         member.collective_failed(error)
         return False
-    member.records.go_back(replica.step)
-    member.link.go_back(member.generation, replica.step)
+    member.records.go_back(train_state.step)
+    member.link.go_back(member.generation, train_state.step)
     member.prepared = None
-    member.vitals.step = replica.step
-    if sharded.keeper is not None:
+    member.vitals.step = train_state.step
+    if sharded.backup_client is not None:
         origin, is_held = sharded.holding.origin, sharded.is_held
-        sharded.keeper.begin(replica, origin, member, is_held=is_held)
+        sharded.backup_client.begin(train_state, origin, member, is_held=is_held)
     return True

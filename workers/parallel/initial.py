@@ -13,35 +13,37 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from workers.parallel.shards import is_shard, local
 from workers.step.randomness import seed_module
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 
 class Initial:
     """What `build` made, but for the parameters, which are made again when they are needed."""
 
-    def __init__(self, replica: Replica, build_model: Callable[[], nn.Module], seed: int) -> None:
+    def __init__(
+        self, train_state: TrainState, build_model: Callable[[], nn.Module], seed: int
+    ) -> None:
         """To be made before anything has changed the replica."""
         self._build_model, self._seed = build_model, seed
-        parameters = {f"model/{name}" for name, _ in replica.model.named_parameters()}
-        self.is_deferred = any(p.is_meta for p in replica.model.parameters())
-        self._header, tensors = replica.header_and_tensors()
+        parameters = {f"model/{name}" for name, _ in train_state.model.named_parameters()}
+        self.is_deferred = any(p.is_meta for p in train_state.model.parameters())
+        self._header, tensors = train_state.header_and_tensors()
         self._others = {n: t.clone() for n, t in tensors.items() if n not in parameters}
 
     def fill(
         self,
-        replica: Replica,
+        train_state: TrainState,
         initialise: Callable[[nn.Module, str], None] | None,
         mesh: Mesh,
         rank: int,
         values: Mapping[str, Tensor] | None,
         begin_piece: Callable[[], None],
     ) -> None:
-        """Make `replica`, whose shards are those of `rank`, the state of step 0.
+        """Make `train_state`, whose shards are those of `rank`, the state of step 0.
 
         values: the whole parameters by name, if they are at hand. begin_piece: called before each
         piece of it; what it raises ends it.
         """
-        targets = {name: p for name, p in replica.model.named_parameters()}
+        targets = {name: p for name, p in train_state.model.named_parameters()}
 
         def put(name: str, whole: Tensor) -> None:
             target = targets[name].detach()
@@ -53,17 +55,17 @@ class Initial:
         others = dict(self._others)
         if self.is_deferred:
             assert initialise is not None
-            initialise_modules(replica.model, initialise, self._seed, put, begin_piece)
-            others |= {f"model/{n}": b.clone() for n, b in replica.model.named_buffers()}
+            initialise_modules(train_state.model, initialise, self._seed, put, begin_piece)
+            others |= {f"model/{n}": b.clone() for n, b in train_state.model.named_buffers()}
         else:
             begin_piece()
             made = self._build_model().named_parameters() if values is None else values.items()
             for name, whole in made:
                 begin_piece()
                 put(name, whole.detach())
-        current = {n: t for n, t in replica.tensors().items() if n.startswith("model/")}
+        current = {n: t for n, t in train_state.tensors().items() if n.startswith("model/")}
         tensors = current | {n: t.clone() for n, t in others.items()}
-        replica.restore(dict(self._header), tensors)
+        train_state.restore(dict(self._header), tensors)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from elastic.protocol.mesh import Mesh, is_hybrid, placed
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
-from workers.backup.client import Keeper
+from workers.backup.client import BackupClient
 from workers.checkpoint.load import find_newest, read_tensors
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
@@ -33,17 +33,17 @@ from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
-from workers.resharding.assemble import Label, Offer, Regather, newest_whole
+from workers.resharding.assemble import Offer, Regather, StateVersion, newest_whole
 from workers.resharding.host_memory import RowMemory
-from workers.resharding.transfer import Place
+from workers.resharding.transfer import ShardCoord
 from workers.resharding.whole import whole_on_first
 from workers.train_state import serialization
 from workers.train_state.digest import hash_of
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Ownership:
     """What a worker has of the state after `step` committed steps (rows follow the replica's).
 
     kind: "nothing"; "initial", "checkpoint" or "copies" (in holders): by reference, all of it;
@@ -67,16 +67,16 @@ class Sharded:
     def __init__(
         self,
         spec: WorkerSpec,
-        replica: Replica,
+        train_state: TrainState,
         model: ShardedModel,
         initial: Initial,
         initialise: Callable[[nn.Module, str], None] | None,
     ) -> None:
-        self._spec, self._replica, self.model = spec, replica, model
+        self._spec, self._replica, self.model = spec, train_state, model
         self._initial, self._initialise = initial, initialise
-        self.holding = Holding()
+        self.holding = Ownership()
         self.collectives: Collectives | None = None
-        self.keeper: Keeper | None = None
+        self.backup_client: BackupClient | None = None
         """This worker's side of peer memory; set by workers/membership/member.py."""
         self.mesh = Mesh(spec.parallel, 1)
         """Of the generation at hand."""
@@ -109,20 +109,20 @@ class Sharded:
         checkpoint, else for the initial state, without reading it into memory. Gives the damaged
         checkpoints; WrongInput if all are."""
         held = None
-        if self.keeper is not None and recorded_step and not self._distrusts_copies:
-            where = self.keeper.holders, self._spec.token, self._spec.parallel
+        if self.backup_client is not None and recorded_step and not self._distrusts_copies:
+            where = self.backup_client.holders, self._spec.token, self._spec.parallel
             held = newest_whole(*where, recorded_step)
         step, damaged = (None, []) if held == recorded_step else find_newest(catalogue, begin_piece)
-        self.holding = Holding("initial") if step is None else Holding("checkpoint", step)
+        self.holding = Ownership("initial") if step is None else Ownership("checkpoint", step)
         if held is not None and held > self.holding.step:
-            self.holding = Holding("copies", held)
+            self.holding = Ownership("copies", held)
         self._replica.step = self.holding.step
         return damaged
 
     @property
     def holds_nothing(self) -> bool:
         """Neither rows nor shadows of them."""
-        has_shadows = self.keeper is not None and bool(self.keeper.shadows)
+        has_shadows = self.backup_client is not None and bool(self.backup_client.shadows)
         return self.holding.kind == "nothing" and not has_shadows
 
     def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
@@ -136,9 +136,9 @@ class Sharded:
     def forget(self) -> None:
         """What it holds is of no generation any more."""
         self._distrusts_copies = self.holding.kind == "copies"
-        self.holding = Holding()
-        if self.keeper is not None:
-            self.keeper.forget()
+        self.holding = Ownership()
+        if self.backup_client is not None:
+            self.backup_client.forget()
 
     # --- a generation begins --------------------------------------------------------------
     def enter(
@@ -171,7 +171,7 @@ class Sharded:
         device = self.model.device
         self._note_steps()
         shards = self._form_axes(mesh, group)  # while all are here: getting rows takes its time
-        claims = [Holding(*c) for c in gather_json(group, self.holding.to_json(), device)]
+        claims = [Ownership(*c) for c in gather_json(group, self.holding.to_json(), device)]
         on_connected()
         pieces.begin()
         self.model.reset()
@@ -180,13 +180,13 @@ class Sharded:
         kinds = {c.kind for c in references}
         if kinds:
             kind = "checkpoint" if "checkpoint" in kinds else "initial"
-            self._take_reference(Holding(kind, step), catalogue, mesh, group.rank, pieces)
+            self._take_reference(Ownership(kind, step), catalogue, mesh, group.rank, pieces)
         else:
             known_step = step if known_step is None else known_step
             step, origin = self._take_rows(claims, step, known_step, mesh, group, pieces)
         self._generation = generation
         position = mesh.position(group.rank)
-        self.holding = Holding("rows", step, position, group.world_size, origin)
+        self.holding = Ownership("rows", step, position, group.world_size, origin)
         self._group = group
         if shards is not None:
             self.collectives = Collectives(shards, on_lost, gathering)
@@ -206,13 +206,13 @@ class Sharded:
         rank, timeout_s = group.rank, self._spec.join_timeout_s
         if mesh.is_standby(rank):
             return None
-        replica, shard = mesh.replica(rank), mesh.shard(rank)
-        shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
+        train_state, shard = mesh.replica(rank), mesh.shard(rank)
+        shards = group.part(f"replica{train_state}", mesh.replica_of(rank), timeout_s)
         self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
         return shards
 
     def _take_reference(
-        self, held: Holding, catalogue: Catalogue | None, mesh: Mesh, rank: int, pieces: Pieces
+        self, held: Ownership, catalogue: Catalogue | None, mesh: Mesh, rank: int, pieces: Pieces
     ) -> None:
         """Where it breaks off, this rank stands for all of that state, as others did before."""
         try:
@@ -258,19 +258,19 @@ class Sharded:
 
     def _take_rows(
         self,
-        claims: list[Holding],
+        claims: list[Ownership],
         step: int,
         known_step: int,
         mesh: Mesh,
         group: AnyGroup,
         pieces: Pieces,
-    ) -> Label:
+    ) -> StateVersion:
         first = claims[0]
         rows = replace(first, kind="rows", world_size=mesh.world_size)
         if claims == [replace(rows, position=mesh.position(r)) for r in range(mesh.world_size)]:
-            return Label(first.step, first.origin)  # the same members in the same order
-        device, keeper = self.model.device, self.keeper
-        holders = () if keeper is None else keeper.holders
+            return StateVersion(first.step, first.origin)  # the same members in the same order
+        device, backup_client = self.model.device, self.backup_client
+        holders = () if backup_client is None else backup_client.holders
         offers, token = self._offers(mesh), self._spec.token
         gather = Regather(group, mesh, offers, holders, token, device, self._memory, pieces)
         found = gather.run(step, known_step, self._give_up_rows)
@@ -290,13 +290,13 @@ class Sharded:
         if live.kind == "rows":
             header, tensors = self._replica.header_and_tensors()
             self._live = tensors
-            place = Place(Mesh(mesh.parallel, live.world_size), live.position)
-            label = Label(live.step, live.origin)
+            place = ShardCoord(Mesh(mesh.parallel, live.world_size), live.position)
+            label = StateVersion(live.step, live.origin)
             kinds = kinds_of(tensors)
             offers.append(Offer(label, place, tensors, lambda: (header, kinds), is_live=True))
-        for shadow in [] if self.keeper is None else self.keeper.finished():
-            place = Place(shadow.mesh, shadow.key.rank)
-            label = Label(shadow.key.step, shadow.origin)
+        for shadow in [] if self.backup_client is None else self.backup_client.finished():
+            place = ShardCoord(shadow.mesh, shadow.key.rank)
+            label = StateVersion(shadow.key.step, shadow.origin)
             tensors, described = shadow.tensors, shadow.described
             offers.append(Offer(label, place, tensors, described, is_intact=shadow.is_intact))
         return offers
@@ -304,7 +304,7 @@ class Sharded:
     def _give_up_rows(self) -> dict[str, Tensor]:
         """From now on the returned dict alone has the live rows. They will be given up one by one;
         if that breaks off, the shadows are what is left."""
-        self.holding, live, self._live = Holding(), self._live, {}
+        self.holding, live, self._live = Ownership(), self._live, {}
         self._is_untouched = False
         self._replica.settle()
         self._replica.optimizer.state.clear()
@@ -313,7 +313,7 @@ class Sharded:
 
     def _place(self, mesh: Mesh, rank: int, rows: dict[str, Tensor] | None = None) -> None:
         """rows: of the state at hand; the parameters' become the model's memory."""
-        self.holding = Holding()  # until the new rows are complete
+        self.holding = Ownership()  # until the new rows are complete
         if rows is None and self._memory.is_used:  # the old ones can go at once only: first
             self._replica.settle()
             self._replica.optimizer.state.clear()

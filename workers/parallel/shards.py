@@ -36,7 +36,7 @@ class RowsLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorLayout:
     """A tensor of the state, whoever holds it."""
 
     name: str
@@ -63,11 +63,11 @@ class Kind:
         return [self.name, dtype, list(self.shape), self.is_sharded]
 
     @classmethod
-    def from_json(cls, value: list[Any]) -> "Kind":
+    def from_json(cls, value: list[Any]) -> "TensorLayout":
         return cls(value[0], getattr(torch, value[1]), tuple(value[2]), value[3])
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> list[Kind]:
+def kinds_of(tensors: Mapping[str, Tensor]) -> list[TensorLayout]:
     """ValueError for state that is neither whole nor rows: nobody could tell who holds what."""
     for name, tensor in tensors.items():
         if is_shard(tensor) and not cast(Any, tensor)._spec.placements[0].is_shard(0):
@@ -75,7 +75,7 @@ def kinds_of(tensors: Mapping[str, Tensor]) -> list[Kind]:
                 f"{name} is no rows of a sharded tensor: state of the optimizer must have its "
                 "parameter's shape (torch.zeros_like(parameter)) or be made without it"
             )
-    return [Kind(n, t.dtype, tuple(t.shape), is_shard(t)) for n, t in tensors.items()]
+    return [TensorLayout(n, t.dtype, tuple(t.shape), is_shard(t)) for n, t in tensors.items()]
 
 
 def pattern_of(

@@ -24,9 +24,17 @@ from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import as_bytes, watch_host
 from workers.parallel.pieces import Pieces
-from workers.parallel.shards import Kind, RowsLost, is_shard
+from workers.parallel.shards import RowsLost, TensorLayout, is_shard
 from workers.resharding.host_memory import RowMemory
-from workers.resharding.transfer import COPY, Move, Place, Sources, exchange, give_back, moves_of
+from workers.resharding.transfer import (
+    COPY,
+    Move,
+    ShardCoord,
+    Sources,
+    exchange,
+    give_back,
+    moves_of,
+)
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0
@@ -35,7 +43,7 @@ ANSWER_S = 0.25
 """The same where its copies are not needed, only good to know of."""
 
 
-class Label(NamedTuple):
+class StateVersion(NamedTuple):
     """A state: rows of the same label make one, whatever mesh they were cut for."""
 
     step: int
@@ -47,10 +55,10 @@ class Label(NamedTuple):
 class Offer:
     """Rows that this rank has in memory."""
 
-    label: Label
-    place: Place
+    label: StateVersion
+    place: ShardCoord
     tensors: Mapping[str, Tensor]
-    describe: Callable[[], tuple[dict[str, Any], list[Kind]]]
+    describe: Callable[[], tuple[dict[str, Any], list[TensorLayout]]]
     is_live: bool = False
     """The model's own, and not a copy of them."""
     is_intact: Callable[[], bool] = lambda: True
@@ -62,8 +70,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    label: Label
-    place: Place
+    label: StateVersion
+    place: ShardCoord
     owner: int
     """A member's rank, or COPY."""
     index: int = 0
@@ -77,10 +85,10 @@ class _Source:
 class Gathered:
     """This rank's rows of a state."""
 
-    label: Label
+    label: StateVersion
     header: dict[str, Any]
     rows: dict[str, Tensor]
-    kinds: list[Kind]
+    kinds: list[TensorLayout]
     memory: RowMemory
     """Where they may be."""
     is_held: bool = False
@@ -123,8 +131,8 @@ class Regather:
         limit = min(step, said[0]["known"])
         for owner, of_rank in enumerate(said):
             for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
-                place = Place(Mesh(self._new.parallel, world_size), rank)
-                self._sources.append(_Source(Label(at, origin), place, owner, index))
+                place = ShardCoord(Mesh(self._new.parallel, world_size), rank)
+                self._sources.append(_Source(StateVersion(at, origin), place, owner, index))
         newest = self._labels(limit)[:1]
         found = next(filter(None, map(self._try, newest)), None)
         self._ask_holders(HOLDER_S if found is None else ANSWER_S)
@@ -134,7 +142,7 @@ class Regather:
             raise RowsLost(f"up to step {limit}: {self._why}")
         return replace(found, is_held=self._is_held(found.label))
 
-    def _labels(self, limit: int) -> list[Label]:
+    def _labels(self, limit: int) -> list[StateVersion]:
         """The newest first."""
         return sorted({s.label for s in self._sources if s.label.step <= limit}, reverse=True)
 
@@ -145,11 +153,13 @@ class Regather:
         for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
             self._group, found, self._device
         )[0]:
-            place = Place(Mesh(self._new.parallel, world_size), rank)
+            place = ShardCoord(Mesh(self._new.parallel, world_size), rank)
             copy = BackupAddress(*at), Key(generation, rank, step)
-            self._sources.append(_Source(Label(step, origin), place, COPY, 0, copy, size_bytes))
+            self._sources.append(
+                _Source(StateVersion(step, origin), place, COPY, 0, copy, size_bytes)
+            )
 
-    def _try_hard(self, label: Label) -> Gathered | None:
+    def _try_hard(self, label: StateVersion) -> Gathered | None:
         """Again without the copies that could not be read, as long as there are others."""
         while True:
             before = len(self._sources)
@@ -157,7 +167,7 @@ class Regather:
             if found is not None or len(self._sources) == before:
                 return found
 
-    def _try(self, label: Label) -> Gathered | None:
+    def _try(self, label: StateVersion) -> Gathered | None:
         """None if some rows are nobody's, or could not be read; then without who had them."""
         sources = [s for s in self._sources if s.label == label]
         if not sources:  # all were struck off
@@ -191,7 +201,7 @@ class Regather:
             return None
         return Gathered(label, header, rows, kinds, RowMemory() if freed is not None else memory)
 
-    def _needs_live(self, label: Label, has_copies: bool) -> bool:
+    def _needs_live(self, label: StateVersion, has_copies: bool) -> bool:
         """Whether there are live rows that nothing else has on this rank: of the state, or of an
         earlier one, to go back to if a copy turns out damaged."""
         live = next((o for o in self._offers if o.is_live), None)
@@ -205,13 +215,13 @@ class Regather:
         same = [o for o in intact if (o.label, o.place) == (offer.label, offer.place)]
         return min(same, key=lambda o: o.is_live, default=offer)
 
-    def _is_held(self, label: Label) -> bool:
+    def _is_held(self, label: StateVersion) -> bool:
         """BackupServers have said that they have a copy of every row."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
         meshes = {place.mesh for place in copies}
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
 
-    def _describe(self, source: _Source) -> tuple[dict[str, Any], list[Kind]] | None:
+    def _describe(self, source: _Source) -> tuple[dict[str, Any], list[TensorLayout]] | None:
         """JSON part and tensors of a state, from one who holds some of it. Offers of it that were
         damaged in memory are sources no more."""
         speaker = max(source.owner, 0)
@@ -233,7 +243,7 @@ class Regather:
         damaged = {(r, i) for r, of_rank in enumerate(everywhere) for i in of_rank["damaged"]}
         self._sources = [s for s in self._sources if (s.owner, s.index) not in damaged]
         said = everywhere[speaker]["state"]
-        return said and (said[0], [Kind.from_json(k) for k in said[1]])
+        return said and (said[0], [TensorLayout.from_json(k) for k in said[1]])
 
     def _described_copy(self, holder: BackupAddress, key: Key) -> list[Any] | None:
         with suppress(OSError), connect(holder[1:], self._token, HOLDER_S) as connection:
@@ -243,7 +253,7 @@ class Regather:
 
     def _exchange(
         self,
-        kinds: list[Kind],
+        kinds: list[TensorLayout],
         plans: list[list[Move]],
         sources: list[_Source],
         memory: RowMemory,
@@ -253,7 +263,7 @@ class Regather:
         failed: list[int] = []
         connections: dict[BackupAddress, socket.socket] = {}
 
-        def read(index: int, pieces: list[tuple[Kind, range, Tensor]]) -> None:
+        def read(index: int, pieces: list[tuple[TensorLayout, range, Tensor]]) -> None:
             copy = sources[index].copy
             assert copy is not None
             holder, key = copy
@@ -284,7 +294,7 @@ class Regather:
         return rows, failed
 
     def _read_pieces(
-        self, connection: socket.socket, key: Key, pieces: list[tuple[Kind, range, Tensor]]
+        self, connection: socket.socket, key: Key, pieces: list[tuple[TensorLayout, range, Tensor]]
     ) -> None:
         asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
         is_hosted = all(t.device.type == "cpu" for *_, t in pieces)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.checkpoint.snapshot import aligned
-from workers.parallel.shards import Kind
+from workers.parallel.shards import TensorLayout
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""
@@ -32,11 +32,11 @@ class RowMemory:
         """Rows have been taken."""
         return self._used > 0
 
-    def take(self, kinds: Iterable[Kind], mesh: Mesh, rank: int) -> dict[str, Tensor]:
+    def take(self, kinds: Iterable[TensorLayout], mesh: Mesh, rank: int) -> dict[str, Tensor]:
         """`rank`'s rows of every sharded tensor, undefined, each a storage of its own; fewer or
         none where the system has no such memory to give."""
         sharded = [k for k in kinds if k.is_sharded and k.row_bytes]
-        places: list[tuple[Kind, int]] = []
+        places: list[tuple[TensorLayout, int]] = []
         used = 0
         for kind in (k for k in sharded if k.rows(mesh, rank)):
             places.append((kind, used))
@@ -78,13 +78,13 @@ class RowMemory:
             self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _room_rows(kind: Kind, mesh: Mesh, rank: int) -> int:
+def _room_rows(kind: TensorLayout, mesh: Mesh, rank: int) -> int:
     """With FSDP2's padding behind those of a parameter, so that they need not move for it."""
     rows = len(kind.rows(mesh, rank))
     return -(-kind.shape[0] // mesh.num_shards) if kind.name.startswith("model/") else rows
 
 
-def _rows(area: mmap.mmap, at: int, kind: Kind, mesh: Mesh, rank: int) -> Tensor:
+def _rows(area: mmap.mmap, at: int, kind: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
     room_rows = _room_rows(kind, mesh, rank)
     count = room_rows * kind.row_bytes // kind.dtype.itemsize
     room = torch.frombuffer(area, dtype=kind.dtype, count=count, offset=at)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.shards import Kind, local
+from workers.parallel.shards import TensorLayout, local
 from workers.resharding.host_memory import RowMemory
 
 PIECE_BYTES = 2 * 2**20
@@ -23,7 +23,7 @@ is on its way is in memory several times. The same for all, whatever a rank does
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardCoord:
     """Whose rows a member holds: those of `rank` of `mesh`."""
 
     mesh: Mesh
@@ -44,7 +44,10 @@ COPY = -1
 
 
 def moves_of(
-    kind: Kind, held: Sequence[Place | None], new: Mesh, owners: Sequence[int] | None = None
+    kind: TensorLayout,
+    held: Sequence[ShardCoord | None],
+    new: Mesh,
+    owners: Sequence[int] | None = None,
 ) -> list[Move]:
     """Which source gives which rows of a tensor to whom, each row once; by target and row.
 
@@ -76,7 +79,7 @@ def moves_of(
 class Sources:
     """Where the rows of a state are."""
 
-    held: Sequence[Place]
+    held: Sequence[ShardCoord]
     owners: Sequence[int]
     """As for `moves_of`."""
     mine: Mapping[int, Mapping[str, Tensor]]
@@ -84,12 +87,12 @@ class Sources:
     read: "Read"
 
 
-Read = Callable[[int, list[tuple[Kind, range, Tensor]]], None]
+Read = Callable[[int, list[tuple[TensorLayout, range, Tensor]]], None]
 """Source, and what to read from it: rows of a tensor, and the memory to put them into."""
 
 
 def exchange(
-    kinds: Sequence[Kind],
+    kinds: Sequence[TensorLayout],
     plans: Sequence[list[Move]],
     sources: Sources,
     new: Mesh,
@@ -113,7 +116,7 @@ def exchange(
         for kind in kinds:
             if kind.name not in found:
                 found[kind.name] = kind.empty(kind.rows(new, group.rank), device)
-    wanted: dict[int, list[tuple[Kind, range, Tensor]]] = {}
+    wanted: dict[int, list[tuple[TensorLayout, range, Tensor]]] = {}
     rooms = _Room(device), _Room(device)
     for batch in _batches(kinds):
         begin_piece()
@@ -151,7 +154,7 @@ def give_back() -> None:
         trim(0)
 
 
-def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+def _batches(kinds: Sequence[TensorLayout]) -> Iterator[list[int]]:
     sizes = [k.row_bytes * (k.shape[0] if k.is_sharded else 1) for k in kinds]
     limit = max(PIECE_BYTES, sum(sizes) // PIECES)
     batch: list[int] = []
@@ -167,13 +170,13 @@ def _batches(kinds: Sequence[Kind]) -> Iterator[list[int]]:
 
 
 def _exchange_batch(
-    batch: Sequence[tuple[Kind, list[Move]]],
+    batch: Sequence[tuple[TensorLayout, list[Move]]],
     sources: Sources,
     new: Mesh,
     group: AnyGroup,
     rooms: tuple[_Room, _Room],
     found: dict[str, Tensor],
-    wanted: dict[int, list[tuple[Kind, range, Tensor]]],
+    wanted: dict[int, list[tuple[TensorLayout, range, Tensor]]],
 ) -> None:
     """rooms: for what is sent and for what is received."""
     me, owners = group.rank, sources.owners
@@ -209,7 +212,9 @@ def _exchange_batch(
         part.copy_(flat)
 
 
-def _keep(found: dict[str, Tensor], kind: Kind, piece: Tensor, moved: range, rows: range) -> None:
+def _keep(
+    found: dict[str, Tensor], kind: TensorLayout, piece: Tensor, moved: range, rows: range
+) -> None:
     """What this rank has itself; a whole tensor in its own size, as it may be a cache."""
     if kind.is_sharded:
         _rows(kind, found[kind.name], moved, rows.start).copy_(piece)
@@ -233,7 +238,7 @@ def _stretches(
     return zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True)
 
 
-def _rows(kind: Kind, tensor: Tensor, rows: range, first: int) -> Tensor:
+def _rows(kind: TensorLayout, tensor: Tensor, rows: range, first: int) -> Tensor:
     """`rows` of a tensor whose rows begin at `first`."""
     tensor = local(tensor)
     return tensor[rows.start - first : rows.stop - first] if kind.is_sharded else tensor

@@ -37,20 +37,20 @@ def cast(
 
     began: of this attempt (perf_counter). Raises PeerLost; Repeated, which all ranks do.
     """
-    replica, group = member.replica, member.group
+    train_state, group = member.train_state, member.group
     assert group is not None
     if spec.verify_every is not None:
         verify(member, spec.verify_every)
     is_finite = reduced.is_finite()
-    untracked = replica.buffers.untracked_changes()
+    untracked = train_state.buffers.untracked_changes()
     while True:
         layout = VoteLayout(
             num_microbatches=spec.num_microbatches,
             micro_batch=spec.micro_batch,
             num_parameters=len(used),
             num_buffers=len(untracked),
-            integer_buffers=replica.buffers.integer_names,
-            log_names=replica.log_names,
+            integer_buffers=train_state.buffers.integer_names,
+            log_names=train_state.log_names,
         )
         vector = encode(
             layout,
@@ -73,20 +73,20 @@ def cast(
         vote = decode(layout, vector)
         if vote.untracked_buffers:  # all ranks see it: repeat the step with them
             member.prepared = None
-            replica.buffers.track(replica.buffers.names[i] for i in vote.untracked_buffers)
+            train_state.buffers.track(train_state.buffers.names[i] for i in vote.untracked_buffers)
             raise Repeated
         if not vote.has_unknown_names:
             break
         names = gather_json(group, names_in(records), member.device)
         found = {n for of_rank in names for n in of_rank}
-        replica.log_names = tuple(sorted(found | set(replica.log_names)))
-    if not vote.is_finite and replica.skipped_in_a_row >= replica.max_nonfinite:
+        train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
+    if not vote.is_finite and train_state.skipped_in_a_row >= train_state.max_nonfinite:
         member.prepared = None  # the run stops with this step: nobody rolls forward to it
         if vote.divisor == 0:
-            replica.first_nonfinite = told_of_no_weight(replica.step + 1)
+            train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
         elif not inspection.is_on:
-            inspection.ask(member.generation, replica.step)
+            inspection.ask(member.generation, train_state.step)
             raise Repeated
         else:
-            replica.first_nonfinite = explain(inspection, records, member)
+            train_state.first_nonfinite = explain(inspection, records, member)
     return replace(prepared, step_s=time.perf_counter() - began), vote, vector

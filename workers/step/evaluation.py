@@ -28,7 +28,7 @@ EVALUATION_SEED_SALT = 0x6576616C
 
 def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any) -> Any:
     """See `Session.evaluate`."""
-    step = member.replica.step
+    step = member.train_state.step
     ordinal = member.evaluated.next_ordinal(step)
     member.is_evaluating = True
     member.vitals.enter("evaluate")
@@ -46,7 +46,7 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
                 if isinstance(error, PeerLost):  # else a sharded forward has said so
                     member.collective_failed(error)
                 member.wait_for_generation()
-                if member.replica.step < step:
+                if member.train_state.step < step:
                     raise RolledBack from error
                 member.vitals.enter("evaluate")
     finally:
@@ -68,7 +68,7 @@ def _evaluate_once(
     mesh, ids, echoes = member.mesh, range(0), [0] * 0
     if not mesh.is_standby(member.rank):
         ids = microbatch_ids(num_batches, mesh.num_active, mesh.position(member.rank))
-        if member.replica.sharded is not None:
+        if member.train_state.sharded is not None:
             num_passes = len(microbatch_ids(num_batches, mesh.num_active, 0))  # no rank has more
             echoes = [0] * (num_passes - len(ids))
     rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
@@ -88,19 +88,19 @@ def _evaluate_ids(
 ) -> list[list[Any]]:
     """[batch id, {name: [sum, weight]}] of this rank's batches. echoes: batches whose results do
     not count, because a sharded forward needs every rank."""
-    model, collate = member.replica.model, getattr(workload, "collate", None)
+    model, collate = member.train_state.model, getattr(workload, "collate", None)
     if collate is None:
         from torch.utils.data import default_collate as collate
     modes = {module: module.training for module in model.modules()}
     model.eval()
     rows: list[list[Any]] = []
     try:
-        with torch.no_grad(), member.replica.casting.applied():
+        with torch.no_grad(), member.train_state.casting.applied():
             for i in (*ids, *echoes):
                 if member.is_cancelled:
                     raise PeerLost("the generation was given up")
                 at = range(i * spec.micro_batch, min((i + 1) * spec.micro_batch, len(dataset)))
-                seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.replica.step, i)
+                seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.train_state.step, i)
                 batch = to_device(collate([dataset[k] for k in at]), member.device)
                 value = fn(model, batch)
                 if len(rows) < len(ids):
@@ -108,9 +108,9 @@ def _evaluate_ids(
     finally:
         for module, is_training in modes.items():
             module.training = is_training
-        member.replica.buffers.restore_all()
-        if member.replica.sharded is not None:
-            member.replica.sharded.model.reset()
+        member.train_state.buffers.restore_all()
+        if member.train_state.sharded is not None:
+            member.train_state.sharded.model.reset()
     return rows
 
 

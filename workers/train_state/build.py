@@ -17,7 +17,7 @@ from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.step.randomness import seed_microbatch
 from workers.train_state.strides import is_dense
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 BUILD_STEP = -1
 """Stands for "before the first step" where randomness is seeded by step."""
@@ -44,7 +44,7 @@ class Settings(Protocol):
     def offload(self) -> bool: ...
 
 
-def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replica:
+def build_replica(workload: Any, spec: Settings, device: torch.device) -> TrainState:
     """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
     model = build_model(workload, spec)
     _check_strides(model)
@@ -74,7 +74,7 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         raise WrongInput("build_model() returned a model without trainable parameters")
     optimizer = build_optimizer(workload, spec, parameters, model)
     scheduler = _build_scheduler(workload, optimizer)
-    replica = Replica(
+    train_state = TrainState(
         model,
         parameters,
         optimizer,
@@ -85,20 +85,20 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> Replic
         loss_scale=LossScale() if spec.precision == "fp16" else None,
     )
     if spec.activation_checkpointing:
-        recompute(blocks_of(model), replica.buffers.is_tracked)
+        recompute(blocks_of(model), train_state.buffers.is_tracked)
     if sharded_model is not None:
         from workers.parallel.sharded import Sharded
 
         _check_shardable(optimizer, spec)
-        initial = Initial(replica, lambda: build_model(workload, spec), spec.seed)
-        replica.sharded = Sharded(
+        initial = Initial(train_state, lambda: build_model(workload, spec), spec.seed)
+        train_state.sharded = Sharded(
             cast(WorkerSpec, spec),
-            replica,
+            train_state,
             sharded_model,
             initial,
             getattr(workload, "init_weights", None),
         )
-    return replica
+    return train_state
 
 
 def check_threads(spec: WorkerSpec, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The replicated training state and the one way in which it changes: `Replica.apply(update)`.
+"""The replicated training state and the one way in which it changes: `TrainState.apply(update)`.
 
 Members and followers apply the same updates with the same code, so they hold the same bits.
 """
@@ -31,7 +31,7 @@ class Update:
     gradients: the sum over micro-batches per parameter, in parameter order; None where unused.
     buffers: the sum over micro-batches of each tracked floating buffer, float64.
     integers: the new value of each tracked integer buffer.
-    tracked: names of the tracked buffers. log_names: see `Replica.log_names`.
+    tracked: names of the tracked buffers. log_names: see `TrainState.log_names`.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Update:
         )
 
 
-class Replica:
+class TrainState:
     """Model, optimizer, scheduler and the number of committed steps."""
 
     def __init__(

@@ -14,27 +14,27 @@ from elastic.protocol.errors import WrongInput
 from workers.parallel.shards import local
 from workers.train_state import serialization
 from workers.train_state.build import Settings, build_optimizer
-from workers.train_state.train_state import Replica
+from workers.train_state.train_state import TrainState
 
 
-def check_kept(replica: Replica) -> None:
+def check_kept(train_state: TrainState) -> None:
     """WrongInput if what model, optimizer and scheduler keep from the beginning would be refused in
     a checkpoint, or by the first newcomer."""
-    serialization.capture(replica.model, replica.optimizer, replica.scheduler)
+    serialization.capture(train_state.model, train_state.optimizer, train_state.scheduler)
 
 
-def try_optimizer(workload: Any, spec: Settings, replica: Replica) -> None:
+def try_optimizer(workload: Any, spec: Settings, train_state: TrainState) -> None:
     """WrongInput if state that the optimizer makes in a step would be refused likewise. The
     gradients of a micro-batch are there; whatever the step raises passes through. torch's own
     optimizers keep tensors only."""
-    if type(replica.optimizer).__module__.startswith("torch.optim."):
+    if type(train_state.optimizer).__module__.startswith("torch.optim."):
         return
-    optimizer = build_optimizer(workload, spec, replica.parameters, replica.model)
-    step_undone(optimizer, replica.parameters)
+    optimizer = build_optimizer(workload, spec, train_state.parameters, train_state.model)
+    step_undone(optimizer, train_state.parameters)
     try:
-        serialization.check_optimizer(replica.model, optimizer)
+        serialization.check_optimizer(train_state.model, optimizer)
     except WrongInput as error:
-        kind = type(replica.optimizer).__name__
+        kind = type(train_state.optimizer).__name__
         raise WrongInput(f"the state of optimizer {kind} cannot be kept: {error}") from error
 
 
