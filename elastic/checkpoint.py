@@ -1,6 +1,7 @@
 """`elastic.checkpoint.best`: a run's checkpoint by what its metrics say.
 
-Loads neither ray nor torch. The controller's side of checkpoints is elastic/controller/publisher.py.
+Loads neither ray nor torch. The controller's side of checkpoints is
+elastic/controller/publisher.py.
 """
 
 import math

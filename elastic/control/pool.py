@@ -1,6 +1,6 @@
 """The workers outside the generation: who they are, how many are wanted, how they are moved.
 
-What the phases do with them is in capacity.py.
+What the phases do with them is in scaling.py.
 """
 
 from collections.abc import Iterable

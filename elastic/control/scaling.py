@@ -1,6 +1,6 @@
 """Loading, copying state, forming generations, growing: what the phases do with live workers.
 
-Losses are in recovery.py, the end of the run is in ending.py.
+Losses are in recovery.py, the end of the run is in shutdown.py.
 """
 
 from dataclasses import replace

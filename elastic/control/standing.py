@@ -1,6 +1,6 @@
 """Where a live worker says that it stands, for a controller that takes over.
 
-What follows from it is in adoption.py.
+What follows from it is in failover.py.
 """
 
 from dataclasses import dataclass

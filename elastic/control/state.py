@@ -104,7 +104,7 @@ class Ledger:
     holders: NumberSet = NOBODY
     """Not members, hold the state of `step`."""
     behind: NumberSet = NOBODY
-    """BackupServers one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
+    """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
     save: Save = Save()
     saved_at: float = 0.0
     """When the newest checkpoint was published, or the run began; with `Limits.save_every_s`."""

@@ -1,7 +1,7 @@
 """The controller as a function: what happened in, what to do out.
 
 This file is the table of (phase, event) pairs and the fence; the decisions themselves are in
-capacity.py, recovery.py and ending.py.
+scaling.py, recovery.py and shutdown.py.
 """
 
 from dataclasses import replace

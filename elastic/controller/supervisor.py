@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 
 async def supervise(actor: "ControllerActor", order: dict[str, Any]) -> dict[str, Any]:
-    """Run the order from start to end; the answer is the driver's (`elastic.driver.launch.conclude`)."""
+    """Run the order from start to end; the answer is the driver's
+    (`elastic.driver.launch.conclude`)."""
     head = HeadCalls()
     begin = functools.partial(actors.start_rendezvous, order["run_id"])
     run = Supervisor(actor, order, head, await asyncio.wrap_future(head.start(begin)))

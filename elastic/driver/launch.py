@@ -1,7 +1,7 @@
 """`run()`: from a workload and a RunConfig to a result. The driver's side of a run.
 
-What happens in the controller's process is elastic/controller/supervisor.py's; this module submits it, waits,
-passes Ctrl-C on, and cleans up whatever a dead controller left.
+What happens in the controller's process is elastic/controller/supervisor.py's; this module submits
+it, waits, passes Ctrl-C on, and cleans up whatever a dead controller left.
 """
 
 import importlib.metadata

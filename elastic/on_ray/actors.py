@@ -55,7 +55,8 @@ Supervise = Callable[["ControllerActor", dict[str, Any]], Awaitable[dict[str, An
 
 
 class ControllerActor:
-    """Hosts `supervise` (elastic/controller/supervisor.py) and passes the driver's wishes on to it."""
+    """Hosts `supervise` (elastic/controller/supervisor.py) and passes the driver's wishes on to
+    it."""
 
     def __init__(self, supervise: Supervise, order: dict[str, Any]) -> None:
         self._supervise, self._order = supervise, order

@@ -1,6 +1,6 @@
 # Ray is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""BackupServers of peer memory: one actor per node where a worker of a sharded run is.
+"""Servers of peer memory: one actor per node where a worker of a sharded run is.
 
 What they do is workers/backup/server.py's; which worker uses which,
 elastic/protocol/backup_assignment.py's.
@@ -198,7 +198,7 @@ class BackupServers:
         self, node: str, address: tuple[str, int], silence: TimeoutError
     ) -> Connection:
         """It has not answered, which `silence` tells. Where its node's workers are not heard
-        either, our own link may be cut, and suspicion.py tells whether they are lost; else it
+        either, our own link may be cut, and hang.py tells whether they are lost; else it
         answers over a new connection, or `silence` is raised: it is frozen."""
         while not self._is_heard(node):
             if all(slot.node_id != node for slot in self._slots.values()):

@@ -1,12 +1,13 @@
 """A worker's connection has ended: whether its process has, too, or the connection only.
 
 A firewall that forgets what it knew resets every connection at once, and nobody dies of it: the
-worker comes back over another one (workers/membership/link.py), and nothing is lost. Who died is told by Ray
-within milliseconds, and by its own kernel: that closes what the process had open, which no firewall
-does, and then refuses a new connection, which a firewall may do as well.
+worker comes back over another one (workers/membership/link.py), and nothing is lost. Who died is
+told by Ray within milliseconds, and by its own kernel: that closes what the process had open,
+which no firewall does, and then refuses a new connection, which a firewall may do as well.
 
 A pulse that beats says that the process lives, though something in it may hold the GIL, so that
-nobody dials. Whether it hangs is then elastic/control/detection/hang.py's question, within the lease.
+nobody dials. Whether it hangs is then elastic/control/detection/hang.py's question, within the
+lease.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 Address = tuple[str, int]
 PATIENCE = 2
-"""Times `Timeouts.silence_s` without a pulse: one until the worker notices an end of which nobody told
-it, one in which it dials in vain."""
+"""Times `Timeouts.silence_s` without a pulse: one until the worker notices an end of which nobody
+told it, one in which it dials in vain."""
 
 
 async def wait_for_return(

@@ -53,7 +53,7 @@ class Commits:
             self._pass_on()
 
     def hear_held(self, _worker: int, _record: Any, header: Any, _payload: bytes) -> None:
-        """A rank's copy of `step` is held, or there is no holder for it, which protection.py
+        """A rank's copy of `step` is held, or there is no holder for it, which backup_status.py
         tells."""
         generation, rank, step = header["generation"], header["rank"], header["step"]
         if self._is_current(generation):

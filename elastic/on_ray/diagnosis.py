@@ -1,6 +1,7 @@
 """Who hangs, and where: every member says where it stands before a suspect is killed.
 
-The rule of suspicion is elastic/control/detection/hang.py's, what a loss means is elastic/control's.
+The rule of suspicion is elastic/control/detection/hang.py's, what a loss means is
+elastic/control's.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """`Saves`: what the ranks report of their parts of a checkpoint, until it is whole or given up.
 
-When that is is elastic/control/checkpointing.py's; who publishes is elastic/controller/publisher.py.
+When that is is elastic/control/checkpointing.py's; who publishes is
+elastic/controller/publisher.py.
 """
 
 import json

@@ -1,7 +1,8 @@
 """What a checkpoint consists of: its files with their block checksums, and each tensor's chunks.
 
 `manifest.json` is this value as JSON, ending with the checksum of its own preceding bytes. Reading
-and writing files is elastic/store's; what the tensors mean is workers/train_state/serialization.py's.
+and writing files is elastic/store's; what the tensors mean is
+workers/train_state/serialization.py's.
 """
 
 import hashlib

@@ -1,4 +1,5 @@
-"""Ranks as real processes with the group that a generation has (workers/distributed/process_group.py)."""
+"""Ranks as real processes with the group that a generation has
+(workers/distributed/process_group.py)."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -20,7 +20,7 @@ KEY = Key(1, 0, 7)
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """BackupServers are threads of this process, which may not run for seconds on a busy machine."""
+    """Holders are threads of this process, which may not run for seconds on a busy machine."""
     monkeypatch.setattr(assemble, "HOLDER_S", 100.0)
 
 
@@ -81,7 +81,7 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
 
 
 def test_a_step_that_nobody_could_report_is_not_gone_on_from():
-    """BackupServers have it, the record ends before it, and who knew the steps between is lost."""
+    """Holders have it, the record ends before it, and who knew the steps between is lost."""
     server, content = BackupServer("127.0.0.1", "t"), bytearray(4)
     piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
     sums = (crc32(memoryview(content)),)

@@ -233,7 +233,7 @@ def test_a_damaged_copy_is_never_used(plain, holders):
 
 
 def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
-    """The survivor's own: its live rows are as good. BackupServers have copies of their own here."""
+    """The survivor's own: its live rows are as good. Holders have copies of their own here."""
     at = where(holders)
 
     def body(ranks):

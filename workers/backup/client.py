@@ -1,7 +1,8 @@
 """A rank's side of peer memory: its shard, as of the last steps, on the host and in a holder.
 
 After a step the shard is copied while the next step computes (the *shadow*), then pushed to a
-holder on another failure domain, both in a thread. What is read back, and when, is regather.py's.
+holder on another failure domain, both in a thread. What is read back, and when, is
+resharding/assemble.py's.
 """
 
 import logging

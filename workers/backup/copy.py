@@ -1,6 +1,6 @@
 """One copy of a rank's shard on the host, as of a step: the *shadow*.
 
-When it is made, and where it goes, is keeper.py's.
+When it is made, and where it goes, is client.py's.
 """
 
 import threading

@@ -1,7 +1,8 @@
 """A holder: a process that keeps copies of trainers' shards and outlives the trainers.
 
 It answers over our own TCP frames (elastic/protocol/wire.py): no pickle, and no torch, so that it
-starts at once. What it keeps and drops is shelf.py's; who asks is keeper.py and regather.py.
+starts at once. What it keeps and drops is store.py's; who asks is client.py and
+resharding/assemble.py.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Shadows in memory that a holder of the same node maps instead of being sent a copy.
 
 The trainer allocates and writes; the mapping keeps the bytes when the trainer is gone. Who maps
-what, and until when it is left alone, is holder.py's and keeper.py's.
+what, and until when it is left alone, is server.py's and client.py's.
 """
 
 import itertools

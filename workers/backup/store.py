@@ -1,6 +1,6 @@
 """What a holder holds: copies of ranks' shards, verified, and which of them may go.
 
-Plain bytes: no torch, no sockets (holder.py), no idea of what a state consists of.
+Plain bytes: no torch, no sockets (server.py), no idea of what a state consists of.
 """
 
 from collections.abc import Callable, Collection, Sequence

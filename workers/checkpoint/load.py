@@ -31,7 +31,8 @@ def nothing() -> None:
 def load_newest(
     catalogue: Catalogue, train_state: TrainState, begin_piece: Callable[[], None] = nothing
 ) -> list[Damage]:
-    """Restore the newest good checkpoint newer than `train_state` (or of step 0), else leave it alone.
+    """Restore the newest good checkpoint newer than `train_state` (or of step 0), else leave it
+    alone.
 
     An initial state's memory is read into, so that damage found on the way leaves nothing of it; a
     later state is touched only when all was read and verified. Gives those that were found damaged.

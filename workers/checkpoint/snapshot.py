@@ -1,6 +1,7 @@
 """A state on its way out: copied while the next step computes, not while it waits.
 
-What a state consists of is in state.py; who sends it is in peer.py.
+What a state consists of is in train_state/serialization.py; who sends it is in
+membership/state_stream.py.
 """
 
 import math

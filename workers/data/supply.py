@@ -1,8 +1,8 @@
 """`Supply`: a worker's micro-batches, wherever `dataset()` says that they come from.
 
 A map-style dataset is loaded by the worker's own processes (loader.py), Parquet and Ray Data come
-through the run's feed (fed_loader.py). Only a loader process can tell, so the choice is made when
-it has called `dataset()`.
+through the run's feed (parquet_loader.py). Only a loader process can tell, so the choice is made
+when it has called `dataset()`.
 """
 
 import threading

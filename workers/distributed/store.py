@@ -1,5 +1,5 @@
-"""The store of a generation as torch's backends ask for it (workers/distributed/rendezvous.py has its other
-end). gloo and NCCL set what a rank listens on, and get the others'."""
+"""The store of a generation as torch's backends ask for it (workers/distributed/rendezvous.py has
+its other end). gloo and NCCL set what a rank listens on, and get the others'."""
 
 import socket
 import threading

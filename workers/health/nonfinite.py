@@ -1,7 +1,8 @@
 """Where a gradient stops being finite: rank, micro-batch and parameter.
 
 A step costs nothing for it. One that is about to stop the run is done again, which gives the same
-numbers, with a hook on every parameter. Who counts such steps is workers/train_state/train_state.py.
+numbers, with a hook on every parameter. Who counts such steps is
+workers/train_state/train_state.py.
 """
 
 import math

@@ -1,6 +1,7 @@
 """A newcomer's copy of its source's state: followed until a generation takes it in.
 
-What arrives comes through workers/membership/state_stream.py; who forms what is workers/membership/member.py's.
+What arrives comes through workers/membership/state_stream.py; who forms what is
+workers/membership/member.py's.
 """
 
 import time

@@ -1,7 +1,8 @@
 """A worker between and inside generations: it obeys the controller's commands at step boundaries.
 
 `Member` owns the process group, the followers it feeds and the source it follows. What happens
-inside a step is workers/session.py's; what it means for the state is workers/train_state/train_state.py's.
+inside a step is workers/session.py's; what it means for the state is
+workers/train_state/train_state.py's.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """A sharded member at the beginning of a generation: it gets its rows, and they are copied to a
 holder from then on.
 
-Which rows those are is sharded.py's and regather.py's, what a member does else is member.py's.
+Which rows those are is sharded.py's and resharding/assemble.py's, what a member does else is
+member.py's.
 """
 
 from functools import partial

@@ -89,7 +89,7 @@ class Sharded:
         self._distrusts_copies = False
         """They could not be read, although holders said that they had them."""
         self.is_held = False
-        """BackupServers have all of the state that the generation began with."""
+        """Holders have all of the state that the generation began with."""
         self._is_untouched = not initial.is_deferred
         """The model still holds all initial weights of its own building."""
 

@@ -183,7 +183,7 @@ def _padded(param: Any, given: Tensor | None, dtype: torch.dtype, host: torch.de
     if given is not None and given.device == host and not param.pin_memory:
         if given.shape == size:
             return given
-        if given.untyped_storage().nbytes() == size.numel() * dtype.itemsize:  # row_memory.py
+        if given.untyped_storage().nbytes() == size.numel() * dtype.itemsize:  # host_memory.py
             padded = given.as_strided(size, given.stride())
             padded[given.shape[0] :].zero_()
             return padded

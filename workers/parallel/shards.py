@@ -81,8 +81,9 @@ def kinds_of(tensors: Mapping[str, Tensor]) -> list[TensorLayout]:
 def pattern_of(
     name: str, shape: tuple[int, ...], parameters: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """The sharded parameter that the tensor `name` of a state (workers/train_state/serialization.py) is sharded as:
-    itself, or the one whose optimizer state it is, if that has its shape. None: it is replicated.
+    """The sharded parameter that the tensor `name` of a state
+    (workers/train_state/serialization.py) is sharded as: itself, or the one whose optimizer state
+    it is, if that has its shape. None: it is replicated.
     """
     kind, _, rest = name.partition("/")
     candidates = [rest] if kind == "model" else []

@@ -2,7 +2,7 @@
 
 Ids 0..V-1 are the leaves of a balanced binary tree, padded to a power of two with absent leaves;
 a node with one child is that child. Whoever adds, and where, the additions are the same.
-Gradient buckets of the fast mode are in buckets.py; process groups in groups.py.
+Gradient buckets of the fast mode are in buckets.py; process groups in distributed/process_group.py.
 """
 
 from collections import deque
@@ -90,9 +90,9 @@ class FlatPart:
 class FlatLayout:
     """Where the tensors of one micro-batch (gradients, then floating buffers) stand when flat.
 
-    A gradient lies there in its parameter's order (workers/train_state/strides.py), a buffer row by row. Half
-    precision gradients are added in float32. Buffers are added in float64, where the mean of equal
-    float32 values is that value: a buffer that nothing changed does not drift.
+    A gradient lies there in its parameter's order (workers/train_state/strides.py), a buffer row
+    by row. Half precision gradients are added in float32. Buffers are added in float64, where the
+    mean of equal float32 values is that value: a buffer that nothing changed does not drift.
     """
 
     def __init__(

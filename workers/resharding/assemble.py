@@ -2,7 +2,7 @@
 shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
 
 All rows must be of one step that one generation computed. What is kept is
-workers/backup/client.py's, how rows travel among members is reshard.py's.
+workers/backup/client.py's, how rows travel among members is transfer.py's.
 """
 
 import logging
@@ -92,7 +92,7 @@ class Gathered:
     memory: RowMemory
     """Where they may be."""
     is_held: bool = False
-    """BackupServers have all of the state."""
+    """Holders have all of the state."""
 
 
 class Regather:
@@ -216,7 +216,7 @@ class Regather:
         return min(same, key=lambda o: o.is_live, default=offer)
 
     def _is_held(self, label: StateVersion) -> bool:
-        """BackupServers have said that they have a copy of every row."""
+        """Holders have said that they have a copy of every row."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
         meshes = {place.mesh for place in copies}
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)

@@ -1,6 +1,6 @@
 """What a step keeps of each micro-batch that this rank computed, until the vote takes it.
 
-Records of committed steps are in records.py; gradients are the reducers'.
+Records of committed steps are in membership/step_log.py; gradients are the reducers'.
 """
 
 from collections.abc import Iterable, Sequence

@@ -124,7 +124,8 @@ class TrainState:
         self.norm_of: Callable[[list[torch.Tensor]], float] = global_norm
         """The 2-norm of all gradients; where they are sharded, a collective."""
         self.sharded: Sharded | None = None
-        """What a worker knows beside it if it holds rows only; set by workers/train_state/build.py."""
+        """What a worker knows beside it if it holds rows only; set by
+        workers/train_state/build.py."""
         self._snapshots: list[Snapshot] = []
 
     def apply(self, update: Update) -> None:

@@ -1,7 +1,7 @@
 """Who waits in another collective than its peers: a deadlock that the program itself has made; and
 a generation whose members all wait, and none gets anywhere.
 
-Pure functions of heartbeats. Who makes no progress otherwise is suspicion.py's.
+Pure functions of heartbeats. Who makes no progress otherwise is hang.py's.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ def strays(watches: Iterable[Watch], detect_s: float) -> Iterator[tuple[int, str
 
 def stalled(watches: Iterable[Watch], now: float, detect_s: float) -> Iterator[tuple[int, str]]:
     """Generations in which everybody waits and nobody can be named: one has skipped a collective of
-    a part, or a path between two of them is cut and no kernel tells which (parting.py)."""
+    a part, or a path between two of them is cut and no kernel tells which (partition.py)."""
     members: dict[int, list[Watch]] = {}
     for w in watches:
         members.setdefault(w.heartbeat.generation, []).append(w)

@@ -1,6 +1,6 @@
 """Hosts that cannot reach each other although the controller reaches both: whose members must go.
 
-Pure functions of values. A host that is silent for the controller too is suspicion.py's.
+Pure functions of values. A host that is silent for the controller too is hang.py's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set

@@ -1,7 +1,7 @@
 """Where honest slowness may have looked like a hang: whoever comes there next is given more time.
 
 A slow sample goes to another worker with its loss, and would take one warm worker after the other.
-What makes a worker suspect is suspicion.py's.
+What makes a worker suspect is hang.py's.
 """
 
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
 """The feed: an actor that has windows of the data read ahead, by Ray tasks anywhere in the cluster.
 
 It never sees a row: tasks put windows into the object store, workers take them from there (their
-side is feed_client.py). What is read when is elastic/data's; killed, the actor is started again
+side is client.py). What is read when is elastic/data's; killed, the actor is started again
 and goes on where the workers ask.
 """
 
