@@ -19,7 +19,7 @@ from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 from elastic.workload import REQUIRED_METHODS, Workload
 
-OUR_ROOT = Path(__file__).resolve().parent.parent
+OUR_ROOT = Path(__file__).resolve().parents[2]
 OUR_PACKAGES = ("elastic", "workers")
 
 
