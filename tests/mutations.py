@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "gradients of a generation are taken for those of the next",
         MEMBER,
-        "        self.prepared = None\n        self.replica.forget_unagreed()\n",
-        "        self.replica.forget_unagreed()\n",
+        "        self.prepared = None\n        self.train_state.forget_unagreed()\n",
+        "        self.train_state.forget_unagreed()\n",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "an evaluation draws by rank",
         "workers/step/evaluation.py",
-        "EVALUATION_SEED_SALT, member.replica.step, i)",
-        "EVALUATION_SEED_SALT, member.replica.step, i + member.rank)",
+        "EVALUATION_SEED_SALT, member.train_state.step, i)",
+        "EVALUATION_SEED_SALT, member.train_state.step, i + member.rank)",
         "tests/workers/test_evaluation_memory.py",
     ),
     Mutation(

@@ -53,7 +53,7 @@ BESIDE_THE_LOOP = {
 }
 CALLERS = {
     "on_ray/actors.py ControllerActor.start_anew",  # in an executor
-    "supervisor.py Supervisor._spawn",  # in HeadCalls
+    "controller/supervisor.py Supervisor._spawn",  # in HeadCalls
     *BESIDE_THE_LOOP,
     *ELSEWHERE,
 }
