@@ -26,10 +26,10 @@ ELSEWHERE = {
     "on_ray/actors.py start_controller",  # the driver
     "on_ray/autoscaling.py can_add_gpus",  # the driver
     "on_ray/machines.py torches_on",
-    "on_ray/feed/actor.py end_when_alone",  # through find_actor: the feed's own loop
-    "on_ray/feed/actor.py note",  # the same
+    "on_ray/feed/order.py end_when_alone",  # through find_actor: the feed's own loop
+    "on_ray/feed/order.py note",  # the same
     "on_ray/feed/actor.py read_task",  # a task
-    "on_ray/feed/actor.py start_feed",  # a worker's thread
+    "on_ray/feed/start.py start_feed",  # a worker's thread
     "on_ray/feed/actor.py within_stores",  # the feed's own loop, at its start
     "on_ray/feed/actor.py FeedActor._open",  # a task is declared, nothing is made
     "on_ray/feed/client.py RayFeed._get",  # a worker's thread
@@ -45,8 +45,8 @@ BESIDE_THE_LOOP = {
     "on_ray/actors.py spawn_worker",
     "on_ray/actors.py start_rendezvous",
     "on_ray/drain.py draining_nodes",
-    "on_ray/feed/actor.py end_feed",
-    "on_ray/feed/actor.py find_actor",
+    "on_ray/feed/start.py end_feed",
+    "on_ray/naming.py find_actor",
     "on_ray/backup_servers.py BackupServers._start",
     "on_ray/machines.py machines",
     "on_ray/waiting.py offer_now",  # in an executor

@@ -21,11 +21,11 @@ from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of, worker_spec
 from elastic.controller.status import result_of, status_of
 from elastic.controller.stragglers import Stragglers
-from elastic.on_ray import actors
+from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.failover import Failover
-from elastic.on_ray.feed.actor import end_feed
+from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.machines import Need
@@ -71,7 +71,7 @@ class Supervisor:
         self.actor, self.order = actor, order
         self.config: RunConfig = order["config"]
         self.limits = limits_of(self.config)
-        self._host = actors.this_host()
+        self._host = naming.this_host()
         self._workload = actors.share(order["workload"])
         self._status_due = asyncio.Event()
         self._is_over = False
@@ -300,7 +300,7 @@ class Supervisor:
 
     async def close(self) -> None:
         await self.cluster.close()
-        actors.end(self.cluster.stores.rendezvous)
+        naming.end(self.cluster.stores.rendezvous)
         if self._pings is not None:
             self._pings.cancel()
         loop = asyncio.get_running_loop()

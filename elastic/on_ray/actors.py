@@ -25,6 +25,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from elastic.on_ray.naming import NAMESPACE, end, this_host
 from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
 from elastic.protocol.timeouts import timeouts_of
@@ -32,7 +33,6 @@ from elastic.protocol.worker_spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "elastic"
 ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """Resources that only the head's node has: without it there is no Ray, so only on its side of a cut
 can a run go on, and it is the last one to be a spot instance. (Ray ignores a soft affinity of an
@@ -321,12 +321,3 @@ def pickled(error: BaseException) -> bytes:
     except Exception:
         return b""
     return content
-
-
-def this_host() -> str:
-    """The address of this node, as the others reach it."""
-    return ray.util.get_node_ip_address()
-
-
-def end(actor: ActorHandle[Any]) -> None:
-    ray.kill(actor, no_restart=True)

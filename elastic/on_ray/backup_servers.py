@@ -19,9 +19,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from elastic.on_ray.actors import NAMESPACE, end, this_host
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer, receive
+from elastic.on_ray.naming import NAMESPACE, end, this_host
 from elastic.on_ray.slots import Slot, end_process
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress, holders_for

@@ -12,14 +12,10 @@ lease.
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
-from elastic.on_ray.slots import is_running
+from elastic.on_ray.cluster_view import ClusterView
+from elastic.on_ray.slots import Slot, is_running
 from elastic.protocol.timeouts import timeouts_of
-
-if TYPE_CHECKING:
-    from elastic.on_ray.cluster import RayCluster
-    from elastic.on_ray.slots import Slot
 
 Address = tuple[str, int]
 PATIENCE = 2
@@ -28,7 +24,7 @@ told it, one in which it dials in vain."""
 
 
 async def wait_for_return(
-    cluster: "RayCluster", worker: int, slot: "Slot", *, was_reset: bool
+    cluster: ClusterView, worker: int, slot: Slot, *, was_reset: bool
 ) -> None:
     """Until the worker is back or lost."""
     timeouts = timeouts_of(cluster.detect_s)
@@ -53,17 +49,17 @@ async def wait_for_return(
             left_s -= passed_s
 
 
-def is_away(cluster: "RayCluster", worker: int, slot: "Slot") -> bool:
+def is_away(cluster: ClusterView, worker: int, slot: Slot) -> bool:
     return cluster.workers.get(worker) is slot and not cluster.links.is_connected(worker)
 
 
-def is_beating(cluster: "RayCluster", slot: "Slot", limit_s: float) -> bool:
+def is_beating(cluster: ClusterView, slot: Slot, limit_s: float) -> bool:
     """Whether its pulse, a process of its own, was heard lately."""
     return slot.watch is not None and cluster.now() - slot.watch.heard_at < limit_s
 
 
 async def why_gone(
-    cluster: "RayCluster", slot: "Slot", limit_s: float, *, was_reset: bool
+    cluster: ClusterView, slot: Slot, limit_s: float, *, was_reset: bool
 ) -> str | None:
     """How its process is known to be gone; None while it is not."""
     if cluster.is_here(slot):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic.control.detection.desync import stalled, strays
 from elastic.control.detection.hang import (
@@ -30,12 +30,10 @@ from elastic.control.detection.partition import disputed, parted
 from elastic.control.detection.patience import Costly, Place, forget, lost_at, remember
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.broken_links import is_refused
+from elastic.on_ray.cluster_view import ClusterView
+from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.timeouts import timeouts_of
-
-if TYPE_CHECKING:
-    from elastic.on_ray.cluster import RayCluster
-    from elastic.on_ray.slots import Slot
 
 log = logging.getLogger(__name__)
 UNEXPLAINED = 3
@@ -58,7 +56,7 @@ class Suspect:
 class Diagnosis:
     """One at a time, from suspicion to the loss; it takes `Timeouts.inquiry_s` at most."""
 
-    def __init__(self, cluster: "RayCluster") -> None:
+    def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._is_under_way = False
         self._stalled = 0
@@ -190,7 +188,7 @@ class Diagnosis:
         if is_missed and self._cluster.links.ask_pulse(worker, self._question):
             self._unasked.discard(worker)
 
-    def hear(self, worker: int, _record: "Slot", header: Any, payload: bytes) -> None:
+    def hear(self, worker: int, _record: Slot, header: Any, payload: bytes) -> None:
         """A pulse has answered."""
         if header["type"] != self._kind:
             return  # the question before was given up
@@ -207,7 +205,7 @@ class Diagnosis:
     def hear_answer(self, worker: int) -> None:
         self._asked.pop(worker, None)
 
-    def hear_diverged(self, _worker: int, _record: "Slot", header: Any, _payload: bytes) -> None:
+    def hear_diverged(self, _worker: int, _record: Slot, header: Any, _payload: bytes) -> None:
         """All members have found out together, and the first to say so is believed."""
         for worker in header["workers"]:
             self._cluster.lost(worker, "diverged", header["message"])

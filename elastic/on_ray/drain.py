@@ -8,14 +8,12 @@ It only says so: what becomes of the workers there is elastic/control's.
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ray.exceptions import RayError
 
 from elastic.control.events import DrainNotice
-
-if TYPE_CHECKING:
-    from elastic.on_ray.cluster import RayCluster
+from elastic.on_ray.cluster_view import ClusterView
 
 POLL_S = 0.25
 ANSWER_S = 5.0
@@ -37,7 +35,7 @@ def draining_nodes() -> dict[str, float | None]:
     return {node: deadline / 1000 if deadline else None for node, deadline in found.items()}
 
 
-async def watch_drains(cluster: "RayCluster") -> None:
+async def watch_drains(cluster: ClusterView) -> None:
     """Tell of every worker's notice, and again if the deadline is brought forward."""
     loop = asyncio.get_running_loop()
     told: dict[int, float] = {}

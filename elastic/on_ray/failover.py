@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
@@ -20,13 +20,11 @@ from elastic.control.events import Adopted
 from elastic.control.failover import at_work, have_all, with_state
 from elastic.control.standing import Standing
 from elastic.control.state import Active, Ledger, Limits, Phase
-from elastic.on_ray.actors import end
+from elastic.on_ray.cluster_view import ClusterView
+from elastic.on_ray.naming import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
 from elastic.protocol.timeouts import timeouts_of
-
-if TYPE_CHECKING:
-    from elastic.on_ray.cluster import RayCluster
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
@@ -43,7 +41,7 @@ class Failover:
 
     def __init__(
         self,
-        cluster: "RayCluster",
+        cluster: ClusterView,
         candidates: dict[int, ActorHandle[Any]],
         end: Callable[[ActorHandle[Any]], None] = end,
     ) -> None:

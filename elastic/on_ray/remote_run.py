@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from elastic.on_ray.actors import NAMESPACE
+from elastic.on_ray.naming import NAMESPACE
 from elastic.on_ray.remote_faults import join
 from elastic.protocol.errors import ControllerLost, WrongInput
 

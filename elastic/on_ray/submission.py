@@ -18,7 +18,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
-from elastic.on_ray import actors
+from elastic.on_ray import actors, naming
 from elastic.on_ray.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.machines import Need, choose_device, machines, torches_on
 from elastic.on_ray.package import package_of
@@ -102,7 +102,7 @@ class RayDriver:
         quiet: dict[str, Any] = {
             "log_to_driver": False,
             "logging_level": "ERROR",
-            "namespace": actors.NAMESPACE,
+            "namespace": naming.NAMESPACE,
         }
         address = None if request.address == "local" else request.address or find_cluster()
         if address is not None and is_stale(address, request.address):

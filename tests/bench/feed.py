@@ -106,7 +106,8 @@ def ours(folder: Path, first_step: int, steps: int) -> tuple[float, float]:
     """(rows per second, seconds to the first batch on the later rank) of a feed of its own."""
     import cloudpickle
 
-    from elastic.on_ray.feed.actor import FeedOrder, end_feed
+    from elastic.on_ray.feed.order import FeedOrder
+    from elastic.on_ray.feed.start import end_feed
 
     run_id = f"bench-{time.monotonic_ns()}"
     controller = ray.remote(Consumer).options(

@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 import ray
 
 from elastic.data import ParquetSource, parquet
-from elastic.on_ray.actors import NAMESPACE
-from elastic.on_ray.feed.actor import FeedOrder, end_feed
 from elastic.on_ray.feed.client import RayFeed
+from elastic.on_ray.feed.order import FeedOrder
+from elastic.on_ray.feed.start import end_feed
+from elastic.on_ray.naming import NAMESPACE
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.data.parquet_loader import ParquetLoader
 

@@ -13,9 +13,10 @@ from ray.cluster_utils import Cluster
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
-from elastic.on_ray.actors import NAMESPACE
-from elastic.on_ray.feed.actor import FeedOrder, end_feed, feed_name
 from elastic.on_ray.feed.client import RayFeed
+from elastic.on_ray.feed.order import FeedOrder
+from elastic.on_ray.feed.start import end_feed, feed_name
+from elastic.on_ray.naming import NAMESPACE
 from tests.cluster.live import environment
 from workers.data.parquet_loader import ParquetLoader
 

@@ -12,9 +12,10 @@ import ray
 from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
-from elastic.on_ray.actors import NAMESPACE
-from elastic.on_ray.feed.actor import FeedOrder, feed_name
 from elastic.on_ray.feed.client import RayFeed
+from elastic.on_ray.feed.order import FeedOrder
+from elastic.on_ray.feed.start import feed_name
+from elastic.on_ray.naming import NAMESPACE
 from elastic.protocol.errors import BadData
 from tests.bench.feed_memory import feed_of, floats, own_ray, repeats, slow_consumer, tripled
 from tests.cluster.live import environment

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -30,12 +30,18 @@ from elastic.data.record import FeedRecord, open_record
 from elastic.data.serving import Read, Server
 from elastic.data.source import ParquetSource, is_uri
 from elastic.data.stream import WindowKey
-from elastic.on_ray.actors import NAMESPACE, end
+from elastic.on_ray.feed.order import (
+    FeedOrder,
+    Served,
+    end_when_alone,
+    folder_here,
+    note,
+    see_folder,
+    unpacked_folder,
+)
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.remote import patiently
 
-ALONE_CHECK_S = 5.0
-LAST_WRITE_S = 5.0
 WRITE_EVERY_S = 0.5
 WRITE_REMOTE_EVERY_S = 5.0
 STORE_SHARE = 0.5
@@ -43,34 +49,6 @@ LATE_CHECK_S = 1.0
 WAITS = "a process to read data"
 BEGIN_S = 5.0
 """A task that is not answered for so long begins all the same: the feed is being started again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedOrder:
-    """What the feed needs to know, now and when it is started again."""
-
-    run_id: str
-    source: bytes
-    """A pickled ParquetSource; empty where `dataset()` needs Ray and the feed calls it."""
-    workload: bytes
-    folder: str | None
-    seed: int
-    place: str
-    """The run directory, which need not exist yet."""
-    num_samples: int | None = None
-    """That the run will use; None: not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A window for a worker."""
-
-    first: int
-    count: int
-    rows: list[Any]
-    """One reference: in a list, so that Ray does not fetch it on the way."""
-    first_row: int | None = None
-    """For a bare block of Ray Data: the id of its first row."""
 
 
 class FeedActor:
@@ -109,7 +87,7 @@ class FeedActor:
         order = self._order
         see_folder(order.folder)
         source = within_stores(local_source(order.source, order.folder), self._note)
-        if order.folder is None and _unpacked_folder() is not None:
+        if order.folder is None and unpacked_folder() is not None:
             refuse_unshipped(source)
         loop = asyncio.get_running_loop()
         is_wary = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -163,13 +141,6 @@ class FeedActor:
         note(self._order.run_id, fields)
 
 
-def note(run_id: str, fields: dict[str, Any]) -> None:
-    """Into the run's journal, if the run is alive."""
-    controller = find_actor(f"{run_id}-controller")
-    if controller is not None:
-        cast(Any, controller).note.remote(fields)
-
-
 def late_note(plan: Plan, late: Late) -> dict[str, Any]:
     """For the journal."""
     if not late.has_begun:
@@ -202,25 +173,6 @@ async def keep_written(record: FeedRecord) -> None:
             await loop.run_in_executor(None, record.write)
         except OSError as error:  # the record saves reading; the run goes on without it
             print(f'data record reason="{error}"', file=sys.stderr, flush=True)
-
-
-def see_folder(folder: str | None) -> None:
-    """The workload's modules can be imported, where Ray has not shipped them."""
-    if folder is not None and folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def folder_here(folder: str | None) -> str | None:
-    """TARGET's folder in this process: where every node has it, or where Ray has unpacked what it
-    ships; None if TARGET is installed on the nodes."""
-    return folder or _unpacked_folder()
-
-
-@functools.cache
-def _unpacked_folder() -> str | None:
-    """Of this node: Ray starts processes there, and the user's code may leave it."""
-    has_package = "working_dir" in ray.get_runtime_context().runtime_env
-    return os.getcwd() if has_package else None
 
 
 def local_source(pickled: bytes, folder: str | None) -> ParquetSource:
@@ -273,50 +225,3 @@ def read_task(
     is_wary = bool(deaths)
     rows, skipped = read_window(found, epoch, window, left_out, checksums, is_wary=is_wary)
     return rows, (rows.count, rows.size_bytes, skipped, rows.checksums)
-
-
-async def end_when_alone(run_id: str) -> None:
-    """The controller ends the feed; should it be gone, the feed ends itself."""
-    while find_actor(f"{run_id}-controller") is not None:
-        await asyncio.sleep(ALONE_CHECK_S)
-    end(ray.get_runtime_context().current_actor)
-
-
-def find_actor(name: str) -> ActorHandle[Any] | None:
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def start_feed(order: FeedOrder) -> ActorHandle[Any]:
-    """The run's feed; the first worker that asks starts it."""
-    options: dict[str, Any] = {
-        "name": feed_name(order.run_id),
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    actor: Any = FeedActor
-    if not order.source:
-        from elastic.on_ray.feed.dataset_actor import DatasetFeedActor
-
-        actor = DatasetFeedActor
-    return cast(Any, ray.remote(actor).options(**options).remote(order))
-
-
-def feed_name(run_id: str) -> str:
-    return f"{run_id}-feed"
-
-
-def end_feed(run_id: str) -> None:
-    """Its record is written first: a later part of the run compares the data with it. No error if
-    there is none."""
-    actor = find_actor(feed_name(run_id))
-    if actor is not None:
-        with suppress(RayError):  # lost, or it cannot write: the record saves reading only
-            ray.get(cast(Any, actor).write_record.remote(), timeout=LAST_WRITE_S)
-        end(actor)

@@ -14,14 +14,9 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTa
 from ray.exceptions import ObjectLostError as RayObjectLost
 
 from elastic.data.reading import WindowRows
-from elastic.on_ray.feed.actor import (
-    FeedOrder,
-    Served,
-    find_actor,
-    folder_here,
-    see_folder,
-    start_feed,
-)
+from elastic.on_ray.feed.order import FeedOrder, Served, folder_here, see_folder
+from elastic.on_ray.feed.start import start_feed
+from elastic.on_ray.naming import find_actor
 from elastic.protocol.errors import BadData, StepCancelled, WrongInput
 from elastic.protocol.worker_spec import ParquetWindow, WorkerSpec
 

@@ -21,7 +21,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from elastic.data.dataset_record import DatasetFacts, compare_facts, write_facts
 from elastic.data.footers import columns_text
 from elastic.data.patience import WAIT_S
-from elastic.on_ray.feed.actor import FeedOrder, Served, end_when_alone, note, see_folder
+from elastic.on_ray.feed.order import FeedOrder, Served, end_when_alone, note, see_folder
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.files import open_folder, reach_folder
 from elastic.store.remote import patiently
