@@ -21,7 +21,7 @@ from tests.workers.sharded_rig import (
 )
 from workers.distributed.process_group import Alone
 from workers.parallel.shards import RowsLost, TensorLayout, local
-from workers.resharding.transfer import Move, Place, moves_of
+from workers.resharding.transfer import Move, ShardCoord, moves_of
 
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")
@@ -276,15 +276,15 @@ def test_who_has_no_micro_batch_left_computes_nothing():
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
     kind = TensorLayout("w", torch.float32, (4, 2), True)
     two, three = Mesh("fsdp", 2), Mesh("fsdp", 3)
-    held = [Place(two, 0), Place(two, 1), None]
+    held = [ShardCoord(two, 0), ShardCoord(two, 1), None]
     assert moves_of(kind, held, three) == [Move(0, 0, range(0, 2)), Move(1, 1, range(2, 4))]
-    held = [None, Place(three, 0), Place(three, 1)]
+    held = [None, ShardCoord(three, 0), ShardCoord(three, 1)]
     assert moves_of(kind, held, two) == [
         Move(1, 0, range(0, 2)),
         Move(2, 1, range(2, 4)),
     ]
     with pytest.raises(LookupError, match="nobody holds row 2 of w"):
-        moves_of(kind, [Place(two, 0), None], two)
+        moves_of(kind, [ShardCoord(two, 0), None], two)
 
 
 def test_ids_are_dealt_once_and_all_ranks_make_as_many_passes():
