@@ -9,7 +9,7 @@ import json
 import statistics
 import subprocess
 import sys
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from pathlib import Path
 
 from tests.bench.harness import (
@@ -28,10 +28,15 @@ from tests.bench.torchrun_ddp import WARMUP_STEPS
 WORLD = 2
 
 
-def torchrun_ms(steps: int) -> float:
+BATCHES = {"long steps": (64, 8), "short steps": (8, 4)}
+"""Global and micro-batch: about 180 ms with accumulation, and 20 ms without."""
+
+
+def torchrun_ms(steps: int, batch: tuple[int, int]) -> float:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [torchrun, "--standalone", "--nproc-per-node", str(WORLD)]
     command += ["-m", "tests.bench.torchrun_ddp", "--steps", str(steps)]
+    command += ["--global-batch", str(batch[0]), "--micro-batch", str(batch[1])]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(), cwd=REPOSITORY, timeout=600
     )
@@ -40,9 +45,12 @@ def torchrun_ms(steps: int) -> float:
     return json.loads(done.stdout.splitlines()[-1])["ms_per_step"]
 
 
-def elastic_ms(storage: Path, name: str, reduction: str, steps: int) -> float:
+def elastic_ms(
+    storage: Path, name: str, reduction: str, steps: int, batch: tuple[int, int] = (64, 8)
+) -> float:
     """Median time from commit to commit: whatever we do between steps counts, too."""
-    options = {"global_batch": 64, "micro_batch": 8, "clip_norm": 1.0, "reduction": reduction}
+    sizes = {"global_batch": batch[0], "micro_batch": batch[1]}
+    options = {**sizes, "clip_norm": 1.0, "reduction": reduction}
     with elastic_run(storage, name, workers=WORLD, steps=steps, **options) as run:
         run.finish(600)
         lines = run.metrics()[WARMUP_STEPS:]
@@ -57,16 +65,17 @@ def main() -> int:
     about = machine(WORLD)
     console.print(about)
     results: dict[str, str] = {}
-    numbers = count()
+    names = map(str, count())
     with storage_directory() as storage:
-        for reduction in ("fast", "bitwise"):
+        for (name, batch), reduction in product(BATCHES.items(), ("fast", "bitwise")):
+            steps = arguments.steps * BATCHES["long steps"][0] // batch[0]
             ours, theirs = alternating(
                 arguments.pairs,
-                lambda r=reduction: elastic_ms(storage, f"{r}-{next(numbers)}", r, arguments.steps),
-                lambda: torchrun_ms(arguments.steps),
+                lambda r=reduction, n=steps, b=batch: elastic_ms(storage, next(names), r, n, b),
+                lambda n=steps, b=batch: torchrun_ms(n, b),
             )
             ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            results[reduction] = (
+            results[f"{reduction}, {name}"] = (
                 f"{statistics.median(ratios):.3f} of torchrun "
                 f"({statistics.median(ours):.1f} against {statistics.median(theirs):.1f} ms)"
             )

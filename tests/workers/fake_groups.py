@@ -16,11 +16,37 @@ DEADLINE_S = 240.0
 
 
 class Done:
+    is_settled = True
+
     def wait(self) -> None:
         return
 
 
-class ThreadGroup:
+class Flat:
+    """The collectives of flat tensors, by those of lists."""
+
+    rank: int
+    world_size: int
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
+        return self.all_gather(output.chunk(self.world_size), tensor.clone())
+
+    def all_to_all_flat(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
+    ) -> Any:
+        equal = [tensor.numel() // self.world_size] * self.world_size
+        received, sent = (
+            output.split(list(out_sizes) or equal),
+            tensor.split(list(in_sizes) or equal),
+        )
+        return self.all_to_all(received, sent)
+
+
+class ThreadGroup(Flat):
     """One rank of a group of threads. Messages are copies, delivered in order per pair."""
 
     def __init__(self, rank: int, mailboxes: list[list["queue.Queue[Tensor]"]]) -> None:
@@ -71,7 +97,7 @@ def run_threads(world_size: int, body: Callable[[ThreadGroup], Any]) -> list[Any
     return results
 
 
-class GlooGroup:
+class GlooGroup(Flat):
     """One rank of a default gloo group."""
 
     def __init__(self) -> None:
@@ -94,6 +120,10 @@ class GlooGroup:
 class _All:
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
+
+    @property
+    def is_settled(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         for work in self._works:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from elastic.protocol.errors import UserError
 from elastic.protocol.membership import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
-from workers.reduction.tree import FlatLayout, TreeFold, reduce_tree
+from workers.reduction.tree import FlatLayout, TreeFold
+from workers.reduction.tree_reduction import reduce_tree
 from workers.step.buffers import TrackedBuffers
 
 

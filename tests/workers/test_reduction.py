@@ -17,8 +17,8 @@ from workers.reduction.tree import (
     TreeFold,
     blocks_of,
     fold_scalars,
-    reduce_tree,
 )
+from workers.reduction.tree_reduction import reduce_tree
 
 SHAPES = [(7, 3), (5,), (), (2, 3, 2)]
 
@@ -101,7 +101,7 @@ def test_sums_over_gloo_processes_are_the_same_bits(world_size: int, tmp_path: P
 
 def test_large_buffers_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run_threads(1, lambda g: _reduced(g, 7))[0]
-    monkeypatch.setattr("workers.reduction.tree.PIECE_ELEMENTS", 4)
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 4})
     for world_size in (2, 3, 5):
         assert run_threads(world_size, lambda g: _reduced(g, 7)) == [expected] * world_size
 
@@ -114,11 +114,13 @@ class InFlight:
         self.rank, self.world_size = group.rank, group.world_size
         self.now = self.most = 0
 
-    def all_to_all(self, outputs: Any, inputs: Any) -> "InFlight":
-        return self._launched(self._group.all_to_all(outputs, inputs))
+    is_settled = False
 
-    def all_gather(self, outputs: Any, tensor: Any) -> "InFlight":
-        return self._launched(self._group.all_gather(outputs, tensor))
+    def all_to_all_flat(self, output: Any, tensor: Any, *sizes: Any) -> "InFlight":
+        return self._launched(self._group.all_to_all_flat(output, tensor, *sizes))
+
+    def all_gather_flat(self, output: Any, tensor: Any) -> "InFlight":
+        return self._launched(self._group.all_gather_flat(output, tensor))
 
     def _launched(self, done: Any) -> "InFlight":
         self.now += 1
@@ -133,7 +135,7 @@ def test_few_pieces_travel_at_a_time_however_large_the_buffers_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = run_threads(1, lambda g: _reduced(g, 7))[0]
-    monkeypatch.setattr("workers.reduction.tree.PIECE_ELEMENTS", 2)
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 2})
 
     def body(group: Any) -> tuple[list[bytes], int, bool]:
         counting = InFlight(group)

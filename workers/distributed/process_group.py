@@ -269,7 +269,11 @@ class Alone:
         return self
 
     def all_to_all_flat(
-        self, output: torch.Tensor, tensor: torch.Tensor, *sizes: Sequence[int]
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
     ) -> "Alone":
         output.copy_(tensor)
         return self

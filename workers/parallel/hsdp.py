@@ -14,7 +14,8 @@ from workers.distributed.process_group import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.shards import is_shard, like, local
 from workers.reduction.reducers import Reduced
-from workers.reduction.tree import FlatLayout, TreeFold, reduce_tree
+from workers.reduction.tree import FlatLayout, TreeFold
+from workers.reduction.tree_reduction import reduce_tree
 
 
 class ReplicaStack:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from elastic.protocol.errors import WrongInput
-from workers.reduction.tree import Group, Pending
+from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.train_state.strides import dense_strides
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
@@ -104,7 +103,7 @@ class GradientBuckets:
         self._is_armed = False
         if self._group.world_size == 1:
             for name, p in zip(self._names, self._parameters, strict=True):
-                _refuse_sparse(name, p)
+                refuse_sparse(name, p.grad)
             return [p.grad for p in self._parameters], self._buffer_sums
         if self._error is None:
             self._launch_all()
@@ -125,8 +124,10 @@ class GradientBuckets:
 
     def _hook(self, index: int, parameter: Tensor) -> torch.utils.hooks.RemovableHandle:
         bucket = self._bucket_of[index]
+        view = bucket.views[bucket.members.index(index)]
 
         def on_gradient(_: Tensor) -> None:
+            adopt(parameter, view)
             if not self._is_armed or self._error is not None:
                 return
             if self._has_fired[index]:
@@ -162,26 +163,22 @@ class GradientBuckets:
             self._pending.append(self._group.all_reduce(self._buffer_sums))
 
     def _launch(self, bucket: _Bucket) -> None:
-        views: list[Tensor] = []
-        gradients: list[Tensor] = []
         for i, view in zip(bucket.members, bucket.views, strict=True):
-            _refuse_sparse(self._names[i], self._parameters[i])
-            gradient = self._parameters[i].grad
-            if gradient is None:
+            refuse_sparse(self._names[i], self._parameters[i].grad)
+            if self._parameters[i].grad is None:
                 view.zero_()
             else:
-                views.append(view)
-                gradients.append(gradient)
-        if views:
-            with torch.no_grad():
-                torch._foreach_copy_(views, gradients)  # pyright: ignore[reportPrivateImportUsage]
+                adopt(self._parameters[i], view)
         self._num_launched += 1
         self._pending.append(self._group.all_reduce(bucket.flat))
 
 
-def _refuse_sparse(name: str, parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.layout != torch.strided:
-        raise WrongInput(
-            f"parameter {name!r} has a sparse gradient, which cannot be reduced; "
-            "build its layer with sparse=False"
-        )
+def adopt(parameter: Tensor, view: Tensor) -> None:
+    """The gradient moves into `view`, where later backwards add to it: no memory beside it."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided:  # `refuse_sparse` says so later
+        return
+    if gradient.data_ptr() != view.data_ptr():
+        with torch.no_grad():
+            view.copy_(gradient)
+        parameter.grad = view

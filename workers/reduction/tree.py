@@ -2,11 +2,12 @@
 
 Ids 0..V-1 are the leaves of a balanced binary tree, padded to a power of two with absent leaves;
 a node with one child is that child. Whoever adds, and where, the additions are the same.
-Gradient buckets of the fast mode are in buckets.py; process groups in distributed/process_group.py.
+How the nodes of several ranks become one is in tree_reduction.py; gradient buckets of the fast mode
+are in buckets.py.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,12 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.membership import microbatch_ids
 from workers.train_state.strides import dense_strides, plain_strides
-
-PIECE_ELEMENTS = 1 << 22  # one collective's share of a flat buffer, so that folding overlaps
-PIECES_IN_FLIGHT = 3
-"""Of each kind of collective; every piece on its way takes several times its own memory."""
 
 Flats = list[Tensor]  # one flat buffer per part of a FlatLayout
 
@@ -30,6 +26,10 @@ class Pending(Protocol):
     """A collective in flight; `wait` raises if a member is lost."""
 
     def wait(self) -> None: ...
+    @property
+    def is_settled(self) -> bool:
+        """It is over: `wait` would not block."""
+        ...
 
 
 class Group(Protocol):
@@ -41,6 +41,14 @@ class Group(Protocol):
     def world_size(self) -> int: ...
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Pending: ...
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Pending: ...
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
+    def all_to_all_flat(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        out_sizes: Sequence[int] = (),
+        in_sizes: Sequence[int] = (),
+    ) -> Pending: ...
     def all_reduce(self, tensor: Tensor) -> Pending: ...
 
 
@@ -134,6 +142,18 @@ class FlatLayout:
             flat[part.size :].zero_()
         return flats
 
+    def leaves_in(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+        """Of each leaf the pieces (part, first element, elements) that it has elements in."""
+        found: list[list[int]] = [[] for _ in self.names]
+        for number, (part_number, at, size) in enumerate(pieces):
+            part = self.parts[part_number]
+            first = bisect_right(part.offsets, at) - 1
+            for leaf, offset in zip(part.leaves[first:], part.offsets[first:], strict=True):
+                if offset >= at + size:
+                    break
+                found[leaf].append(number)
+        return found
+
     def views(self, flats: Flats) -> list[Tensor]:
         """Tensors of the leaves' shapes that share the flat buffers' memory, in leaf order."""
         views: list[Tensor] = [torch.empty(0)] * len(self.names)
@@ -166,35 +186,53 @@ class TreeFold:
         self.num_microbatches = num_microbatches
         self._stack: list[_Partial] = []
         self._spare: list[tuple[Flats, list[Tensor]]] = []
-        self._next_id = ids.start
+        self.next_id = ids.start
 
     def begin(self) -> None:
         """Before the first micro-batch of every attempt at a step."""
         while self._stack:
-            self._put_back(self._stack.pop())
-        self._next_id = self.ids.start
+            self.put_back(self._stack.pop())
+        self.next_id = self.ids.start
 
     @torch.no_grad()
     def add(self, microbatch_id: int, leaves: Sequence[Tensor | None]) -> None:
         """Fold one micro-batch; a leaf that is None counts as zero. The leaves are not kept."""
-        assert microbatch_id == self._next_id, f"expected id {self._next_id}, not {microbatch_id}"
+        assert microbatch_id == self.next_id, f"expected id {self.next_id}, not {microbatch_id}"
         self._refuse_sparse(leaves)
-        self._next_id += 1
+        self.next_id += 1
         block = Block(0, microbatch_id)
         if self._stack and self._stack[-1].block.is_left_sibling_of(block):
             left = self._stack.pop()
             _add_leaves(left.views, leaves)
-            self._push(_Partial(block.parent, left.flats, left.views))
+            self._push(_Partial(block.parent, left.flats, left.views), self._add_up)
         else:
             flats, views = self._take()
             _copy_leaves(views, leaves)
-            self._push(_Partial(block, flats, views))
-        if self._next_id == self.ids.stop:
-            self._close()
+            self._push(_Partial(block, flats, views), self._add_up)
+        if self.next_id == self.ids.stop:
+            self._close(self._add_up)
+
+    def add_slowly(self, microbatch_id: int) -> "Arriving":
+        """Fold one micro-batch while its leaves arrive: what `sums` gives is complete where the
+        returned value has folded it. It is to be closed before the next micro-batch."""
+        assert microbatch_id == self.next_id, f"expected id {self.next_id}, not {microbatch_id}"
+        self.next_id += 1
+        block, is_sum = Block(0, microbatch_id), False
+        if self._stack and self._stack[-1].block.is_left_sibling_of(block):
+            left, is_sum = self._stack.pop(), True
+            partial = _Partial(block.parent, left.flats, left.views)
+        else:
+            partial = _Partial(block, *self._take())
+        merges: list[tuple[_Partial, _Partial]] = []
+        merge = lambda left, right: merges.append((left, right))  # noqa: E731
+        self._push(partial, merge)
+        if self.next_id == self.ids.stop:
+            self._close(merge)
+        return Arriving(self, partial.views, is_sum, merges)
 
     def sums(self) -> list[tuple[Block, Flats]]:
         """The finished nodes, ascending; valid until the next `begin`."""
-        assert self._next_id == self.ids.stop, f"ids from {self._next_id} on are missing"
+        assert self.next_id == self.ids.stop, f"ids from {self.next_id} on are missing"
         return [(partial.block, partial.flats) for partial in self._stack]
 
     def release_root(self) -> Flats:
@@ -202,28 +240,33 @@ class TreeFold:
         assert len(self._stack) == 1
         return self._stack.pop().flats
 
+    def release_first(self) -> Flats:
+        """The flat buffers of the first node, which the caller owns now: what all ranks sum up may
+        take its place, piece by piece."""
+        return self._stack.pop(0).flats
+
     def recycle(self, flats: Flats) -> None:
-        """Optional: give back flat buffers that this fold or `reduce_tree` handed out."""
+        """Optional: give back flat buffers that this fold handed out."""
         self._spare.append((flats, self.layout.views(flats)))
 
-    def new_flats(self) -> Flats:
-        return self._take()[0]
-
-    def _push(self, partial: _Partial) -> None:
+    def _push(self, partial: _Partial, merge: Callable[[_Partial, _Partial], None]) -> None:
         while self._stack and self._stack[-1].block.is_left_sibling_of(partial.block):
             left = self._stack.pop()
-            for total, addend in zip(left.flats, partial.flats, strict=True):
-                total.add_(addend)
-            self._put_back(partial)
+            merge(left, partial)
             partial = _Partial(left.block.parent, left.flats, left.views)
         self._stack.append(partial)
 
-    def _close(self) -> None:
+    def _add_up(self, left: _Partial, right: _Partial) -> None:
+        for total, addend in zip(left.flats, right.flats, strict=True):
+            total.add_(addend)
+        self.put_back(right)
+
+    def _close(self, merge: Callable[[_Partial, _Partial], None]) -> None:
         """Merge what only absent leaves keep apart."""
         last = blocks_of(self.ids, self.num_microbatches)[-1]
         while self._stack[-1].block != last:
             partial = self._stack.pop()
-            self._push(_Partial(partial.block.parent, partial.flats, partial.views))
+            self._push(_Partial(partial.block.parent, partial.flats, partial.views), merge)
 
     def _take(self) -> tuple[Flats, list[Tensor]]:
         if self._spare:
@@ -231,77 +274,49 @@ class TreeFold:
         flats = self.layout.empty()
         return flats, self.layout.views(flats)
 
-    def _put_back(self, partial: _Partial) -> None:
+    def put_back(self, partial: _Partial) -> None:
         self._spare.append((partial.flats, partial.views))
 
     def _refuse_sparse(self, leaves: Sequence[Tensor | None]) -> None:
         for name, leaf in zip(self.layout.names, leaves, strict=True):
-            if leaf is not None and leaf.layout != torch.strided:
-                raise WrongInput(
-                    f"parameter {name!r} has a sparse gradient, which cannot be reduced; "
-                    "build its layer with sparse=False"
-                )
+            refuse_sparse(name, leaf)
 
 
-def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
-    """The sum over all ids on every rank: equal bits for every world size. A collective.
-
-    Every rank sends each owner its slice of every block, owners fold, then all gather. The result
-    belongs to the caller, who divides it.
-    """
-    assert num_microbatches == fold.num_microbatches
-    sums, world_size = fold.sums(), group.world_size
-    if world_size == 1:
-        return fold.release_root()
-    blocks = [
-        blocks_of(microbatch_ids(num_microbatches, world_size, rank), num_microbatches)
-        for rank in range(world_size)
-    ]
-    assert list(blocks[group.rank]) == [block for block, _ in sums]
-    result = fold.new_flats()
-    exchanges: deque[_Exchange] = deque()
-    gathering: deque[Pending] = deque()
-    for part in range(len(result)):
-        for at, size in _pieces(result[part].numel(), world_size):
-            if len(exchanges) == PIECES_IN_FLIGHT:
-                gathering.append(exchanges.popleft().fold_and_gather())
-            if len(gathering) == PIECES_IN_FLIGHT:
-                gathering.popleft().wait()
-            partials = [flats[part][at : at + size] for _, flats in sums]
-            exchanges.append(_Exchange(group, blocks, partials, result[part][at : at + size]))
-    gathering.extend(exchange.fold_and_gather() for exchange in exchanges)
-    for pending in gathering:
-        pending.wait()
-    return result
-
-
-class _Exchange:
-    """One piece of a flat buffer on its way: every rank's blocks to their owners and back."""
+class Arriving:
+    """A micro-batch on its way into a fold: `add` its leaves, each once, in any order; `fold` the
+    stretches whose leaves are there, or all at once. The additions are those of `TreeFold.add`."""
 
     def __init__(
-        self, group: Group, blocks: list[tuple[Block, ...]], partials: list[Tensor], result: Tensor
+        self,
+        fold: TreeFold,
+        views: list[Tensor],
+        is_sum: bool,
+        merges: list[tuple[_Partial, _Partial]],
     ) -> None:
-        self._group, self._blocks, self._result = group, blocks, result
-        share = result.numel() // group.world_size
-        whole = result.new_empty(sum(len(b) for b in blocks) * share)
-        self._received = whole.split([len(b) * share for b in blocks])
-        self._sent = [
-            torch.cat([p[at : at + share] for p in partials])
-            if len(partials) > 1
-            else partials[0][at : at + share]
-            for at in range(0, result.numel(), share)
-        ]
-        self._share = share
-        self._pending = group.all_to_all(list(self._received), self._sent)
+        self._fold, self._views, self._is_sum, self._merges = fold, views, is_sum, merges
 
-    def fold_and_gather(self) -> Pending:
-        self._pending.wait()
-        slices = (
-            (block, part)
-            for blocks, received in zip(self._blocks, self._received, strict=True)
-            for block, part in zip(blocks, received.split(self._share), strict=True)
-        )
-        return self._group.all_gather(list(self._result.split(self._share)), fold_blocks(slices))
+    @torch.no_grad()
+    def add(self, indices: Sequence[int], leaves: Sequence[Tensor | None]) -> None:
+        """A leaf that is None counts as zero. Leaves are not kept. WrongInput for a sparse one."""
+        for i, leaf in zip(indices, leaves, strict=True):
+            refuse_sparse(self._fold.layout.names[i], leaf)
+        views = [self._views[i] for i in indices]
+        (_add_leaves if self._is_sum else _copy_leaves)(views, leaves)
+
+    @torch.no_grad()
+    def fold(self, part: int, at: int, size: int) -> None:
+        """Complete this stretch of a flat buffer in every node."""
+        for left, right in self._merges:
+            left.flats[part][at : at + size].add_(right.flats[part][at : at + size])
+
+    def fold_all(self) -> None:
+        for part, flat in enumerate(self._fold.layout.parts):
+            self.fold(part, 0, flat.capacity)
+
+    def close(self) -> None:
+        """Every stretch is folded: the buffers that were added may serve again."""
+        for _, right in self._merges:
+            self._fold.put_back(right)
 
 
 class CarryStack:
@@ -373,10 +388,13 @@ def fold_scalars(values: ArrayLike) -> float:
     return float(level[0])
 
 
-def _pieces(capacity: int, world_size: int) -> list[tuple[int, int]]:
-    """(offset, size) of the pieces of a flat buffer, each a multiple of the world size."""
-    size = max(PIECE_ELEMENTS // world_size, 1) * world_size
-    return [(at, min(size, capacity - at)) for at in range(0, capacity, size)]
+def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+    """WrongInput names the parameter."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise WrongInput(
+            f"parameter {name!r} has a sparse gradient, which cannot be reduced; "
+            "build its layer with sparse=False"
+        )
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -168,13 +168,16 @@ class TrainState:
 
     def _change_weights(self, update: Update) -> None:
         divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
+        sums = [local(g) for g in given if g is not None]
+        if sums:
+            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
         for parameter, gradient, is_used in zip(
             self.parameters, update.gradients, update.used, strict=True
         ):
             parameter.grad = None
             if is_used:
                 assert gradient is not None
-                local(gradient).div_(divisor)
                 if not is_shard(gradient):  # a follower receives it row by row
                     gradient = laid_out(gradient, parameter.stride())
                 parameter.grad = gradient

@@ -1,0 +1,178 @@
+"""Bitwise sums travel while the last backward runs, and have the bits of those that do not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import microbatch_ids
+from tests.workers.fake_groups import ThreadGroup, run_threads
+from workers.reduction.reducers import BitwiseReducer, Reduced
+
+
+class Counting:
+    """A group that counts its collectives."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group, self.num_launched = group, 0
+        self.rank, self.world_size = group.rank, group.world_size
+
+    def all_to_all_flat(self, *arguments: Any) -> Any:
+        self.num_launched += 1
+        return self._group.all_to_all_flat(*arguments)
+
+    def all_gather_flat(self, *arguments: Any) -> Any:
+        self.num_launched += 1
+        return self._group.all_gather_flat(*arguments)
+
+
+class Net(nn.Module):
+    """The middle layer is used by odd micro-batches only, one parameter by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, microbatch_id: int) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x).tanh() if i != 1 or microbatch_id % 2 else x
+        return x
+
+
+def batch_of(step: int, microbatch_id: int) -> torch.Tensor:
+    seed = 100 * step + microbatch_id
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The same weights on every thread, which share torch's generator."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
+def reducer_of(model: nn.Module, group: Any, num_microbatches: int) -> tuple[BitwiseReducer, range]:
+    ids = microbatch_ids(num_microbatches, group.world_size, group.rank)
+    buffer = {"b": torch.zeros(3, dtype=torch.float64)}
+    parameters = dict(model.named_parameters())
+    return BitwiseReducer(parameters, buffer, group, ids, num_microbatches), ids
+
+
+def summed(reduced: Reduced) -> list[bytes]:
+    return [t.numpy().tobytes() for t in (*reduced.gradients, *reduced.buffers) if t is not None]
+
+
+def steps(group: Any, num_microbatches: int, count: int = 3) -> list[list[bytes]]:
+    """The sums of each step."""
+    model = filled(Net())
+    reducer, ids = reducer_of(model, group, num_microbatches)
+    done = []
+    for step in range(count):
+        reducer.begin()
+        for i in ids:
+            reducer.before_backward(i == ids[-1])
+            model(batch_of(step, i), i).square().sum().backward()
+            reducer.after_backward(i, [torch.full((3,), float(i), dtype=torch.float64)])
+        done.append(summed(reducer.finish()))
+    reducer.close()
+    return done
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3, 5, 8])
+def test_what_travels_during_the_backward_has_the_bits_of_one_rank(
+    num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 8})
+    alone = run_threads(1, lambda g: steps(g, num_microbatches))[0]
+    for world_size in range(2, min(num_microbatches, 4) + 1):
+        for of_rank in run_threads(world_size, lambda g: steps(g, num_microbatches)):
+            assert of_rank == alone
+
+
+def test_pieces_leave_before_the_backward_ends_and_their_gradients_are_freed(monkeypatch) -> None:
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 8})
+    for of_rank in run_threads(2, on_the_way):
+        assert all(launched > 0 and are_free for launched, are_free in of_rank[1:]), of_rank
+
+
+def on_the_way(group: ThreadGroup) -> list[tuple[int, bool]]:
+    """Of each step: the collectives before its last backward was over, and whether a gradient was
+    freed by then."""
+    model = filled(nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))))
+    counting = Counting(group)
+    reducer, ids = reducer_of(model, counting, 4)
+    done = []
+    for step in range(3):
+        reducer.begin()
+        counting.num_launched = 0
+        for i in ids:
+            reducer.before_backward(i == ids[-1])
+            model(batch_of(step, i)).square().sum().backward()
+            if i == ids[-1]:
+                done.append((counting.num_launched, model[3].weight.grad is None))
+            reducer.after_backward(i, [torch.zeros(3, dtype=torch.float64)])
+        reducer.finish()
+    return done
+
+
+class Twice(nn.Module):
+    """A layer in two reentrant checkpoints: two gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_parameter_with_two_gradients_in_a_backward_is_summed_after_it(monkeypatch) -> None:
+    monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 8})
+
+    def body(group: Any) -> list[list[bytes]]:
+        model = filled(Twice())
+        reducer, ids = reducer_of(model, group, 2)
+        done = []
+        for step in range(3):
+            reducer.begin()
+            for i in ids:
+                reducer.before_backward(i == ids[-1])
+                model(batch_of(step, i)).square().sum().backward()
+                reducer.after_backward(i, [torch.zeros(3, dtype=torch.float64)])
+            done.append(summed(reducer.finish()))
+        return done
+
+    one = body(Alone())
+    assert run_threads(2, body) == [one] * 2
+
+
+class Alone(ThreadGroup):
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+
+def test_what_a_gradient_raises_on_its_way_is_raised_where_the_step_is_finished() -> None:
+    def body(group: Any) -> str:
+        model = nn.Embedding(4, 2, sparse=True)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        reducer, ids = reducer_of(model, group, 2)
+        reducer._may_overlap = True
+        reducer.begin()
+        reducer.before_backward(True)
+        model(torch.tensor([1])).sum().backward()
+        reducer.after_backward(ids[0], [torch.zeros(3, dtype=torch.float64)])
+        with pytest.raises(WrongInput, match=r"weight.*sparse=False"):
+            reducer.finish()
+        return "refused"
+
+    assert run_threads(2, body) == ["refused"] * 2
