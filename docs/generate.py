@@ -1,0 +1,229 @@
+"""Writes the pages that come from the code: `python docs/generate.py` after an option or a field
+has changed.
+
+`tests/docs/test_generated.py` compares them with what is committed. The texts are the code's own
+help, docstrings and comments: mend them there.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from elastic import data
+from elastic.cli import app
+from elastic.config import FaultPolicy, RunConfig
+from elastic.control import accounting
+from elastic.protocol import reports
+from elastic.protocol.waits import UNLIMITED_S, Waits, waits_of
+
+FOLDER = Path(__file__).resolve().parent
+NOTE = "<!-- Made by docs/generate.py from the code. Do not edit this page. -->\n"
+
+
+def cell(text: str) -> str:
+    """`text` in a table's cell; outside of code, what looks like HTML is none."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(p if i % 2 else p.replace("<", "&lt;") for i, p in enumerate(parts))
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell(text) for text in line)} |\n" for line in lines)
+
+
+# --- the command line --------------------------------------------------------------
+def commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def option_row(option: Any) -> tuple[str, str, str]:
+    name = f"`{', '.join(option.opts)}`"
+    if option.metavar:
+        name += f" `{option.metavar}`"
+    default = "required" if option.required else shown(option.default)
+    return name, "-" if option.is_flag else default, option.help or ""
+
+
+def word_of(argument: Any) -> str:
+    more = "..." if argument.nargs != 1 else ""
+    return argument.metavar or argument.name.upper() + more
+
+
+def shown(value: object) -> str:
+    return "-" if value is None or value == () else f"`{value}`"
+
+
+def command_section(path: str, command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    words = [word_of(a) if a.required else f"[{word_of(a)}]" for a in arguments]
+    usage = " ".join([path, *words, *(["[OPTIONS]"] if options else [])])
+    text = f"## {path}\n\n```\n{usage}\n```\n\n{inspect.cleandoc(command.help or '')}\n"
+    if arguments:
+        rows = [(f"`{word_of(a)}`", a.help or "") for a in arguments]
+        text += "\n" + table(("argument", "meaning"), rows)
+    if options:
+        text += "\n" + table(("option", "default", "meaning"), [option_row(o) for o in options])
+    return text
+
+
+def cli_page() -> str:
+    root: Any = get_command(app)
+    sections = [command_section(path, command) for path, command in commands(root, "elastic")]
+    about = (
+        f"# Command line\n\n{root.help} [Running](running.md) tells what the commands are for.\n"
+        "Exit status: 0 succeeded, 1 failed or stopped, 2 wrong input.\n"
+    )
+    return "\n".join([NOTE, about, *sections])
+
+
+# --- settings ------------------------------------------------------------------------
+def texts_of(cls: type) -> dict[str, tuple[str, str]]:
+    """Of each field of a class: its annotation and the docstring below it."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, tuple[str, str]] = {}
+    for line, below in pairwise(tree.body):
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            text = str(below.value.value) if is_text else ""
+            found[line.target.id] = ast.unparse(line.annotation), text
+    return found
+
+
+def default_of(field: Field[Any]) -> str:
+    if field.default is not MISSING:
+        return f"`{field.default!r}`"
+    return "required" if field.default_factory is MISSING else f"`{field.type.__name__}()`"
+
+
+def fields_table(cls: type) -> str:
+    texts = texts_of(cls)
+    rows = [
+        (f"`{f.name}`", f"`{texts[f.name][0]}`", default_of(f), texts[f.name][1])
+        for f in fields(cls)
+    ]
+    return table(("field", "type", "default", "meaning"), rows)
+
+
+def parameters_table(function: Any) -> str:
+    """Of a function whose docstring has a paragraph `name: text` per parameter."""
+    text = inspect.getdoc(function) or ""
+    named = re.findall(r"^(\w+): ((?:.*\n?)(?:    .*\n?)*)", text, re.M)
+    parameters = inspect.signature(function).parameters
+    rows: list[tuple[str, ...]] = []
+    for name, meaning in named:
+        default = parameters[name].default
+        shown_default = "required" if default is inspect.Parameter.empty else f"`{default!r}`"
+        rows.append((f"`{name}`", shown_default, meaning))
+    return table(("parameter", "default", "meaning"), rows)
+
+
+def seconds(value: float) -> str:
+    return "no limit" if value >= UNLIMITED_S else f"{value:g} s"
+
+
+def timeouts_table() -> str:
+    texts, usual, never = texts_of(Waits), waits_of(3.0), waits_of(None)
+    rows: list[tuple[str, ...]] = []
+    for f in fields(Waits):
+        values = (seconds(getattr(usual, f.name)), seconds(getattr(never, f.name)))
+        rows.append((f"`{f.name}`", *values, texts[f.name][1]))
+    return table(("timeout", "`detect_s=3`", "`detect_s=None`", "meaning"), rows)
+
+
+def configuration_page() -> str:
+    return f"""{NOTE}
+# Configuration
+
+`elastic.run(workload, ...)` takes the fields of `RunConfig` as keywords.
+The [command line](cli.md) has an option for most of them.
+
+## RunConfig
+
+{inspect.cleandoc(RunConfig.__doc__ or "")}
+
+{fields_table(RunConfig)}
+## FaultPolicy
+
+{inspect.cleandoc(FaultPolicy.__doc__ or "")}
+
+{fields_table(FaultPolicy)}
+## elastic.data.parquet
+
+{(inspect.getdoc(data.parquet) or "").partition(chr(10))[0]}
+
+{parameters_table(data.parquet)}
+## elastic.data.pack_tokens
+
+{(inspect.getdoc(data.pack_tokens) or "").partition(chr(10))[0]}
+
+{parameters_table(data.pack_tokens)}
+## Timeouts
+
+These deadlines derive from `detect_s`.
+
+{timeouts_table()}"""
+
+
+# --- words -------------------------------------------------------------------------------
+def words_table(module: Any, name: str) -> str:
+    """A tuple of words, with the comment that stands behind each."""
+    source = inspect.getsource(module)
+    (block,) = re.findall(rf"^{name}\b[^(]*= \((.*?)^\)", source, re.M | re.S)
+    rows = [(f"`{w}`", c) for w, c in re.findall(r'"(\w+)",(?:  # (.*))?', block)]
+    assert [f"`{w}`" for w in getattr(module, name)] == [w for w, _ in rows]
+    has_texts = any(text for _, text in rows)
+    return table(("word", "meaning"), rows) if has_texts else ", ".join(w for w, _ in rows) + "\n"
+
+
+def words_page() -> str:
+    return f"""{NOTE}
+# Words in files
+
+The complete lists of what a program may meet in the files of a run directory.
+
+## Phases of a run
+
+`phase` in `status.json`: {words_table(reports, "RUN_PHASES")}
+## States of a worker
+
+`state` in `status.json`.
+
+{words_table(reports, "WORKER_STATES")}
+## Causes of a loss
+
+`cause` of a recovery in `result.json`, and of a lost worker in the journal.
+
+{words_table(reports, "CAUSES")}
+## Where time goes
+
+`badput` in `result.json`: every second that is not goodput is in one of these buckets.
+
+{words_table(accounting, "BUCKETS")}"""
+
+
+def pages() -> dict[str, str]:
+    made = {
+        "cli.md": cli_page(),
+        "configuration.md": configuration_page(),
+        "words.md": words_page(),
+    }
+    return {name: text.rstrip("\n") + "\n" for name, text in made.items()}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
