@@ -1,4 +1,4 @@
-"""The rooms of DESIGN.md section 4, checked from the source text: who may import whom.
+"""The rooms of CONTRIBUTING.md, checked from the source text: who may import whom.
 
 Every import counts, at module level or inside a function; the only difference between the two is
 that on_ray (whose functions run in an actor's process) and the composition root may import

@@ -1,6 +1,6 @@
 """Where the run's time went: goodput, badput and the phases of each recovery, for `result.json`.
 
-A pure fold over the journal's events and decisions; what the numbers mean is CONTRACT.md's.
+A pure fold over the journal's events and decisions; what the numbers mean is below.
 
 Every second of the run is in exactly one place. The time up to a new committed step is goodput;
 all other time goes to the bucket of the phase it was spent in. Steps that the run falls back

@@ -1,6 +1,6 @@
 """The content of status.json and result.json, from what the controller knows.
 
-The fields are CONTRACT.md's; who writes the files, and when, is in supervisor.py.
+What the fields mean is in docs/running.md; who writes the files, and when, is in supervisor.py.
 """
 
 import os

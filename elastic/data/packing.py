@@ -111,9 +111,10 @@ def pack_tokens(
     context + 1. No token is dropped or padded: a row may begin in one document, row group or
     epoch and end in the next.
 
+    length: the tokens of a row.
     column: the documents: text, or lists of token ids.
     encode: a document to its token ids (torch, numpy and `random` are seeded by (seed, epoch,
-        window) before the first); None: the ids in a list column, the UTF-8 bytes of a text.
+        window) before the first). None: the ids in a list column, the UTF-8 bytes of a text.
     separator: a token id put after each document; None for none.
     """
     if length < 1:

@@ -84,9 +84,9 @@ def parquet(
         `year=2026` make no columns.
     columns: those to read; None for all.
     transform: one function or several, each from a pyarrow.Table to a pyarrow.Table (or a dict of
-        column name to array, of any dims); called in a Ray task with the rows of one unit (a row
-        group), so it may drop and multiply rows. It must give the same rows whenever it sees the
-        same unit; torch, numpy and `random` are seeded by (seed, epoch, unit) before it.
+        column name to array, of any dims). It is called in a Ray task with the rows of one unit (a
+        row group), so it may drop and multiply rows. It must give the same rows whenever it sees
+        the same unit; torch, numpy and `random` are seeded by (seed, epoch, unit) before it.
         `pack_tokens(...)` may be the last.
     keeps_rows: a promise that `transform` gives one row per row (checked): the position of every
         row is then known without reading, and nothing has to be recorded to resume.

@@ -1,4 +1,4 @@
-"""The rule of DESIGN.md section 2, "Hung", case by case."""
+"""Who counts as hung: the rule over heartbeats, case by case."""
 
 from dataclasses import replace
 

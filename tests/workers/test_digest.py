@@ -1,4 +1,4 @@
-"""`weights_sha256` as CONTRACT.md defines it."""
+"""`weights_sha256` as docs/running.md defines it."""
 
 import hashlib
 import struct

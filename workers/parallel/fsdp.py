@@ -27,7 +27,7 @@ from workers.reduction.tree import CarryStack
 
 
 class FsdpReducer:
-    """See `workers.reducers.Reducer`."""
+    """See `workers.reduction.reducers.Reducer`."""
 
     def __init__(
         self,

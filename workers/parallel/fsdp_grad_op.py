@@ -20,7 +20,7 @@ from workers.reduction.tree import Block, FlatLayout, Flats, TreeFold, blocks_of
 
 
 class FsdpGradOpReducer:
-    """See `workers.reducers.Reducer`."""
+    """See `workers.reduction.reducers.Reducer`."""
 
     def __init__(
         self,

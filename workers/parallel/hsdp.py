@@ -63,7 +63,8 @@ class ReplicaStack:
 
 
 class StandbyReducer:
-    """See `workers.reducers.Reducer`: of a rank that computes nothing, but agrees to every step."""
+    """See `workers.reduction.reducers.Reducer`. Its rank computes nothing, but agrees to every
+    step."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Who has stopped making progress: the rule over heartbeats of DESIGN.md section 2, "Hung".
+"""Who has stopped making progress: the rule over heartbeats, as docs/faults.md tells it.
 
 Pure functions of values; hearing heartbeats and killing suspects happens in elastic/on_ray.
 """
@@ -41,7 +41,7 @@ class Heartbeat:
     generation: int
     step: int
     phase: str
-    """What the worker is doing, one of workers.vitals.PHASES."""
+    """What the worker is doing, one of workers.health.vitals.PHASES."""
     phase_s: float
     """Seconds in it."""
     p95_s: float | None
