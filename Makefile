@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test test-faults test-mutations test-gpu bench lint format clean
+.PHONY: help demo test test-faults test-mutations test-gpu bench docs lint format clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -49,6 +49,10 @@ test-gpu: $(INSTALLED) ## what one or more GPUs allow
 
 bench: $(INSTALLED) ## every benchmark, appended to tests/bench/RESULTS.md (about an hour, idle machine)
 	$(BIN)/python -m tests.bench
+
+docs: $(INSTALLED) ## the pages from the code, and the site in build/site; a wrong link fails
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove the environment and what tools left
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

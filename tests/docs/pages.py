@@ -37,13 +37,15 @@ def paragraphs(text: str) -> list[str]:
     found: list[list[str]] = [[]]
     for line in prose(text).splitlines():
         bare = line.strip()
-        if re.match(r"\||#|[-*] |\d+\. ", bare) or not bare:
+        if re.match(r"\||[-*] |\d+\. ", bare) or not bare:
             found.append([])
         if bare.startswith("|"):
             found += [[part] for part in re.split(r"(?<!\\)\|", bare)]
             found.append([])
+        elif bare.startswith("#"):
+            found += [[bare.lstrip("# ")], []]
         else:
-            found[-1].append(re.sub(r"^(#+|[-*]|\d+\.) ", "", bare))
+            found[-1].append(re.sub(r"^([-*]|\d+\.) ", "", bare))
     return [" ".join(lines).strip() for lines in found if "".join(lines).strip()]
 
 

@@ -1,12 +1,15 @@
 """The pages that come from the code are those that the code gives now."""
 
 import importlib.util
+import inspect
+import re
 from pathlib import Path
 
 import pytest
 import typer
 from typer.main import get_command
 
+from elastic import data
 from tests.docs.pages import DOCS
 
 spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
@@ -27,6 +30,13 @@ def test_every_command_and_option_has_a_text():
     commands = dict(generate.commands(get_command(generate.app), "elastic"))
     assert {"elastic run", "elastic checkpoint best", "elastic chaos run"} <= commands.keys()
     assert [path for path, command in commands.items() if not command.help] == []
+
+
+@pytest.mark.parametrize("function", [data.parquet, data.pack_tokens])
+def test_every_parameter_is_listed(function):
+    names = inspect.signature(function).parameters
+    listed = re.findall(r"^\| `(\w+)` ", generate.parameters_table(function), re.M)
+    assert sorted(listed) == sorted(names)
 
 
 def test_a_command_of_any_make_is_shown(tmp_path: Path):
