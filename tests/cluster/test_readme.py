@@ -1,0 +1,34 @@
+"""The README's first example runs as it stands, and so does the loop of docs/coming_from_ddp.md."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.live import environment
+from tests.docs.pages import DOCS, ROOT, blocks
+
+pytestmark = pytest.mark.cluster
+
+
+def test_the_first_example_trains_with_and_without_a_loop_of_its_own(tmp_path, ray_temp):
+    (example,), (loop,) = (
+        blocks(page, "python") for page in (ROOT / "README.md", DOCS / "coming_from_ddp.md")
+    )
+    again = example[example.index("print(") :].replace("Line(),", "Line(), loop=train,")
+    assert "loop=train" in again
+    script = tmp_path / "first.py"
+    script.write_text(f"{example}\n\n{loop}\n\n{again}")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment(ray_temp),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = [float(line) for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert len(losses) == 2, done.stdout
+    assert max(losses) < 0.05  # 3 x + 1 has a mean square of 7 when nothing is learnt
