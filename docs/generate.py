@@ -29,7 +29,8 @@ NOTE = "<!-- Made by docs/generate.py from the code. Do not edit this page. -->\
 
 
 def cell(text: str) -> str:
-    """`text` in a table's cell; outside of code, what looks like HTML is none."""
+    """`text` in a table's cell; outside of code, what looks like HTML is none. A `|` in code would
+    be shown with its backslash, so that there is none."""
     parts = " ".join(text.split()).replace("|", "\\|").split("`")
     return "`".join(p if i % 2 else p.replace("<", "&lt;") for i, p in enumerate(parts))
 
@@ -81,7 +82,8 @@ def command_section(path: str, command: Any) -> str:
 
 def cli_page() -> str:
     root: Any = get_command(app)
-    sections = [command_section(path, command) for path, command in commands(root, "elastic")]
+    found = sorted(commands(root, "elastic"), key=lambda c: (c[0] != "elastic run", c[0]))
+    sections = [command_section(path, command) for path, command in found]
     about = (
         f"# Command line\n\n{root.help} [Running](running.md) tells what the commands are for.\n"
         "Exit status: 0 succeeded, 1 failed or stopped, 2 wrong input.\n"
@@ -99,7 +101,7 @@ def texts_of(cls: type) -> dict[str, tuple[str, str]]:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
             is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             text = str(below.value.value) if is_text else ""
-            found[line.target.id] = ast.unparse(line.annotation), text
+            found[line.target.id] = ast.unparse(line.annotation).replace(" | ", " or "), text
     return found
 
 
