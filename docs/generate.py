@@ -217,8 +217,21 @@ The complete lists of what a program may meet in the files of a run directory.
 {words_table(accounting, "BUCKETS")}"""
 
 
+# --- rooms -------------------------------------------------------------------------------
+def architecture_page() -> str:
+    """The page as it is, but for the table of rooms: what the packages say of themselves."""
+    root, rows = FOLDER.parent, list[tuple[str, ...]]()
+    for path in sorted([*root.glob("elastic/*/__init__.py"), *root.glob("workers/*/__init__.py")]):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append((f"`{path.parent.relative_to(root)}/`", text))
+    before, begin, rest = (FOLDER / "architecture.md").read_text().partition("<!-- rooms -->\n")
+    _, end, after = rest.partition("<!-- /rooms -->\n")
+    return before + begin + "\n" + table(("folder", "what lives there"), rows) + "\n" + end + after
+
+
 def pages() -> dict[str, str]:
     made = {
+        "architecture.md": architecture_page(),
         "cli.md": cli_page(),
         "configuration.md": configuration_page(),
         "words.md": words_page(),
