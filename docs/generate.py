@@ -180,6 +180,53 @@ These deadlines derive from `detect_s`.
 {timeouts_table()}"""
 
 
+# --- Python ----------------------------------------------------------------------------------
+def signature_of(function: Any) -> str:
+    """As in the source, but for `self` and the quotes of annotations; the same in every Python."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef)
+    tree.args.args = [a for a in tree.args.args if a.arg != "self"]
+    returned = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
+    return f"({ast.unparse(tree.args)}){returned}".replace("'", "")
+
+
+def class_section(title: str, cls: type) -> str:
+    """What a class says of itself, a table of what can be read, and its public methods."""
+    values: list[tuple[str, ...]] = []
+    for name, (_, text) in texts_of(cls).items():
+        values.append((f"`{name}`", text))
+    methods: list[str] = []
+    for name, member in vars(cls).items():
+        if isinstance(member, property):
+            values.append((f"`{name}`", inspect.getdoc(member) or ""))
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            text = inspect.getdoc(member) or ""
+            methods.append(f"### {title}.{name}\n\n`{name}{signature_of(member)}`\n\n{text}\n")
+    about = f"## {title}\n\n{inspect.getdoc(cls) or ''}\n"
+    listed = [table(("to read", "meaning"), values)] if values else []
+    return "\n".join([about, *listed, *methods])
+
+
+def python_page() -> str:
+    from elastic.launch import Result, RunFailed, run
+    from elastic.workload import Workload
+    from workers.session import Session, Step  # torch loads here
+
+    about = """# Python
+
+[Coming from DDP](coming_from_ddp.md) shows a loop of your own with `Session` and `Step`.
+"""
+    start = f"## elastic.run\n\n`run{signature_of(run)}`\n\n{inspect.getdoc(run)}\n"
+    sections = [
+        class_section("elastic.Result", Result),
+        class_section("elastic.Workload", Workload),
+        class_section("Session", Session),
+        class_section("Step", Step),
+    ]
+    failed = f"## elastic.RunFailed\n\n{inspect.getdoc(RunFailed)}\n"
+    return "\n".join([NOTE, about, start, failed, *sections])
+
+
 # --- words -------------------------------------------------------------------------------
 def words_table(module: Any, name: str) -> str:
     """A tuple of words, with the comment that stands behind each."""
@@ -234,6 +281,7 @@ def pages() -> dict[str, str]:
         "architecture.md": architecture_page(),
         "cli.md": cli_page(),
         "configuration.md": configuration_page(),
+        "python.md": python_page(),
         "words.md": words_page(),
     }
     return {name: text.rstrip("\n") + "\n" for name, text in made.items()}

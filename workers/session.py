@@ -150,10 +150,12 @@ class Session:
     def evaluate(self, dataset: Any, fn: Any) -> Any:
         """Run `fn(model, batch)` over a map-style dataset, shared among the ranks, in eval mode.
 
-        Every rank must call it, after a step's block. fn returns a number (mean over the batch),
-        (sum, weight), or a dict of name to either; the result is the weighted mean over the
-        dataset: one float, or a dict of name to float; equal on all ranks. Retried after a loss.
-        RuntimeError before the first step or inside a block, ValueError for an empty dataset.
+        Every rank must call it, after a step's block. What fn returns is a number (mean over the
+        batch), (sum, weight), or a dict of name to either. The result is the weighted mean over
+        the dataset: one float, or a dict of name to float; equal on all ranks.
+
+        Retried after a loss. RuntimeError before the first step or inside a block, ValueError for
+        an empty dataset.
         """
         if not self._member.has_joined:
             raise RuntimeError(

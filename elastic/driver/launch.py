@@ -93,8 +93,8 @@ def run(
 
     loop: your own training loop `loop(session)`; default: workers.loop.fit.
     A run directory that holds a finished run of the same settings gives its result at once.
-    Raises ValueError for wrong settings or a workload that cannot work, found before it trains;
-    RunFailed for failure, also if storage stays away before it begins; ControllerLost, a
+    Raises ValueError for wrong settings or a workload that cannot work, found before it trains.
+    Raises RunFailed for failure, also if storage stays away before it begins; ControllerLost, a
     RuntimeError, if the run's controller died.
     """
     config = RunConfig(**settings)
