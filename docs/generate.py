@@ -18,11 +18,11 @@ from typing import Any
 from typer.main import get_command
 
 from elastic import data
-from elastic.cli import app
+from elastic.cli.app import app
 from elastic.config import FaultPolicy, RunConfig
 from elastic.control import accounting
 from elastic.protocol import reports
-from elastic.protocol.waits import UNLIMITED_S, Waits, waits_of
+from elastic.protocol.timeouts import UNLIMITED_S, Timeouts, timeouts_of
 
 FOLDER = Path(__file__).resolve().parent
 NOTE = "<!-- Made by docs/generate.py from the code. Do not edit this page. -->\n"
@@ -138,9 +138,9 @@ def seconds(value: float) -> str:
 
 
 def timeouts_table() -> str:
-    texts, usual, never = texts_of(Waits), waits_of(3.0), waits_of(None)
+    texts, usual, never = texts_of(Timeouts), timeouts_of(3.0), timeouts_of(None)
     rows: list[tuple[str, ...]] = []
-    for f in fields(Waits):
+    for f in fields(Timeouts):
         values = (seconds(getattr(usual, f.name)), seconds(getattr(never, f.name)))
         rows.append((f"`{f.name}`", *values, texts[f.name][1]))
     return table(("timeout", "`detect_s=3`", "`detect_s=None`", "meaning"), rows)
@@ -208,7 +208,7 @@ def class_section(title: str, cls: type) -> str:
 
 
 def python_page() -> str:
-    from elastic.launch import Result, RunFailed, run
+    from elastic.driver.launch import Result, RunFailed, run
     from elastic.workload import Workload
     from workers.session import Session, Step  # torch loads here
 

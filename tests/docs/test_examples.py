@@ -12,7 +12,7 @@ from typer.main import get_command
 import elastic
 from elastic.chaos.plan import make_plan
 from elastic.chaos.scenario import read_scenario, shipped_names
-from elastic.cli import app
+from elastic.cli.app import app
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, named
 
 CLUSTERS = ROOT / "cluster_configs/README.md"
