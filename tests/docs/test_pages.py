@@ -103,6 +103,14 @@ def test_the_site_can_be_built(tmp_path: Path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_pages_say_of_gpus_what_the_results_say():
+    """A row of RESULTS.md names its torch; one of a CUDA build is a run on GPUs."""
+    has_run = re.search(r"\+cu\d", (ROOT / "tests/bench/RESULTS.md").read_text()) is not None
+    for page in (ROOT / "README.md", DOCS / "index.md", DOCS / "operations.md"):
+        says_not = "has not been run on a GPU yet" in " ".join(page.read_text().split())
+        assert says_not is not has_run, f"{named(page)}: GPUs have run: {has_run}"
+
+
 # --- the walks --------------------------------------------------------------------------
 def walks() -> dict[str, list[tuple[str, list[str]]]]:
     """Of each walk of docs/architecture.md its steps: a file, and functions in it."""
