@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -136,3 +138,45 @@ def test_a_first_frame_that_trickles_in_is_not_waited_for():
         other.sendall(frame(said())[:5])
         with pytest.raises(TimeoutError):
             wire.receive_hello(ours, time.monotonic() + 0.2)
+
+
+ENDS = """
+import socket, threading
+from {module} import {server}
+server = {server}({arguments})
+server._listener.shutdown(socket.SHUT_RDWR)  # what it does not know of
+threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "server", "arguments"),
+    [
+        ("workers.membership.state_stream", "PeerServer", "'127.0.0.1', 't', print, 3.0"),
+        ("workers.backup.server", "BackupServer", "'127.0.0.1', 't'"),
+        ("workers.distributed.rendezvous", "StoreServer", "'127.0.0.1'"),
+    ],
+)
+def test_a_process_whose_server_is_dead_ends_so_that_its_loss_is_seen(module, server, arguments):
+    script = ENDS.format(module=module, server=server, arguments=arguments)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == admission.EXIT_WITHOUT_SERVER
+    assert "can accept no connection any more" in done.stderr
+
+
+def test_a_server_that_cannot_start_a_thread_serves_the_next_connection(monkeypatch):
+    peers, start, refused = Peers(), threading.Thread.start, []
+
+    def start_later(thread):
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    with socket.create_connection(peers.address, timeout=PATIENCE_S) as connection:
+        assert connection.recv(1) == b""
+    assert refused
+    peers.assert_serves()

@@ -35,8 +35,7 @@ class BackupServer:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
         self._used_at = time.monotonic()
-        admission = Admission(self._listener, token, self._serve)
-        threading.Thread(target=admission.run, name="holder", daemon=True).start()
+        self._admission = Admission(self._listener, token, self._serve, "holder")
 
     def wait_until_left(self, lease_s: float) -> None:
         """Return once nobody has been connected for `lease_s`."""
@@ -50,9 +49,7 @@ class BackupServer:
             time.sleep(min(_POLL_S, left_s))
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._admission.close()
         for connection in tuple(self._open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -35,13 +35,10 @@ class StoreServer:
         self._lock = threading.Lock()
         self._members: set[socket.socket] = set()
         self._is_closed = False
-        admission = Admission(self._listener, self.secret, self._serve)
-        threading.Thread(target=admission.run, name="store", daemon=True).start()
+        self._admission = Admission(self._listener, self.secret, self._serve, "store")
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._admission.close()
         with self._lock:
             self._is_closed = True
             for is_set in self._is_set.values():

@@ -192,8 +192,7 @@ class PeerServer:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._wake = wake
         self._arrived: queue.SimpleQueue[Follower] = queue.SimpleQueue()
-        admission = Admission(self._listener, token, self._take)
-        threading.Thread(target=admission.run, name="peer-server", daemon=True).start()
+        Admission(self._listener, token, self._take, "peer server")
 
     def _take(self, connection: socket.socket, hello: wire.Header) -> None:
         try:
