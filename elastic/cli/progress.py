@@ -19,13 +19,21 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, first_line, open_folder, read_json
+from elastic.store.files import Folder, Kinds, check_kinds, first_line, open_folder, read_json
 from elastic.store.journal import LineTail
+from elastic.store.run_directory import check_status
 
 LOOK_EVERY_S = 0.25
 LOOK_REMOTE_EVERY_S = 5.0
 LINE_EVERY_S = 2.0
 NUM_DECISIONS = 4
+METRICS_KINDS: Kinds = {
+    "step": int,
+    "loss": float | int | None,
+    "generation": int,
+    "world_size": int,
+    "step_s": float,
+}
 LAST_BYTES = {"journal.jsonl": 1 << 20, "metrics.jsonl": 1 << 16}
 """So much of a file's end does the first look read: enough for the last decisions and steps."""
 
@@ -123,10 +131,15 @@ class Progress:
     def _read(self, folder: Folder) -> dict[str, Any] | None:
         """What is new; gives status.json."""
         for line in self._new(folder, "journal.jsonl"):
-            if is_told(line) and line.get("at", self._since) >= self._since:
-                self._unshown += [*mark_of(line), decision_line(line)]
-        self._metrics = (self._new(folder, "metrics.jsonl") or [self._metrics])[-1]
-        return read_json(folder, "status.json")
+            self._unshown += told(line, self._since)
+        for line in self._new(folder, "metrics.jsonl")[-1:]:
+            kinds = {name: kind for name, kind in METRICS_KINDS.items() if name in ("step", *line)}
+            check_kinds(line, kinds, "the last line of metrics.jsonl")
+            self._metrics = line
+        status = read_json(folder, "status.json")
+        if status is not None:
+            check_status(status, "status.json")
+        return status
 
     def _show(self, status: dict[str, Any] | None, now: float) -> None:
         decisions, self._unshown = self._unshown, []
@@ -160,6 +173,15 @@ class Progress:
 def is_told(line: dict[str, Any]) -> bool:
     """Whether a line of the journal is a decision with a reason."""
     return bool(line.get("entry", {}).get("reason"))
+
+
+def told(line: dict[str, Any], since: float) -> list[str]:
+    """A decision for a person; none if it is no decision with a reason, is older, or is damaged."""
+    try:
+        is_wanted = is_told(line) and line.get("at", since) >= since
+        return [*mark_of(line), decision_line(line)] if is_wanted else []
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return []
 
 
 def mark_of(line: dict[str, Any]) -> list[str]:

@@ -35,7 +35,7 @@ from elastic.store.files import (
     reach_folder,
     remove_probe,
 )
-from elastic.store.remote import AWAY_PAUSES_S, patiently
+from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri
 from elastic.workload import Workload
 
 T = TypeVar("T")
@@ -196,9 +196,10 @@ def asked(storage: str, read: Callable[[], T]) -> T:
     try:
         return patiently(read, pauses_s=AWAY_PAUSES_S)
     except OSError as error:
+        shown = shown_uri(storage)
+        why = first_line(error).replace(storage, shown)
         raise RunFailed(
-            f"storage {storage!r} does not answer: {first_line(error)}; start the same run again "
-            "when it does",
+            f"storage {shown!r} does not answer: {why}; start the same run again when it does",
             Result(outcome="failed", badput={}, recoveries=[]),
         ) from None
 

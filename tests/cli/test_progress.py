@@ -4,6 +4,7 @@ import io
 import json
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from elastic.cli.checkpoint import progress_bar
@@ -162,3 +163,43 @@ def test_what_others_have_written_does_not_drive_the_terminal(tmp_path):
     assert 'reason="\\x1b[2Jlost\\x07"' in shown
     assert "[/b]\\x1b[2J" in shown
     assert "\x1b" not in shown
+
+
+DAMAGED = [
+    ("status.json", '{"step": "x"}'),
+    ("status.json", "[]"),
+    ("status.json", json.dumps({**STATUS, "workers": [7]})),
+    ("metrics.jsonl", '{"step": null}\n'),
+    ("metrics.jsonl", json.dumps({**METRICS, "loss": "low"}) + "\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_damaged_file_is_one_line_and_the_next_look_may_succeed(
+    tmp_path, name, content, is_terminal
+):
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=is_terminal, width=150))
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    (tmp_path / name).write_text(content)
+    look(progress, tmp_path)
+    look(progress, tmp_path)
+    assert text.getvalue().count("the run cannot be looked at now") == 1
+    assert f"{name}" in text.getvalue()
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(METRICS) + "\n")
+    look(progress, tmp_path)
+    progress.close()
+    assert "0.2500" in text.getvalue()
+
+
+@pytest.mark.parametrize("entry", [[], {"reason": 1}, {"reason": "x", "commands": 3}, "no"])
+def test_a_damaged_decision_is_left_out(tmp_path, entry):
+    text = io.StringIO()
+    (tmp_path / "journal.jsonl").write_text(
+        json.dumps({"at": 1.0, "entry": entry}) + "\n" + decision(2, "w1 lost", 0)
+    )
+    look(Progress(Console(file=text, force_terminal=False)), tmp_path)
+    assert text.getvalue().count("reason=") == 1
