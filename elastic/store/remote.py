@@ -141,11 +141,18 @@ def tell_away(error: OSError, pause_s: float) -> None:
 
 
 def read_whole(filesystem: Any, path: str) -> bytes:
-    """One version of a file that may be replaced meanwhile: pyarrow asks for its size first, and
-    reads no more than that of a longer version that came in between."""
+    """One version of a file that may be replaced or deleted meanwhile: pyarrow asks for its size
+    first, and reads no more than that of a longer version that came in between. Of a file that was
+    deleted it says no such thing: the store's answer is longer than the room for the file."""
     for _ in range(READS):
         with filesystem.open_input_file(path) as file:
-            content: bytes = file.read_at(file.size(), 0)
+            size: int = file.size()
+            try:
+                content: bytes = file.read_at(size, 0)
+            except OSError:
+                if filesystem.get_file_info(path).size == size:
+                    raise
+                continue
         if filesystem.get_file_info(path).size == len(content):
             return content
     raise OSError(f"{path} was replaced {READS} times while it was read")

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from elastic.store.catalogue import Catalogue, file_name, newest_good
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import Folder, open_folder, place_of, read_json
 from elastic.store.journal import read_lines
+from elastic.store.remote import read_whole
 from elastic.store.run_directory import RunDirectory
 from tests.object_store import FaultProxy, S3Server, uri
 from tests.store.saves import assert_holds, part_of, save, tensors
@@ -94,6 +96,29 @@ def test_a_file_that_is_replaced_again_and_again_is_read_whole(place: str) -> No
         is_over.set()
         writer.join(MINUTE)
     assert read == [{}] * 50
+
+
+class DeletingOnceOpened:
+    """A store whose file somebody deletes when its size has been asked for."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self.filesystem = filesystem
+
+    def open_input_file(self, path: str) -> Any:
+        file = self.filesystem.open_input_file(path)
+        file.size()
+        self.filesystem.delete_file(path)
+        return file
+
+    def get_file_info(self, path: str) -> Any:
+        return self.filesystem.get_file_info(path)
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_none(place: str) -> None:
+    folder = open_folder(place)
+    folder.write("claim", b"{}")
+    with pytest.raises(FileNotFoundError):
+        read_whole(DeletingOnceOpened(folder.filesystem), folder.path_of("claim"))
 
 
 def test_a_name_goes_before_the_query_of_a_uri(place: str, tmp_path: Path) -> None:
