@@ -11,6 +11,7 @@ from ray.cluster_utils import Cluster
 
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
+from tests.cluster.shared_head import SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 200, 10
 
@@ -23,18 +24,37 @@ def ray_temp():
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def shared_head(ray_temp):
+    head = SharedHead(ray_temp)
+    yield head
+    head.close()
+
+
 @pytest.fixture
-def start(tmp_path, ray_temp):
-    """start("Class", name, **options) -> LiveRun (a context manager)."""
+def start(request, tmp_path, ray_temp):
+    """start("Class", name, **options) -> LiveRun (a context manager), on the shared head.
 
-    def make(target: str, name: str = "run", **options) -> LiveRun:
-        return LiveRun(f"{JOBS / 'toy.py'}:{target}", tmp_path, name, ray_temp, **options)
+    job: the file of tests/cluster/jobs that has the class. address: "local" for a Ray of its own,
+    which a test needs that looks into Ray's files, or harms a process of Ray's.
+    """
 
-    return make
+    heads: set[SharedHead] = set()
+
+    def make(target: str, name: str = "run", *, job: str = "toy", **options) -> LiveRun:
+        if "address" not in options:
+            head = request.getfixturevalue("shared_head")
+            heads.add(head)
+            options["address"] = head.address
+        return LiveRun(f"{JOBS / job}.py:{target}", tmp_path, name, ray_temp, **options)
+
+    yield make
+    for head in heads:
+        head.assert_empty()
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory, ray_temp):
+def reference(request, tmp_path_factory, ray_temp):
     """of(steps=30, **options): hash and sample records of Toy's uninterrupted run with one worker.
 
     Shorter runs are the beginning of one that all test processes share.
@@ -53,9 +73,10 @@ def reference(tmp_path_factory, ray_temp):
             folder.mkdir(parents=True, exist_ok=True)
             options |= {"workers": 1, "steps": length, "eval_every": every}
             options["set"] = [f"folder={str(folder)!r}"]
-            place = f"{JOBS / 'toy.py'}:Hashed"
-            run = LiveRun(place, shared, name, ray_temp, **options)
             is_good = folder / "good"
+            if not is_good.exists():
+                options["address"] = request.getfixturevalue("shared_head").address
+            run = LiveRun(f"{JOBS / 'toy.py'}:Hashed", shared, name, ray_temp, **options)
             if not is_good.exists():
                 with run:
                     end = run.finish()

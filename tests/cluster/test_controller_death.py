@@ -71,7 +71,8 @@ def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start
 def test_a_successor_that_cannot_read_the_journal_is_followed_by_another(
     start, reference, ray_temp
 ):
-    with start("Toy", workers=2, steps=STEPS, detect_s=2.0, set=["sleep=0.02"]) as run:
+    options = {"workers": 2, "steps": STEPS, "detect_s": 2.0, "address": "local"}
+    with start("Toy", **options, set=["sleep=0.02"]) as run:
         run.wait_for(lambda s: s["step"] > 20)
         journal = run.directory / "journal.jsonl"
         kept = journal.rename(run.directory / "kept")  # which is still written on

@@ -22,7 +22,7 @@ from elastic.data import parquet
 from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window
 from tests.cluster.jobs.fed import third_dropped
-from tests.cluster.live import JOBS, LiveRun, assert_complete
+from tests.cluster.live import LiveRun, assert_complete
 from tests.object_store import uri
 from workers.train_state.digest import weights_sha256
 
@@ -46,14 +46,13 @@ def rows_set(tmp_path_factory):
 
 
 @pytest.fixture
-def fed(tmp_path, ray_temp, rows_set):
-    def start(name, target="Counts", settings=(), path=rows_set, **options):
+def fed(start, rows_set):
+    def make(name, target="Counts", settings=(), path=rows_set, **options):
         options = {"steps": STEPS, "global_batch": BATCH, "micro_batch": 6, **options}
         what = [f"path={str(path)!r}", f"rows={ROWS}", *settings]
-        place = f"{JOBS / 'fed.py'}:{target}"
-        return LiveRun(place, tmp_path, name, ray_temp, set=what, **options)
+        return start(target, name, job="fed", set=what, **options)
 
-    return start
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Workers that hang: found in seconds, explained, replaced, without a trace in the weights."""
 
+import functools
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits
+from tests.cluster.live import assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -18,14 +19,9 @@ LOADED_S = 15.0
 
 
 @pytest.fixture
-def start_hanging(tmp_path, ray_temp):
+def start_hanging(start):
     """start_hanging("Class", **options) -> LiveRun (a context manager)."""
-
-    def make(target: str, **options) -> LiveRun:
-        place = f"{JOBS / 'hanging.py'}:{target}"
-        return LiveRun(place, tmp_path, "run", ray_temp, eval_every=1, **options)
-
-    return make
+    return functools.partial(start, job="hanging", eval_every=1)
 
 
 def stacks_in(run) -> str:

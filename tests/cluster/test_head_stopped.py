@@ -21,7 +21,7 @@ def test_a_loss_while_rays_head_is_stopped_costs_no_step_and_its_place_is_filled
     start, reference
 ):
     options = {"workers": "2..3", "steps": STEPS, "set": ["sleep=0.1"]}
-    with start("Toy", **options) as run:
+    with start("Toy", address="local", **options) as run:
         status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 10)
         ours = descendants(run.process.pid)
         head = next(pid for pid in ours if "gcs_server" in command_of(pid))

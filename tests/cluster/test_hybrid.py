@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_complete, assert_same_bits
+from tests.cluster.live import assert_complete, assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
@@ -38,15 +38,15 @@ def test_half_precision_with_recomputed_blocks_grows_and_keeps_its_bits(start, r
 
 @pytest.mark.parametrize("parallel", ["hsdp:2", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_rank_and_the_controller_that_die_while_the_final_state_is_written_leave_it_right(
-    tmp_path, ray_temp, reference, parallel
+    start, tmp_path, reference, parallel
 ):
     """As rank 0 of three, rank 1 wrote the rows of rank 1 where those of rank 0 belong."""
     folder, steps = tmp_path / "held", 20
     folder.mkdir()
     (folder / "hold").touch()
-    target = f"{JOBS / 'held.py'}:HeldAtTheEnd"
-    options = {"parallel": parallel, "set": [f"folder={str(folder)!r}", f"steps={steps}"]}
-    with LiveRun(target, tmp_path, "run", ray_temp, workers=4, steps=steps, **options) as run:
+    settings = [f"folder={str(folder)!r}", f"steps={steps}"]
+    options = {"job": "held", "parallel": parallel, "set": settings}
+    with start("HeldAtTheEnd", workers=4, steps=steps, **options) as run:
         run.wait_for(lambda s: len(list(folder.iterdir())) == 5)
         status = run.wait_for(lambda s: s["phase"] == "ending")
         run.kill(rank=0)
@@ -57,7 +57,7 @@ def test_a_rank_and_the_controller_that_die_while_the_final_state_is_written_lea
     assert_same_bits(run, end, reference(steps=steps), steps)
     assert end["result"]["lost_steps"] == 0
     generation = run.status()["generation"]
-    with LiveRun(target, tmp_path, "run", ray_temp, workers=2, steps=30, **options) as run:
+    with start("HeldAtTheEnd", workers=2, steps=30, **options) as run:
         end = run.finish()
     assert_same_bits(run, end, reference(), 30)
     assert run.lines("metrics.jsonl")[20]["generation"] > generation, "it does not begin again"

@@ -127,7 +127,8 @@ def test_more_workers_than_micro_batches_are_capped_with_a_warning(start):
 
 
 def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
-    with start("Toy", workers=2, steps=10_000, set=["sleep=0.01"]) as run:
+    options = {"workers": 2, "steps": 10_000, "set": ["sleep=0.01"]}
+    with start("Toy", address="local", **options) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
         pids = run.seen_pids | {status["controller"]["pid"]}
         run.process.kill()

@@ -1,20 +1,18 @@
 """What happens to few runs, and must cost them no bit, no step and nobody who is well."""
 
+import functools
+
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits
+from tests.cluster.live import assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def start_rare(tmp_path, ray_temp):
+def start_rare(start):
     """start_rare("Class", "name", **options) -> LiveRun (a context manager)."""
-
-    def make(target: str, name: str = "run", **options) -> LiveRun:
-        return LiveRun(f"{JOBS / 'rare.py'}:{target}", tmp_path, name, ray_temp, **options)
-
-    return make
+    return functools.partial(start, job="rare")
 
 
 @pytest.fixture

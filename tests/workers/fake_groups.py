@@ -1,6 +1,5 @@
 """Groups for tests: ranks as threads that exchange through queues, and ranks as gloo processes."""
 
-import multiprocessing
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.workers.forking import forking
 
 DEADLINE_S = 240.0
 
@@ -131,11 +132,8 @@ class _All:
 
 
 def run_gloo(world_size: int, folder: Path, body: Callable[[GlooGroup], Any]) -> list[Any]:
-    """body(group) in one process per rank; its (picklable) results in rank order.
-
-    Spawned, not forked: a test process has threads, and a fork once hung in MKL's allocator.
-    """
-    context = multiprocessing.get_context("spawn")
+    """body(group) in one process per rank; its (picklable) results in rank order."""
+    context = forking()
     pickled = cloudpickle.dumps(body)
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [

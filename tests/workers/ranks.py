@@ -1,13 +1,13 @@
 """Ranks as real processes with the group that a generation has
 (workers/distributed/process_group.py)."""
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import torch
 
+from tests.workers.forking import forking
 from workers.distributed import process_group
 from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
@@ -23,7 +23,7 @@ def run_ranks(
 
     on_pause: done here once every rank has called `ranks.pause()` or returned.
     """
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     server = StoreServer("127.0.0.1")
     address = ("127.0.0.1", server.port, server.secret)
     pickled = cloudpickle.dumps(body)

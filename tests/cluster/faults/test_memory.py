@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits
+from tests.cluster.live import assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -37,12 +37,11 @@ def group():
 
 
 def test_a_worker_out_of_memory_costs_no_step_and_is_explained(
-    group, tmp_path, ray_temp, reference, capsys
+    group, start, tmp_path, reference, capsys
 ):
     settings = [f"marker='{tmp_path}'", f"group='{group}'", "sleep=0.02"]
     options = {"workers": "2..3", "steps": STEPS, "eval_every": 1, "detect_s": 10.0}
-    target = f"{JOBS / 'hanging.py'}:Hungry"
-    with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
+    with start("Hungry", job="hanging", set=settings, **options) as run:
         end = run.finish()
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0

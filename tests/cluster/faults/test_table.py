@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits, leftovers
+from tests.cluster.live import assert_same_bits, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -32,13 +32,11 @@ def cases():
 
 
 @pytest.mark.parametrize(("strategy", "fault", "instant"), list(cases()))
-def test_a_fault_at_an_instant_changes_no_bit(
-    strategy, fault, instant, tmp_path, ray_temp, reference
-):
+def test_a_fault_at_an_instant_changes_no_bit(strategy, fault, instant, start, tmp_path, reference):
     faults = [(fault, instant, AT)]
     if instant == "regroup":  # while recovering from another one
         faults = [("kill", "forward", AT), (fault, instant, 0)]
-    end, run = run_with(faults, strategy, tmp_path, ray_temp)
+    end, run = run_with(faults, strategy, start, tmp_path)
     assert_conforms(run, end, reference)
     causes = [r["cause"] for r in end["result"]["recoveries"]]
     expected = {"kill": "process_died", "stop": "hung", "hang": "hung"}
@@ -48,13 +46,12 @@ def test_a_fault_at_an_instant_changes_no_bit(
         assert causes == [expected[fault]]
 
 
-def run_with(faults, strategy, tmp_path, ray_temp):
+def run_with(faults, strategy, start, tmp_path):
     struck = tmp_path / "struck"
     struck.mkdir()
     settings = [f"folder={str(struck)!r}", f"faults={faults!r}", "sleep=0.01"]
     options = {"workers": "2..3", "detect_s": 3.0, "parallel": strategy, **OPTIONS}
-    target = f"{JOBS / 'faulty.py'}:Faulty"
-    with LiveRun(target, tmp_path, "run", ray_temp, set=settings, **options) as run:
+    with start("Faulty", job="faulty", set=settings, **options) as run:
         end = run.finish()
     assert len(list(struck.iterdir())) == len(faults), "else the test does not test what it says"
     return end, run
