@@ -45,7 +45,7 @@ class SharedHead:
         assert found == [], f"left on the cluster: {found}"
 
     def _actors(self) -> list[str]:
-        """The titles of its processes that are actors, or that become one."""
+        """The titles of its processes that are actors."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -53,8 +53,7 @@ class SharedHead:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-                is_ours = parent == str(self._raylet) and title.startswith("ray::")
-                if is_ours and title != "ray::IDLE":
+                if parent == str(self._raylet) and "Actor" in title:
                     found.append(f"{title} ({entry.name})")
         return found
 

@@ -90,7 +90,7 @@ def test_the_first_interrupt_stops_at_a_step_and_the_run_resumes_there(start, re
 
 
 def test_a_second_interrupt_ends_the_run_at_once(start):
-    with start("Toy", workers=2, steps=1000, set=["sleep=15.0"]) as run:  # a step takes 60 s
+    with start("Toy", workers=2, steps=1000, set=["sleep=5.0"]) as run:  # a step takes 20 s
         status = run.wait_for(lambda s: s["phase"] == "running" and s["world_size"] == 2)
         run.process.send_signal(signal.SIGINT)
         run.wait_for(lambda s: "interrupt" in s["reason"].lower() or "SIGINT" in s["reason"])
