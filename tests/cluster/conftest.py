@@ -25,8 +25,8 @@ def ray_temp():
 
 
 @pytest.fixture(scope="session")
-def shared_head(ray_temp):
-    head = SharedHead(ray_temp)
+def shared_head():
+    head = SharedHead()
     yield head
     head.close()
 

@@ -1,26 +1,31 @@
 """A Ray head that the runs of a test process share: starting one takes longer than most runs."""
 
 import contextlib
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
-import ray
 from ray.cluster_utils import Cluster
 
 from tests.cluster.live import environment
+from tests.object_store import CREDENTIALS
 
 NUM_CPUS = 12
 """More than the workers, and what a run starts beside them, of any test."""
 PATIENCE_S = 20.0
+RAY_DATA = "ray::_"
+"""Begins the titles of actors that Ray Data leaves on a cluster."""
 
 
 class SharedHead:
     """Its address, and whether the runs before have left it as they found it."""
 
-    def __init__(self, ray_temp: Path) -> None:
+    def __init__(self) -> None:
+        self._temp = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment(ray_temp).items():
+            for name, value in {**environment(self._temp), **CREDENTIALS}.items():
                 patch.setenv(name, value)
             # They would have no folder of a test's TARGET, so no run could use them.
             patch.setenv("RAY_prestart_worker_first_driver", "0")
@@ -53,10 +58,11 @@ class SharedHead:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-                if parent == str(self._raylet) and "Actor" in title:
+                is_ours = "Actor" in title and not title.startswith(RAY_DATA)
+                if parent == str(self._raylet) and is_ours:
                     found.append(f"{title} ({entry.name})")
         return found
 
     def close(self) -> None:
         self._cluster.shutdown()
-        assert not ray.is_initialized()
+        shutil.rmtree(self._temp, ignore_errors=True)

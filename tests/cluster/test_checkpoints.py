@@ -24,7 +24,8 @@ def catalogue(run) -> Catalogue:
 
 
 def kill_everything(run) -> int:
-    """SIGKILL of every process of the run, the controller included; the step it stood at."""
+    """SIGKILL of every process of a run with a Ray of its own; the step it stood at. On another
+    a successor of the controller would have the run until its driver has been silent for long."""
     status = run.status()
     pids = [w["pid"] for w in (*status["workers"], *status["standby"]) if w["pid"]]
     for pid in (status["controller"]["pid"], *pids):
@@ -54,7 +55,7 @@ def assert_equals(run, end, expected) -> None:
 
 
 def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference):
-    with start("Toy", workers=3, **OPTIONS) as run:
+    with start("Toy", workers=3, address="local", **OPTIONS) as run:
         run.wait_for(is_between_saves)
         stood_at = kill_everything(run)
     saved = catalogue(run).steps()[-1]
@@ -125,7 +126,7 @@ def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, re
 
 
 def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(start, reference):
-    with start("Toy", workers=2, **OPTIONS) as run:
+    with start("Toy", workers=2, address="local", **OPTIONS) as run:
         run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 60)
         kill_everything(run)
     newest = catalogue(run).steps()[-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.live import assert_same_bits, leftovers
+from tests.cluster.processes import sibling
 
 pytestmark = pytest.mark.cluster
 STEPS = 400
@@ -88,27 +89,6 @@ def test_a_successor_that_cannot_read_the_journal_is_followed_by_another(
 
 def said_by_actors(ray_temp: Path) -> str:
     return "".join(path.read_text() for path in ray_temp.rglob("worker-*.err"))
-
-
-def sibling(pid: int, title: bytes) -> int:
-    """The process of the same Ray node that is called `title`."""
-    found = [p for p in running() if parent(p) == parent(pid) and title in about(p, "cmdline")]
-    assert len(found) == 1, found
-    return found[0]
-
-
-def running() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def parent(pid: int) -> list[bytes]:
-    return about(pid, "stat").rpartition(b")")[2].split()[1:2]
-
-
-def about(pid: int, what: str) -> bytes:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/{what}").read_bytes()
-    return b""
 
 
 @pytest.mark.timeout(400)

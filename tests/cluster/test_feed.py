@@ -23,6 +23,7 @@ from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window
 from tests.cluster.jobs.fed import third_dropped
 from tests.cluster.live import LiveRun, assert_complete
+from tests.cluster.processes import sibling
 from tests.object_store import uri
 from workers.train_state.digest import weights_sha256
 
@@ -99,18 +100,8 @@ def samples(run: LiveRun) -> list[str]:
 
 
 def feed_pid(run: LiveRun) -> int:
-    """The feed's process of this run: Ray names processes after their actor."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            title = (entry / "cmdline").read_bytes().decode(errors="replace")
-            if title.startswith("ray::FeedActor") and run.process.pid in ancestors(entry.name):
-                return int(entry.name)
-    raise AssertionError("no feed runs")
-
-
-def ancestors(pid: str) -> list[int]:
-    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    return [int(parent), *ancestors(parent)] if int(parent) > 1 else []
+    """The feed's process: Ray names processes after their actor."""
+    return sibling(run.status()["controller"]["pid"], b"ray::FeedActor")
 
 
 def test_three_epochs_use_each_row_three_times_in_the_planned_order(fed, planned):

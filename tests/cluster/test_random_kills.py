@@ -45,7 +45,7 @@ def test_killed_whole_during_a_save_twenty_times_and_resumed(start, reference):
     options = {"steps": 1200, "checkpoint_every": 4, "set": ["sleep=0.005"]}
     saved, num_torn = 0, 0
     for i in range(NUM_KILLS):
-        with start("Toy", workers=2 + i % 3, **options) as run:
+        with start("Toy", workers=2 + i % 3, address="local", **options) as run:
             run.wait_for(lambda s, saved=saved: (s.get("committed_checkpoint") or 0) > saved)
             wait_for_a_torn_save(run)
             kill_everything(run)
