@@ -166,12 +166,12 @@ class Session:
             raise RuntimeError("evaluate() inside a step's block; call it after the block")
         return evaluation.evaluate(self._member, self.workload, self._spec, dataset, fn)
 
-    def _assign_loader(self) -> None:
+    def _assign_loader(self, ids: range) -> None:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
         member = self._member
         step = member.train_state.step
-        if member.ids and self._assigned != (member.generation, step):
-            self._loader.assign(step, member.ids)
+        if ids and self._assigned != (member.generation, step):
+            self._loader.assign(step, ids)
         self._assigned = (member.generation, step + 1)
 
     def _take_reducer(self) -> Reducer:
@@ -205,6 +205,8 @@ class Step:
         self._from_step = self._member.train_state.step
         self._done = Microbatches()
         self._reducer: Reducer | None = None
+        self._ids = self._member.ids
+        """Of this rank's micro-batches."""
         self._has_iterated = False
         self._is_awaiting_backward = False
         self._num_passes_left = 0
@@ -264,9 +266,9 @@ class Step:
         self._reducer.begin()
         member.train_state.buffers.begin_step()
         member.train_state.casting.cast()
-        session._assign_loader()
+        session._assign_loader(self._ids)
         for self._num_passes_left in reversed(range(member.num_passes)):
-            if len(self._done) == len(member.ids):
+            if len(self._done) == len(self._ids):
                 self._reducer.serve_pass()
                 continue
             self._vitals.enter("data")
@@ -284,7 +286,7 @@ class Step:
 
     def _next_batch(self) -> LoadedBatch:
         session, member = self._session, self._member
-        microbatch_id = member.ids[len(self._done)]
+        microbatch_id = self._ids[len(self._done)]
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
         session.attempt = LoadedBatch(self._from_step, microbatch_id, np.empty(0, np.int64), None)
         session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
@@ -327,15 +329,15 @@ class Step:
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
         self._check_cancelled()
-        if self._reducer is None or len(self._done) != len(self._member.ids):
+        if self._reducer is None or len(self._done) != len(self._ids):
             raise RuntimeError(
-                f"commit() after {len(self._done)} of {len(self._member.ids)} micro-batches; "
+                f"commit() after {len(self._done)} of {len(self._ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._member.train_state.casting.restore()
         try:
             self._vitals.enter("reduce")
-            self._vitals.end_step(len(self._member.ids))
+            self._vitals.end_step(len(self._ids))
             reduced = self._reducer.finish()
             if (sharded := self._member.train_state.sharded) is not None:
                 sharded.share_integers()
@@ -351,7 +353,7 @@ class Step:
         assert self._reducer is not None
         self._keep_late_values()
         hashes = member.train_state.buffers.integer_hashes()
-        records = self._done.records(member.ids, hashes)
+        records = self._done.records(self._ids, hashes)
         used, inspection = self._reducer.has_gradient(), session._inspection
         cast = ballot.cast(member, session._spec, reduced, records, used, self._began, inspection)
         member.commit(*cast)

@@ -7,6 +7,7 @@ import os
 import statistics
 import struct
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -36,6 +37,7 @@ that others read is late; `user`: the user's code outside steps; `compute`: forw
 `gather`: a sharded pass waits for its peers' part of a parameter or gradient; `restore`: a piece of
 the state is read, initialised or copied, and the next one enters it again; `exchange`: it comes
 from peers, or they are not as far. Who is in one of WAITING waits for its peers."""
+NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 WAITING = ("reduce", "vote", "form", "gather", "exchange")
 OWN = ("data", "compute")
@@ -60,6 +62,26 @@ _WINDOW = 64
 _OWN_WINDOW = 8
 
 
+class Window:
+    """The last times through a phase."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+        self.ordered: list[float] = []
+
+    def add(self, time_s: float) -> None:
+        if len(self._times) == _WINDOW:
+            oldest = self._times.popleft()
+            del self.ordered[bisect_left(self.ordered, oldest)]
+        self._times.append(time_s)
+        insort(self.ordered, time_s)
+
+    @property
+    def p95(self) -> float:
+        """Their 95th percentile, seconds; there must be some."""
+        return self.ordered[int(len(self.ordered) * 0.95)]
+
+
 class Vitals:
     """Written by the main thread only; a sequence lock keeps readers from torn values."""
 
@@ -70,7 +92,7 @@ class Vitals:
         os.ftruncate(self.fd, SIZE_BYTES)
         self._memory = mmap(self.fd, SIZE_BYTES)
         self._sequence = 0
-        self._seen: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in PHASES]
+        self._seen = [Window() for _ in PHASES]
         self._phase, self._since = 0, clock()
         self._p95, self._num_seen = -1.0, 0
         self._collective = (0, 0, 0, 0, 0)
@@ -87,10 +109,10 @@ class Vitals:
         """The main thread goes on to `phase`."""
         now = self._clock()
         if phase != "lobby":  # what is given up tells nothing of how long it takes
-            self._seen[self._phase].append(now - self._since)
+            self._seen[self._phase].add(now - self._since)
         if self.phase in OWN:
             self._own_now_s += now - self._since
-        self._phase, self._since = PHASES.index(phase), now
+        self._phase, self._since = NUMBERS[phase], now
         self._write()
 
     def begin_step(self) -> None:
@@ -122,23 +144,23 @@ class Vitals:
     def aside(self, name: str) -> Iterator[None]:
         """Within: another phase in the middle of this one, whose time stands still."""
         phase, before, began = self._phase, self._since, self._clock()
-        self._phase, self._since = PHASES.index(name), began
+        self._phase, self._since = NUMBERS[name], began
         self._write()
         try:
             yield
         finally:
             now = self._clock()
-            self._seen[self._phase].append(now - began)
+            self._seen[self._phase].add(now - began)
             self._phase, self._since = phase, before + now - began
             self._write()
 
     def _write(self) -> None:
         seen = self._seen[self._phase]
-        is_known = len(seen) >= (ENOUGH if self.phase in UNEVEN else 1)
-        is_usual = self.phase not in UNUSUAL and is_known
-        self._p95 = sorted(seen)[int(len(seen) * 0.95)] if is_usual else -1.0
-        self._num_seen = len(seen)
-        if self.phase == "done":
+        phase, count = self.phase, len(seen.ordered)
+        is_known = count >= (ENOUGH if phase in UNEVEN else 1)
+        self._p95 = seen.p95 if is_known and phase not in UNUSUAL else -1.0
+        self._num_seen = count
+        if phase == "done":
             self._p95, self._num_seen = 0.0, ENOUGH  # nothing will come
         self._pack()
 
