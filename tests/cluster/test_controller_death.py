@@ -13,7 +13,7 @@ from tests.cluster.live import assert_same_bits, leftovers
 from tests.cluster.processes import sibling
 
 pytestmark = pytest.mark.cluster
-STEPS = 400
+STEPS = 200
 
 
 def kill_controller(run) -> tuple[float, int]:
@@ -35,7 +35,7 @@ def assert_as_if_nothing_had_happened(run, end, reference, steps: int = STEPS) -
 
 
 def test_training_goes_on_while_the_controller_is_away(start, reference):
-    with start("Toy", workers=3, steps=STEPS, checkpoint_every=50, set=["sleep=0.02"]) as run:
+    with start("Toy", workers=3, steps=STEPS, checkpoint_every=50, set=["sleep=0.03"]) as run:
         run.wait_for(lambda s: s["step"] > 20)
         workers = [w["pid"] for w in run.status()["workers"]]
         killed_at, pid = kill_controller(run)
@@ -59,7 +59,7 @@ def adopted(run) -> float:
 
 
 def test_a_worker_that_dies_with_the_controller_is_missed_by_its_successor(start, reference):
-    with start("Toy", workers="2..3", steps=STEPS, set=["sleep=0.02"]) as run:
+    with start("Toy", workers="2..3", steps=STEPS, set=["sleep=0.04"]) as run:
         run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
         run.kill(rank=0)
         _, pid = kill_controller(run)
@@ -73,7 +73,7 @@ def test_a_successor_that_cannot_read_the_journal_is_followed_by_another(
     start, reference, ray_temp
 ):
     options = {"workers": 2, "steps": STEPS, "detect_s": 2.0, "address": "local"}
-    with start("Toy", **options, set=["sleep=0.02"]) as run:
+    with start("Toy", **options, set=["sleep=0.04"]) as run:
         run.wait_for(lambda s: s["step"] > 20)
         journal = run.directory / "journal.jsonl"
         kept = journal.rename(run.directory / "kept")  # which is still written on
@@ -97,7 +97,7 @@ def test_a_rendezvous_and_controllers_that_are_frozen_or_terminated_are_started_
 ):
     """The rendezvous as a worker is lost: without it no generation forms."""
     options = {"workers": "2..3", "steps": STEPS, "detect_s": 1}
-    with start("Toy", **options, set=["sleep=0.05"]) as run:
+    with start("Toy", **options, set=["sleep=0.1"]) as run:
         status = run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
         rendezvous = sibling(status["controller"]["pid"], b"ray::RendezvousActor")
         os.kill(rendezvous, signal.SIGSTOP)
@@ -114,7 +114,7 @@ def test_a_rendezvous_and_controllers_that_are_frozen_or_terminated_are_started_
 
 @pytest.mark.slow
 def test_a_successor_obeys_ctrl_c_and_the_run_resumes(start, reference):
-    options = {"steps": STEPS, "checkpoint_every": 100, "set": ["sleep=0.02"]}
+    options = {"steps": STEPS, "checkpoint_every": 100, "set": ["sleep=0.04"]}
     with start("Toy", workers=2, **options) as run:
         run.wait_for(lambda s: s["step"] > 20)
         _, pid = kill_controller(run)

@@ -161,9 +161,10 @@ def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed):
     rows = np.tile(np.arange(ROWS), 4)[: STEPS * BATCH].astype("<i8").reshape(STEPS, BATCH)
     order = [hashlib.sha256(step.tobytes()).hexdigest() for step in rows]
     sha256 = counted_sha256(rows.reshape(-1))
-    with fed("ray", "FromRay", workers=2, steps=21) as first:
+    # On the shared head Ray Data would start a process for each of its CPUs.
+    with fed("ray", "FromRay", workers=2, steps=21, address="local") as first:
         assert first.finish()["status"] == 0
-    with fed("ray", "FromRay", workers=3) as second:
+    with fed("ray", "FromRay", workers=3, address="local") as second:
         end = second.finish()
     assert end["status"] == 0, end["err"]
     assert (end["result"]["weights_sha256"], samples(second)) == (sha256, order)
