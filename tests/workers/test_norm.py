@@ -1,6 +1,9 @@
 """The gradient norm: right, and blind to sharding."""
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from workers.reduction.norm import clip_coefficient, global_norm, norm_of_rows, row_squares
+from workers.reduction.norm import (
+    clip_coefficient,
+    global_norm,
+    norm_of_rows,
+    row_squares,
+    squares_by_halves,
+    squares_by_norms,
+)
 
 
 def _gradients() -> list[torch.Tensor]:
@@ -25,27 +35,39 @@ def test_the_norm_is_that_of_all_elements() -> None:
     assert global_norm([]) == 0.0
 
 
+BOTH = pytest.mark.parametrize("squares_of", [squares_by_norms, squares_by_halves])
+
+
+@BOTH
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("num_shards", [2, 3, 5, 8])
-def test_shards_of_whole_rows_give_the_same_bits(num_shards: int) -> None:
-    gradients = [g for g in _gradients() if g.dim()]
-    whole = row_squares(gradients)
-    pieces: list[list[torch.Tensor]] = [[] for _ in gradients]
-    for shard in range(num_shards):
-        cut = [
-            g[g.shape[0] * shard // num_shards : g.shape[0] * (shard + 1) // num_shards]
-            for g in gradients
-        ]
-        for i, piece in enumerate(row_squares(cut).split([c.shape[0] for c in cut])):
-            pieces[i].append(piece)
+def test_shards_of_whole_rows_give_the_same_bits(num_shards, num_threads, squares_of) -> None:
+    gradients = [*(g for g in _gradients() if g.dim()), torch.randn(2, 70_000)]
+    torch.set_num_threads(num_threads)
+    try:
+        whole = squares_of(gradients)
+        pieces: list[list[Tensor]] = [[] for _ in gradients]
+        for shard in range(num_shards):
+            cut = [
+                g[g.shape[0] * shard // num_shards : g.shape[0] * (shard + 1) // num_shards]
+                for g in gradients
+            ]
+            for i, piece in enumerate(squares_of(cut).split([c.shape[0] for c in cut])):
+                pieces[i].append(piece)
+    finally:
+        torch.set_num_threads(1)
     gathered = torch.cat([torch.cat(p) for p in pieces])
     assert gathered.numpy().tobytes() == whole.numpy().tobytes()
-    assert norm_of_rows(gathered) == global_norm(gradients)
 
 
-def by_definition(gradient: Tensor) -> Tensor:
+def test_the_norm_is_that_of_its_rows() -> None:
+    gradients = [g for g in _gradients() if g.dim()]
+    assert norm_of_rows(row_squares(gradients)) == global_norm(gradients)
+
+
+def by_halves(gradient: Tensor) -> Tensor:
     """The whole gradient at once: columns halved until one is left."""
-    rows = gradient.shape[0] if gradient.dim() else 1
-    squares = gradient.abs().double().square().reshape(rows, -1 if gradient.numel() else 0)
+    squares = gradient.abs().double().square().reshape(gradient.shape[0], -1)
     while squares.shape[1] > 1:
         half = (squares.shape[1] + 1) // 2
         squares[:, : squares.shape[1] - half] += squares[:, half:]
@@ -53,13 +75,43 @@ def by_definition(gradient: Tensor) -> Tensor:
     return squares.sum(1)
 
 
+def by_norms(gradient: Tensor) -> Tensor:
+    wide = gradient.abs().reshape(gradient.shape[0], -1).double()
+    return torch.linalg.vector_norm(wide, dim=1).square() if wide.shape[1] > 1 else wide[:, 0] ** 2
+
+
+@pytest.mark.parametrize(
+    ("squares_of", "defined"), [(squares_by_norms, by_norms), (squares_by_halves, by_halves)]
+)
 @pytest.mark.parametrize("piece", [1, 7, 130, 1 << 18])
-def test_rows_have_the_same_bits_in_pieces_of_any_size(piece, monkeypatch) -> None:
+def test_rows_have_the_same_bits_in_pieces_of_any_size(
+    piece, squares_of, defined, monkeypatch
+) -> None:
     monkeypatch.setattr("workers.reduction.norm.PIECE_ELEMENTS", {"cpu": piece})
     images = torch.randn(6, 3, 5, 5).to(memory_format=torch.channels_last)
-    gradients = [*_gradients(), images, torch.randn(9, 65).bfloat16(), torch.randn(4, 65).cfloat()]
-    expected = torch.cat([by_definition(g) for g in gradients])
-    assert row_squares(gradients).numpy().tobytes() == expected.numpy().tobytes()
+    more = [images, torch.randn(9, 65).bfloat16(), torch.randn(4, 65).cfloat()]
+    gradients = [*(g for g in _gradients() if g.numel() and g.dim()), *more]
+    expected = torch.cat([defined(g) for g in gradients])
+    assert squares_of(gradients).numpy().tobytes() == expected.numpy().tobytes()
+
+
+def test_processors_of_several_generations_give_the_same_bits() -> None:
+    """Replicas on machines of a mixed fleet clip alike."""
+    text = (
+        "import sys, numpy, torch; from workers.reduction.norm import row_squares\n"
+        "numbers = numpy.random.default_rng(0).standard_normal((64, 1001), dtype=numpy.float32)\n"
+        "sys.stdout.write(row_squares([torch.from_numpy(numbers)]).numpy().tobytes().hex())"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", text],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for capability in ("default", "avx2", "avx512")
+    }
+    assert len(said) == 1
 
 
 class Allocated(TorchDispatchMode):

@@ -176,6 +176,8 @@ class GradientBuckets:
 def adopt(parameter: Tensor, view: Tensor) -> None:
     """The gradient moves into `view`, where later backwards add to it: no memory beside it."""
     gradient = parameter.grad
+    if gradient is view:
+        return
     if gradient is None or gradient.layout != torch.strided:  # `refuse_sparse` says so later
         return
     if gradient.data_ptr() != view.data_ptr():

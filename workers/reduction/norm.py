@@ -1,7 +1,8 @@
 """The gradient's global norm, the same bits however the rows of the gradient are sharded.
 
-Only elementwise additions are used within a row: a library's sum may choose another order when
-a shard has another number of rows. Clipping is multiplying by `clip_coefficient`.
+The order of additions within a row depends on its width only. In host memory one torch reduction
+has that property; on a GPU none has, since they choose by the number of rows, too: there it is
+elementwise additions. Clipping is multiplying by `clip_coefficient`.
 """
 
 import math
@@ -22,6 +23,30 @@ def row_squares(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     matrices = [g if g.dim() else g.reshape(1) for g in gradients]
+    if all(m.device.type == "cpu" for m in matrices):
+        return squares_by_norms(matrices)
+    return squares_by_halves(matrices)
+
+
+def squares_by_norms(matrices: Sequence[Tensor]) -> Tensor:
+    """Of gradients of at least one dimension, in host memory."""
+    return torch.cat([n.double() for m in matrices for n in _row_norms(m)]).square_()
+
+
+def _row_norms(matrix: Tensor) -> Iterator[Tensor]:
+    width = matrix.shape[1:].numel()
+    if width == 1:
+        yield _real(matrix).reshape(-1)
+        return
+    for part in matrix.split(max(PIECE_ELEMENTS["cpu"] // max(width, 1), 1)):
+        rows = _real(part).reshape(len(part), width).contiguous()
+        if len(rows) == 1:  # several threads would take a part of it each
+            rows = rows.expand(2, width)
+        yield torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)[: len(part)]
+
+
+def squares_by_halves(matrices: Sequence[Tensor]) -> Tensor:
+    """Of gradients of at least one dimension, on any device."""
     counts = [m.shape[0] for m in matrices]
     total = matrices[0].new_zeros(sum(counts), dtype=torch.float64)
     sums = total.split(counts)
