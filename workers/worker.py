@@ -16,12 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput, in_words
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages.to_worker import Command
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import reach_folder
@@ -114,10 +116,10 @@ class Worker:
             is_unfit = isinstance(error, UnfitNode)
             if self._has_begun and not is_unfit:
                 self._fail(error)
-            self._link.send("wrong_input", message=str(error), is_unfit=is_unfit)
+            self._link.send(r.WrongInput(str(error), is_unfit))
             raise
         except (LoaderLost, OutOfMemory) as error:  # the run goes on without this process
-            self._link.send("last_words", why=str(error))
+            self._link.send(r.LastWords(str(error)))
             is_memory = isinstance(error, OutOfMemory)
             status = EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER
             leave(status, str(error), self._keep_log)
@@ -130,39 +132,39 @@ class Worker:
 
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""
-        self._link.send("user_failed", message=self._describe(error))
+        self._link.send(r.UserFailed(self._describe(error)))
         traceback.print_exc()
         self._keep_log()
         raise error
 
-    def _on_command(self, header: dict[str, Any]) -> None:
+    def _on_command(self, command: Command) -> None:
         if self._member is not None:
-            self._member.interrupt(header)
+            self._member.interrupt(command)
 
-    def _introduce(self, controller: Address) -> dict[str, Any]:
+    def _introduce(self, controller: Address) -> r.Introduction:
         """To a controller that has taken over; in the link's thread."""
-        before = {"controller_before": self._pulse.start(controller)}
+        before = self._pulse.start(controller)
         if self._member is None:
-            return {"kind": "starting", **before}
+            return r.Introduction("starting", before)
         self._saver.repeat()  # waits in the link until we are introduced
         self._notice.repeat()
         member = self._member
         member.evaluated.say(member.rank)
-        where = member.standing.to_json(step=member.step, is_cancelled=member.is_cancelled)
-        return {**where, **before, **self._address()}
+        kind = member.standing.kind(is_cancelled=member.is_cancelled)
+        told = member.standing.told
+        return r.Introduction(kind, before, *told, member.step, self._process())
 
     def _say_notice(self, notice_s: float) -> None:
-        self._link.send("drain_notice", cause="SIGTERM", notice_s=notice_s)
+        self._link.send(r.DrainNotice("SIGTERM", notice_s))
 
-    def _address(self) -> dict[str, Any]:
-        """Where this process is, for the controller and for peers."""
-        return {
-            "node_id": self._node_id,
-            "node_ip": self._spec.host,
-            "pid": os.getpid(),
-            "device": str(self._device),
-            "peer_address": self._peers.address,
-        }
+    def _process(self) -> r.Process:
+        return r.Process(
+            self._node_id,
+            self._spec.host,
+            os.getpid(),
+            str(self._device),
+            self._peers.address,
+        )
 
     def _train(self) -> None:
         spec = self._spec
@@ -210,7 +212,7 @@ class Worker:
             on_finish=self._finish,
         )
         self._session = session = Session(spec, workload, member, self._loader)
-        self._link.send("ready", **self._address())
+        self._link.send(r.Ready(self._process()))
         self._again = partial(self._loop, session, loop or fit)
         self._again()
 
@@ -232,9 +234,7 @@ class Worker:
                         "the training loop returned without a step; loop over next_step()"
                     )
             member.wait_for_copies()
-            self._link.send(
-                "done", generation=member.generation, rank=member.rank, step=self._replica.step
-            )
+            self._link.send(r.Done(member.generation, member.rank, self._replica.step))
             member.wait_for_generation()
 
     def _wake(self) -> None:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from elastic.control.detection.hang import Heartbeat
 from elastic.control.detection.straggler import paces, stragglers
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.pulse import Heartbeat
 
 log = logging.getLogger(__name__)
 TOLD_FROM = 2.0

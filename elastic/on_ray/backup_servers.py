@@ -25,6 +25,7 @@ from elastic.on_ray.naming import NAMESPACE, end, this_host
 from elastic.on_ray.slots import Slot, end_process
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress, holders_for
+from elastic.protocol.messages.to_worker import Holders
 from elastic.protocol.timeouts import Timeouts, timeouts_of
 from elastic.store.files import first_line
 
@@ -107,14 +108,14 @@ class BackupServers:
         if self._run_id and node and (node not in self._tasks or self._tasks[node].done()):
             self._tasks[node] = self._in_background(self._watch(node))
 
-    def for_worker(self, worker: int) -> list[list[Any]]:
+    def for_worker(self, worker: int) -> tuple[BackupAddress, ...]:
         """All holders as this worker is told of them, the best first."""
         slot = self._slots.get(worker)
         known = [BackupAddress(n, *address) for n, address in self._addresses.items()]
-        return [list(h) for h in holders_for(slot.node_id if slot else "", known)]
+        return tuple(holders_for(slot.node_id if slot else "", known))
 
     def tell(self, worker: int) -> None:
-        self._links.send(worker, {"type": "holders", "holders": self.for_worker(worker)})
+        self._links.send(worker, Holders(self.for_worker(worker)))
 
     def _tell_all(self) -> None:
         for worker in tuple(self._slots):
@@ -246,10 +247,10 @@ class BackupServers:
                 end_process(started.pid)
             end(started.actor)
 
-    def hear_silent(self, _worker: int, _record: Slot, header: Any, _payload: bytes) -> None:
+    def hear_silent(self, holder: tuple[str, str, int]) -> None:
         """A rank's copy was not answered. The path between the two may be cut, but if a new
         connection of ours is not answered either, the holder goes."""
-        node, *address = header["holder"]
+        node, *address = holder
         is_known = self._addresses.get(node) == tuple(address)
         if is_known and node not in self._doubted and self._detect_s is not None:
             self._doubted.add(node)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_controller import Protected
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ class Protection:
         self._since: tuple[int, float] | None = None
         """Step and time, while there is one."""
 
-    def hear(self, worker: int, _record: Any, header: Any, _payload: bytes) -> None:
-        step, why = header["step"], header["why"]
+    def hear(self, worker: int, said: Protected) -> None:
+        step, why = said.step, said.why
         self._bare.pop(worker, None)
         if why:
             self._bare[worker] = why

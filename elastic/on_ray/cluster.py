@@ -33,12 +33,11 @@ from elastic.on_ray.failover import Failover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
-from elastic.on_ray.reports import STATES, event_of, heartbeat_of
+from elastic.on_ray.reports import STATES, Eventful, event_of, interruption
 from elastic.on_ray.saves import Saves
 from elastic.on_ray.slots import (
     Slot,
     end_process,
-    hear_last_words,
     note_place,
     see_off,
     why_not_started,
@@ -46,13 +45,15 @@ from elastic.on_ray.slots import (
 from elastic.on_ray.stores import Stores
 from elastic.protocol.errors import WorkerFailed, WrongInput
 from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages import to_worker as t
+from elastic.protocol.messages.pulse import Heartbeat, Said
 from elastic.protocol.timeouts import timeouts_of
 from elastic.store.catalogue import Damage
 from elastic.store.files import first_line
 from elastic.store.remote import StoreAway
 
 log = logging.getLogger(__name__)
-FROM_PULSE = ("heartbeat", "stacks", "reached")
 FAILURE_GRACE_S = 1.0
 """How long a worker that reported the user's exception may take to hand over the exception."""
 
@@ -76,7 +77,7 @@ class RayCluster:
     log_folder: str | None = None
 
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
-        self.links = LinkServer(self.token, self._on_frame, self._on_link_ended)
+        self.links = LinkServer(self.token, self._on_report, self._on_pulse, self._on_link_ended)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
         self._waits = timeouts_of(self.detect_s)
         self.stores = Stores(rendezvous, self._waits.start_s, self._begin_rendezvous)
@@ -97,26 +98,6 @@ class RayCluster:
         self.protection = Protection(self.host.on_unprotected, self.now)
         seams = self.in_background, self.head, self.workers, self.links, self.protection.hear_lost
         self.holders = BackupServers(self.token, self.detect_s, *seams, self.now)
-        self._handlers = {
-            "heartbeat": self._on_heartbeat,
-            "reached": self._inquiry.hear,
-            "stacks": self._inquiry.hear,
-            "standing": self._on_standing,
-            "ready": self._on_ready,
-            "loaded": self._on_loaded,
-            "wrong_input": self._on_wrong_input,
-            "last_words": hear_last_words,
-            "diverged": self._inquiry.hear_diverged,
-            "user_failed": self._on_user_failed,
-            "committed": self._on_committed,
-            "held": self.commits.hear_held,
-            "protected": self.protection.hear,
-            "holder_silent": self.holders.hear_silent,
-            "joined": self._on_joined,
-            "suspended": self._on_suspended,
-            "evaluated": self.evaluations.hear,
-            "part_saved": self._on_part_saved,
-        }
 
     # --- commands -----------------------------------------------------------------
     async def execute(self, command: c.Command) -> None:
@@ -133,9 +114,7 @@ class RayCluster:
             case c.Form():
                 await self._form(command)
             case c.Finish(membership=membership, outcome=outcome):
-                self.commits.end(membership.generation)
-                header = {"type": "finish", "outcome": outcome, "log_folder": self.log_folder}
-                self._tell_ranks(membership, {**header, "recorded_step": self.recorded_step})
+                self._finish(membership, outcome)
             case c.Retire(workers=workers):
                 for worker in workers:
                     self.retire(worker)
@@ -147,31 +126,32 @@ class RayCluster:
 
     async def _load(self, worker: int) -> None:
         await self.host.settle()
-        where = {"place": self.host.place, "recorded_step": self.recorded_step}
-        self.links.send(worker, {"type": "load", **where})
+        self.links.send(worker, t.Load(self.host.place, self.recorded_step))
 
     def _sync(self, worker: int, source: int) -> None:
         address = self.workers[source].peer_address if source in self.workers else None
         if worker in self.workers:  # its loss may wait among the events
             self.workers[worker].state = "syncing"
-        self.links.send(worker, {"type": "sync", "address": address, "source": source})
+        self.links.send(worker, t.Sync(source, address))
 
     def _interrupt(self, command: c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall) -> None:
-        generation = command.membership.generation
-        kind = type(command).__name__.lower()
-        if self._untold is not None and isinstance(command, c.Abort | c.Recall):
-            self._untold, kind = None, "recall"  # an Abort means nothing to who heard of no Form
-        own = {"step": command.step} if isinstance(command, c.Checkpoint) else {}
-        self._tell_ranks(command.membership, {"type": kind, **own})
+        membership, generation = command.membership, command.membership.generation
+        is_unheard = self._untold is not None  # an Abort means nothing to who heard of no Form
+        if isinstance(command, c.Abort | c.Recall):
+            self._untold = None
+        for rank, worker in enumerate(membership.workers):
+            self.links.send(worker, interruption(command, rank, is_unheard=is_unheard))
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
             self.stores.open(generation + 1)
-            self._inquiry.expect_answers(command.membership)
+            self._inquiry.expect_answers(membership)
 
-    def _tell_ranks(self, membership: Membership, header: dict[str, Any]) -> None:
-        size = {"generation": membership.generation, "world_size": membership.world_size}
+    def _finish(self, membership: Membership, outcome: str) -> None:
+        generation, size = membership.generation, membership.world_size
+        self.commits.end(generation)
         for rank, worker in enumerate(membership.workers):
-            self.links.send(worker, {**header, **size, "rank": rank})
+            told = t.Finish(generation, rank, size, outcome, self.log_folder, self.recorded_step)
+            self.links.send(worker, told)
 
     def _spawn(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
@@ -261,28 +241,30 @@ class RayCluster:
             return
         await self._tell_form(form, store)
 
-    async def _tell_form(self, form: c.Form, store: list[Any] | None) -> None:
+    async def _tell_form(self, form: c.Form, store: t.StoreAddress | None) -> None:
         await self.holders.known()
         if self._untold is not form:
             return
         membership, self._untold = form.membership, None
         self.protection.form(membership.workers, form.step)
-        common = {
-            "type": "form",
-            "generation": membership.generation,
-            "store": store,
-            "world_size": membership.world_size,
-            "step": form.step,
-            "then_pause": form.then_pause,
-            "recorded_step": self.recorded_step,
-            "evaluation": self.evaluations.newest(membership.workers),
-        }
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
             if worker in form.roll_forward:
                 vote, payload = self.commits.vote_of(form.step)
-            own = {"rank": rank, "vote": vote, "holders": self.holders.for_worker(worker)}
-            self.links.send(worker, {**common, **own}, payload)
+            told = t.Form(
+                generation=membership.generation,
+                rank=rank,
+                world_size=membership.world_size,
+                step=form.step,
+                then_pause=form.then_pause,
+                recorded_step=self.recorded_step,
+                store=store,
+                vote=vote,
+                evaluation=self.evaluations.newest(membership.workers),
+                holders=self.holders.for_worker(worker),
+                payload=payload,
+            )
+            self.links.send(worker, told)
 
     def take_over(
         self, place: str, recorded_step: int, last_metrics: dict[str, Any], *, has_formed: bool
@@ -293,8 +275,7 @@ class RayCluster:
 
     def tell_of_save(self, step: int, is_published: bool) -> None:
         for worker in tuple(self.workers):
-            header = {"type": "save_concluded", "step": step, "is_published": is_published}
-            self.links.send(worker, header)
+            self.links.send(worker, t.SaveConcluded(step, is_published))
 
     def retire(self, worker: int) -> None:
         """End a worker's process, whatever state it is in; no loss is reported."""
@@ -361,52 +342,104 @@ class RayCluster:
         if record is not None:
             self.in_background(wait_for_return(self, worker, record, was_reset=was_reset))
 
-    def _on_frame(self, worker: int, header: dict[str, Any], payload: bytes) -> None:
+    def _on_pulse(self, worker: int, said: Said) -> None:
         record = self.workers.get(worker)
-        if record is not None:
-            if header["type"] not in FROM_PULSE:  # which beats on while its trainer is frozen
-                record.last_seen = self.now()
-            handle = self._handlers.get(header["type"], self._on_report)
-            handle(worker, record, header, payload)
-        elif self.takeover is not None and header["type"] == "heartbeat":
-            self.takeover.hear_pulse(worker, heartbeat_of(worker, header))
-        elif header["type"] not in FROM_PULSE:
-            takeover = self.takeover if header["type"] == "standing" else None
-            if takeover is None or not takeover.hear(worker, header):
-                self.links.drop(worker)
+        if not isinstance(said, Heartbeat):
+            if record is not None:
+                self._inquiry.hear(worker, said)
+        elif record is not None:
+            self._on_heartbeat(worker, record, said)
+        elif self.takeover is not None:
+            self.takeover.hear_pulse(worker, said)
 
-    def _on_heartbeat(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.watch = watch(record.watch, heartbeat_of(worker, header), self.now())
-        if header["process_state"] != STOPPED:
+    def _on_heartbeat(self, worker: int, record: Slot, heartbeat: Heartbeat) -> None:
+        record.watch = watch(record.watch, heartbeat, self.now())
+        if heartbeat.process_state != STOPPED:  # it beats on while its trainer is frozen
             record.last_seen = self.now()
-        record.step = max(record.step, header["step"])
-        record.memory = tuple(header["memory"])
-        recorded_step = min(self.recorded_step, self.host.recorded_step())
-        word = {"recorded_step": recorded_step, "formed": self.commits.formed}
-        self.links.send(worker, {"type": "word", **word})
+        record.step = max(record.step, heartbeat.step)
+        record.memory = heartbeat.memory
+        step = min(self.recorded_step, self.host.recorded_step())
+        self.links.send(worker, t.Word(step, self.commits.formed))
         self._inquiry.hear_beat(worker)
 
-    def _on_standing(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        """No news of one that is ours: its first connection was reset before we heard it."""
+    def _on_report(self, worker: int, report: r.Report) -> None:
+        record = self.workers.get(worker)
+        if record is not None:
+            record.last_seen = self.now()
+            self._hear(worker, record, report)
+        elif not (
+            isinstance(report, r.Introduction)
+            and self.takeover is not None
+            and self.takeover.hear(worker, report)
+        ):
+            self.links.drop(worker)
 
-    def _on_ready(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.locate(header)
+    def _hear(self, worker: int, record: Slot, report: r.Report) -> None:  # noqa: C901
+        match report:
+            case r.Introduction():
+                pass  # of one that is ours: its first connection was reset before we heard it
+            case r.Ready():
+                self._on_ready(worker, record, report)
+            case r.Loaded():
+                self._on_loaded(worker, record, report)
+            case r.WrongInput():
+                self._on_wrong_input(worker, record, report)
+            case r.UserFailed():
+                self._on_user_failed(worker, record, report)
+            case r.LastWords(why):
+                record.last_words = why
+            case r.Diverged():
+                self._inquiry.hear_diverged(report)
+            case r.Committed():
+                self.commits.hear(report)
+                record.step = max(record.step, self.recorded_step)
+            case r.Held():
+                self.commits.hear_held(report)
+            case r.Protected():
+                self.protection.hear(worker, report)
+            case r.HolderSilent(holder):
+                self.holders.hear_silent(holder)
+            case r.Evaluated(evaluation):
+                self.evaluations.hear(evaluation)
+            case _:
+                self._on_event(worker, record, report)
+
+    def _on_event(self, worker: int, record: Slot, report: Eventful) -> None:
+        """What the decisions learn of."""
+        match report:
+            case r.Joined():
+                is_first = self.commits.hear_joined(report.generation)
+                if is_first and report.step < self.recorded_step:  # later ones: lost with holders
+                    self._roll_back(report.step)
+            case r.Suspended():
+                self.commits.keep_vote(report.step, report.vote, report.payload)
+                self._inquiry.hear_answer(worker)
+                self.evaluations.hear_last(worker, report.evaluation)
+            case r.PartSaved():
+                self._saves.hear(report)
+            case _:
+                pass
+        record.state = STATES.get(type(report), record.state)
+        self.say(event_of(worker, report, self.now()))
+
+    def _on_ready(self, worker: int, record: Slot, report: r.Ready) -> None:
+        record.locate(report.process)
         self.holders.on_node(record.node_id)
         self.holders.tell(worker)
         record.state = "standby"
         if self.log_folder is not None:
-            self.links.send(worker, {"type": "log_to", "folder": self.log_folder})
+            self.links.send(worker, t.LogTo(self.log_folder))
         self.say(e.WorkerReady(worker, self.now()))
 
-    def _on_loaded(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
+    def _on_loaded(self, worker: int, record: Slot, report: r.Loaded) -> None:
         async def open_then_say() -> None:
-            damaged = [Damage(step, what) for step, what in header["damaged"]]
-            self.log_folder = await self.host.on_loaded(header["step"], damaged)
-            self.recorded_step = header["step"]
+            damaged = [Damage(step, what) for step, what in report.damaged]
+            self.log_folder = folder = await self.host.on_loaded(report.step, damaged)
+            self.recorded_step = report.step
             self.commits.vote = None
             for other in self.workers:
-                self.links.send(other, {"type": "log_to", "folder": self.log_folder})
-            self.say(e.Loaded(worker, header["step"], self.now()))
+                self.links.send(other, t.LogTo(folder))
+            self.say(e.Loaded(worker, report.step, self.now()))
 
         if self._loading != worker:
             return  # a controller before this one had asked for it
@@ -425,19 +458,15 @@ class RayCluster:
             log.error("controller error", exc_info=error)
             self.cancel("failed", f"internal error: {error!r}")
 
-    def _on_wrong_input(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.wrong_input = record.failure = header["message"]
-        record.is_unfit = header["is_unfit"]
-        self.user_failed(worker, header["message"])
+    def _on_wrong_input(self, worker: int, record: Slot, report: r.WrongInput) -> None:
+        record.wrong_input = record.failure = report.message
+        record.is_unfit = report.is_unfit
+        self.user_failed(worker, report.message)
 
-    def _on_user_failed(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.failure = header["message"]  # the exception itself arrives as the end of run()
+    def _on_user_failed(self, worker: int, record: Slot, report: r.UserFailed) -> None:
+        record.failure = report.message  # the exception itself arrives as the end of run()
         loop = asyncio.get_running_loop()
-        loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, header["message"])
-
-    def _on_committed(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        self.commits.hear(header, payload)
-        record.step = max(record.step, self.recorded_step)
+        loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, report.message)
 
     def _record_step(self, generation: int, line: dict[str, Any]) -> None:
         """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
@@ -452,30 +481,10 @@ class RayCluster:
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 
-    def _on_joined(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        is_first = self.commits.hear_joined(header["generation"])
-        if is_first and header["step"] < self.recorded_step:  # later ones were lost with holders
-            self._roll_back(header["step"])
-        self._on_report(worker, record, header, payload)
-
     def _roll_back(self, step: int) -> None:
         self.evaluations.go_back(step)
         self.recorded_step = step
         self.host.on_rolled_back(step)
-
-    def _on_suspended(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        self.commits.keep_vote(header["step"], header["vote"], payload)
-        self._inquiry.hear_answer(worker)
-        self.evaluations.hear_last(worker, header["evaluation"])
-        self._on_report(worker, record, header, payload)
-
-    def _on_part_saved(self, worker: int, record: Slot, header: Any, payload: bytes) -> None:
-        self._saves.hear(header, payload)
-        self._on_report(worker, record, header, payload)
-
-    def _on_report(self, worker: int, record: Slot, header: Any, _: bytes) -> None:
-        record.state = STATES.get(header["type"], record.state)
-        self.say(event_of(worker, header, self.now()))
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

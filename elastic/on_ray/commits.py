@@ -7,6 +7,8 @@ else the loss of a rank could take a recorded step along.
 from collections.abc import Callable
 from typing import Any
 
+from elastic.protocol.messages.to_controller import Committed, Held
+
 Record = Callable[[int, dict[str, Any]], None]
 
 
@@ -38,26 +40,23 @@ class Commits:
         assert self.vote[0] == step, (self.vote[0], step)
         return self.vote[1:]
 
-    def hear(self, header: dict[str, Any], content: bytes) -> None:
-        """Steps from the lowest rank, in order, and the last one's vote; some may have been said
-        before."""
-        self.keep_vote(header["steps"][-1]["metrics"]["step"], header["vote"], content)
-        generation, world_size = header["generation"], header["world_size"]
-        if not world_size or generation == self._ending:  # no loss of one takes it along
-            for line in header["steps"]:
+    def hear(self, report: Committed) -> None:
+        """Some of the steps may have been said before."""
+        self.keep_vote(report.steps[-1]["metrics"]["step"], report.vote, report.payload)
+        generation = report.generation
+        if not report.world_size or generation == self._ending:  # no loss of one takes it along
+            for line in report.steps:
                 self._record(generation, line)
             return
         if self._is_current(generation):
-            self._world_size = world_size
-            self._lines += header["steps"]
+            self._world_size = report.world_size
+            self._lines += report.steps
             self._pass_on()
 
-    def hear_held(self, _worker: int, _record: Any, header: Any, _payload: bytes) -> None:
-        """A rank's copy of `step` is held, or there is no holder for it, which backup_status.py
-        tells."""
-        generation, rank, step = header["generation"], header["rank"], header["step"]
-        if self._is_current(generation):
-            self._held[rank] = max(step, self._held.get(rank, 0))
+    def hear_held(self, report: Held) -> None:
+        """If there is no holder for it, backup_status.py tells."""
+        if self._is_current(report.generation):
+            self._held[report.rank] = max(report.step, self._held.get(report.rank, 0))
             self._pass_on()
 
     def hear_joined(self, generation: int) -> bool:

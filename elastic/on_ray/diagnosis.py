@@ -6,13 +6,11 @@ elastic/control's.
 
 import asyncio
 import ipaddress
-import json
 import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from elastic.control.detection.desync import stalled, strays
 from elastic.control.detection.hang import (
@@ -31,8 +29,9 @@ from elastic.control.detection.patience import Costly, Place, forget, lost_at, r
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.broken_links import is_refused
 from elastic.on_ray.cluster_view import ClusterView
-from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership, worker_name
+from elastic.protocol.messages.pulse import Question, ReachAsked, Reached, Stacks, StacksAsked
+from elastic.protocol.messages.to_controller import Diverged
 from elastic.protocol.timeouts import timeouts_of
 
 log = logging.getLogger(__name__)
@@ -69,13 +68,13 @@ class Diagnosis:
         """The earliest time for the next dial."""
         self._dialled: set[int] = set()
         """Whose own process is being dialled."""
-        self._kind = ""
-        """Of the answers that are waited for."""
         self._awaited: set[int] = set()
         self._unasked: set[int] = set()
         """Whose pulse was heard lately, but had no connection when all were asked."""
-        self._question: dict[str, Any] = {}
-        self._found: dict[int, str] = {}
+        self._question: Question | None = None
+        """What was asked last."""
+        self._stacks: dict[int, str] = {}
+        self._reached: dict[int, frozenset[str]] = {}
         self._ended: tuple[Costly, ...] = ()
         """Who may be slow and was ended: the ledger learns of it later than the next look."""
         self._told: set[tuple[int, Place]] = set()
@@ -184,15 +183,21 @@ class Diagnosis:
 
     def hear_beat(self, worker: int) -> None:
         """A pulse that had no connection when all were asked is asked now."""
-        is_missed = self._is_under_way and worker in self._unasked
-        if is_missed and self._cluster.links.ask_pulse(worker, self._question):
+        question = self._question
+        if question is None or not self._is_under_way or worker not in self._unasked:
+            return
+        if self._cluster.links.ask_pulse(worker, question):
             self._unasked.discard(worker)
 
-    def hear(self, worker: int, _record: Slot, header: Any, payload: bytes) -> None:
+    def hear(self, worker: int, answer: Stacks | Reached) -> None:
         """A pulse has answered."""
-        if header["type"] != self._kind:
-            return  # the question before was given up
-        self._found[worker] = payload.decode(errors="replace")
+        match answer, self._question:
+            case Stacks(payload), StacksAsked():
+                self._stacks[worker] = payload.decode(errors="replace")
+            case Reached(hosts), ReachAsked():
+                self._reached[worker] = frozenset(hosts)
+            case _:
+                return  # the question before was given up
         self._awaited.discard(worker)
         if not self._awaited:
             self._has_all.set()
@@ -205,10 +210,10 @@ class Diagnosis:
     def hear_answer(self, worker: int) -> None:
         self._asked.pop(worker, None)
 
-    def hear_diverged(self, _worker: int, _record: Slot, header: Any, _payload: bytes) -> None:
+    def hear_diverged(self, report: Diverged) -> None:
         """All members have found out together, and the first to say so is believed."""
-        for worker in header["workers"]:
-            self._cluster.lost(worker, "diverged", header["message"])
+        for worker in report.workers:
+            self._cluster.lost(worker, "diverged", report.message)
 
     async def _conclude(
         self, late: dict[int, "Suspect"], members: dict[int, Watch], limit_s: float
@@ -229,14 +234,16 @@ class Diagnosis:
     async def _conclude_dispute(self, members: dict[int, Watch], ends: set[str]) -> None:
         """Everybody dials the hosts at the ends; who is cut off is lost."""
         cluster, hosts = self._cluster, self._hosts(members)
-        addresses = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
+        located = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
+        addresses = tuple((host, address) for host, address in located.items() if address)
+        limit_s = timeouts_of(cluster.detect_s).inquiry_s
         try:
-            limit_s = timeouts_of(cluster.detect_s).inquiry_s
-            found = await self._ask(members, limit_s, "reached", addresses=addresses)
+            await self._ask(members, limit_s, ReachAsked(0.8 * limit_s, addresses))
+            found = self._reached
         finally:
             self._is_under_way = False
         hosts = self._hosts(members)  # without whom was lost meanwhile
-        unreached = {w: ends - set(json.loads(found[w])) for w in found if w in hosts}
+        unreached = {w: ends - found[w] for w in found if w in hosts}
         heard = {hosts[w] for w in unreached}  # else it is silent for us, too
         hosts = {w: host for w, host in hosts.items() if host in heard}
         newcomers = {w for w in members if not members[w].heartbeat.own_steps}
@@ -275,7 +282,7 @@ class Diagnosis:
         """Where everybody stands goes among the logs; False if there are none."""
         deadline, answer_s = time.monotonic() + limit_s, 0.8 * limit_s
         try:
-            await self._ask(members, answer_s, "stacks")
+            await self._ask(members, answer_s, StacksAsked(0.8 * answer_s))
             saving = self._cluster.host.on_stacks(self._texts(said, members, answer_s))
             if saving is not None:
                 left_s = max(0.0, deadline - time.monotonic())
@@ -284,21 +291,18 @@ class Diagnosis:
             self._is_under_way = False
         return saving is not None
 
-    async def _ask(
-        self, members: dict[int, Watch], limit_s: float, kind: str, **what: Any
-    ) -> dict[int, str]:
+    async def _ask(self, members: dict[int, Watch], limit_s: float, question: Question) -> None:
         """Have every member's pulse answer. Whose is silent already is not waited for."""
         cluster, now = self._cluster, self._cluster.now()
         fresh_s = FRESH * timeouts_of(cluster.detect_s).heartbeat_s
-        self._question = {"type": kind, "timeout_s": 0.8 * limit_s, **what}
-        self._kind, self._found, self._has_all = kind, {}, asyncio.Event()
-        asked = {w for w in members if cluster.links.ask_pulse(w, self._question)}
+        self._question, self._has_all = question, asyncio.Event()
+        self._stacks, self._reached = {}, {}
+        asked = {w for w in members if cluster.links.ask_pulse(w, question)}
         self._awaited = {w for w in members if now - members[w].heard_at < fresh_s}
         self._unasked = self._awaited - asked
         if self._awaited:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_all.wait(), limit_s)
-        return self._found
 
     def _texts(self, said: str, members: dict[int, Watch], answer_s: float) -> dict[str, str]:
         """Files by name, one of each member: what is wrong, where this one is, its stacks."""
@@ -307,7 +311,7 @@ class Diagnosis:
         for worker, watched in members.items():
             beat = watched.heartbeat
             stands = f"{beat.phase_s + now - watched.heard_at:.1f} s {place_of(beat)}"
-            stacks = self._found.get(worker) or self._silence(worker, watched, now, answer_s)
+            stacks = self._stacks.get(worker) or self._silence(worker, watched, now, answer_s)
             texts[file_name(beat.generation, worker_name(worker))] = (
                 f"# {at} {said}\n"
                 f"# this is {worker_name(worker)}: {stands}, process state {beat.process_state}\n"

@@ -5,10 +5,10 @@ to members that missed it. What they remember of it is workers/step/evaluation_l
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
-Result = tuple[int, int, Any, int]
-"""step, how many before it at this step, values, generation"""
+from elastic.protocol.messages.to_controller import Evaluation
 
 
 class Evaluations:
@@ -16,30 +16,30 @@ class Evaluations:
 
     def __init__(self, record: Callable[[dict[str, Any]], None]) -> None:
         self._record = record
-        self._of: dict[int, Result] = {}
+        self._of: dict[int, Evaluation] = {}
         self.recorded = (-1, 0)
         """Step and ordinal of the newest on record."""
 
-    def hear(self, _worker: int, _record: object, header: dict[str, Any], _payload: bytes) -> None:
+    def hear(self, said: Evaluation) -> None:
         """The lowest rank has one, or says again which was the last."""
-        place = header["step"], header["ordinal"]
+        place = said.step, said.ordinal
         if place > self.recorded:
             self.recorded = place
-            self._record({k: header[k] for k in ("step", "ordinal", "generation", "values")})
+            line = asdict(said)
+            self._record({k: line[k] for k in ("step", "ordinal", "generation", "values")})
 
-    def hear_last(self, worker: int, result: list[Any] | None) -> None:
+    def hear_last(self, worker: int, said: Evaluation | None) -> None:
         """What a member that is suspended has completed last."""
         self._of.pop(worker, None)
-        if result is not None:
-            step, ordinal, values, generation = result
-            self._of[worker] = (step, ordinal, values, generation)
+        if said is not None:
+            self._of[worker] = said
 
-    def newest(self, workers: Iterable[int]) -> Result | None:
+    def newest(self, workers: Iterable[int]) -> Evaluation | None:
         """... of theirs."""
         found = [self._of[w] for w in workers if w in self._of]
-        return max(found, key=lambda e: e[:2], default=None)
+        return max(found, key=lambda e: (e.step, e.ordinal), default=None)
 
     def go_back(self, step: int) -> None:
         """What came after `step` will be done again."""
-        self._of = {w: e for w, e in self._of.items() if e[0] <= step}
+        self._of = {w: e for w, e in self._of.items() if e.step <= step}
         self.recorded = min(self.recorded, (step + 1, -1))

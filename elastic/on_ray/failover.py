@@ -14,7 +14,7 @@ from typing import Any, cast
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 
-from elastic.control.detection.hang import Heartbeat, Watch, suspects, watch
+from elastic.control.detection.hang import Watch, suspects, watch
 from elastic.control.detection.patience import Costly
 from elastic.control.events import Adopted
 from elastic.control.failover import at_work, have_all, with_state
@@ -24,6 +24,8 @@ from elastic.on_ray.cluster_view import ClusterView
 from elastic.on_ray.naming import end
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.to_controller import Introduction
 from elastic.protocol.timeouts import timeouts_of
 
 log = logging.getLogger(__name__)
@@ -56,29 +58,21 @@ class Failover:
         """From when on the pulses of all can have reached us."""
         self._has_news = asyncio.Event()
 
-    def hear(self, worker: int, header: dict[str, Any]) -> bool:
-        """An introduction; False if it is none of ours."""
+    def hear(self, worker: int, said: Introduction) -> bool:
+        """False if the worker is none of ours."""
         actor = self._candidates.pop(worker, None)
         if actor is None:
             return False
-        kind: str = header["kind"]
+        kind = said.kind
         made: Future[ActorHandle[Any]] = Future()
         made.set_result(actor)
         slot = Slot(made, last_seen=self._cluster.now(), state=SHOWN.get(kind, kind))
-        standing = Standing(worker, kind)
-        if kind != "starting":
-            slot.locate(header)
-            slot.step = header["step"]
-            standing = Standing(
-                worker,
-                kind,
-                header["generation"],
-                header["rank"],
-                header["world_size"],
-                header["step"],
-            )
+        if said.process is not None:
+            slot.locate(said.process)
+            slot.step = said.step
+        standing = Standing(worker, kind, said.generation, said.rank, said.world_size, said.step)
         if self._audible_since is None:
-            self._cluster.in_background(self._listen_at(tuple(header["controller_before"])))
+            self._cluster.in_background(self._listen_at(said.controller_before))
         self._cluster.workers[worker] = slot
         self._cluster.holders.on_node(slot.node_id)
         slot.task = self._cluster.in_background(self._watch(worker, actor))

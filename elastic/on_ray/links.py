@@ -1,16 +1,33 @@
 """The controller's ends of the links to its workers and their pulses (asyncio TCP).
 
-Frames in, frames out; what they mean is decided in elastic/on_ray/cluster.py.
+Messages in, messages out; what they mean is decided in elastic/on_ray/cluster.py.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from elastic.protocol import wire
+from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import (
+    GREETING,
+    Hello,
+    Known,
+    Leave,
+    Resume,
+    Resumed,
+    Unknown,
+    other_version,
+)
+from elastic.protocol.messages.pulse import FROM_PULSE, Question, Said
+from elastic.protocol.messages.to_controller import TO_CONTROLLER, Heard, Report
+from elastic.protocol.messages.to_worker import ToWorker, Word
 from elastic.protocol.outbox import Outbox
 from elastic.protocol.wire import HELLO_S, has_token
+
+log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 2**18
 """Of what has come on a connection and was not read; twice that of one that says nothing of use."""
@@ -21,7 +38,8 @@ STRANGERS_PER_WORKER = 4
 """And so many more for each worker that has a link: when all connections are reset at once, each
 link and each pulse dials, perhaps twice."""
 
-OnFrame = Callable[[int, wire.Header, bytes], None]
+OnReport = Callable[[int, Report], None]
+OnPulse = Callable[[int, Said], None]
 OnEnded = Callable[[int, bool], None]
 """A worker's number, and whether its connection was reset: else it was closed at the other end."""
 
@@ -51,8 +69,11 @@ class LinkServer:
     so ("unknown"): a connection that ends without a word says nothing about it.
     """
 
-    def __init__(self, token: str, on_frame: OnFrame, on_ended: OnEnded) -> None:
-        self._token, self._on_frame, self._on_ended = token, on_frame, on_ended
+    def __init__(
+        self, token: str, on_report: OnReport, on_pulse: OnPulse, on_ended: OnEnded
+    ) -> None:
+        self._token = token
+        self._on_report, self._on_pulse, self._on_ended = on_report, on_pulse, on_ended
         self._links: dict[int, Link] = {}
         self._dropped: set[int] = set()
         self._pulses: dict[int, asyncio.StreamWriter] = {}
@@ -86,9 +107,8 @@ class LinkServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if (hello := await self._greeted(reader, writer)) is not None:
-                is_pulse = hello.get("role") == "pulse"
-                serve = self._serve_pulse if is_pulse else self._serve_worker
-                await serve(hello["worker"], hello, reader, writer)
+                serve = self._serve_pulse if hello.role == "pulse" else self._serve_worker
+                await serve(hello, reader, writer)
         except (asyncio.IncompleteReadError, OSError, ValueError):
             pass  # closed by the other side, or not one of ours
         finally:
@@ -96,7 +116,7 @@ class LinkServer:
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> wire.Header | None:
+    ) -> Hello | None:
         """The first frame of somebody who shows the token; None if that is not shown in time."""
         if len(self._strangers) >= MAX_STRANGERS + STRANGERS_PER_WORKER * len(self._links):
             oldest = next(iter(self._strangers))
@@ -104,50 +124,56 @@ class LinkServer:
             oldest.transport.abort()
         self._strangers[writer] = None
         try:
-            hello, _ = await asyncio.wait_for(receive(reader, is_hello=True), HELLO_S)
+            header, _ = await asyncio.wait_for(receive(reader, is_hello=True), HELLO_S)
         finally:
             has_made_room = writer not in self._strangers
             self._strangers.pop(writer, None)
-        is_ours = has_token(hello, self._token) and isinstance(hello.get("worker"), int)
-        return hello if is_ours and not has_made_room else None
+        if has_made_room or not has_token(header, self._token):
+            return None
+        return self._talkable(header, writer)
+
+    def _talkable(self, header: wire.Header, writer: asyncio.StreamWriter) -> Hello | None:
+        """Who shows the token, if both ends speak the same version."""
+        hello = GREETING.read(header)
+        if not isinstance(hello, Hello) or not isinstance(header.get("worker"), int):
+            return None
+        if why := other_version(hello):
+            log.error('worker=%s refused reason="%s"', worker_name(hello.worker), why)
+            writer.write(pack(Leave(why)))
+            return None
+        return hello
 
     async def _serve_pulse(
-        self,
-        worker: int,
-        _hello: wire.Header,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        worker = hello.worker
         self._pulses[worker] = writer
         try:
             while True:
-                self._on_frame(worker, *await receive(reader))
+                self._on_pulse(worker, FROM_PULSE.read(*await receive(reader)))
         finally:
             if self._pulses.get(worker) is writer:
                 del self._pulses[worker]
 
     async def _serve_worker(
-        self,
-        worker: int,
-        hello: wire.Header,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if not hello.get("resumes"):
-            link = self._links[worker] = Link(hello.get("session", ""), writer)
+        worker = hello.worker
+        if not hello.resumes:
+            link = self._links[worker] = Link(hello.session, writer)
         else:
-            link = await self._resumed(worker, hello["session"], reader, writer)
+            link = await self._resumed(hello, reader, writer)
         was_reset = True
         try:
             while link is not None and link.writer is writer:
-                header, payload = await receive(reader)
+                report = TO_CONTROLLER.read(*await receive(reader))
                 if link.writer is not writer:
                     return  # heard after it was taken up elsewhere, where it is said again
                 link.num_heard += 1
-                if header["type"] == "heard":
-                    link.outbox.heard(header["num_heard"])
+                if isinstance(report, Heard):
+                    link.outbox.heard(report.num_heard)
                 else:
-                    self._on_frame(worker, header, payload)
+                    self._on_report(worker, report)
         except asyncio.IncompleteReadError:
             was_reset = False
         finally:
@@ -156,32 +182,29 @@ class LinkServer:
                 self._on_ended(worker, was_reset)
 
     async def _resumed(
-        self,
-        worker: int,
-        session: str,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Link | None:
         """The worker's link, over this connection from now on; None if there is no such link.
 
         Only once the worker says so: it may have given this connection up while we were slow.
         """
+        worker = hello.worker
         if worker in self._dropped:
-            writer.write(wire.pack({"type": "leave"}))
+            writer.write(pack(Leave()))
             return None
         link = self._links.get(worker)
-        if link is None or link.session != session:
-            writer.write(wire.pack({"type": "unknown"}))
+        if link is None or link.session != hello.session:
+            writer.write(pack(Unknown()))
             return None
-        writer.write(wire.pack({"type": "known"}))
-        resume, _ = await asyncio.wait_for(receive(reader), HELLO_S)
-        if self._links.get(worker) is not link:
+        writer.write(pack(Known()))
+        resume = GREETING.read(*await asyncio.wait_for(receive(reader), HELLO_S))
+        if not isinstance(resume, Resume) or self._links.get(worker) is not link:
             return None
         former, link.writer = link.writer, writer
         if former is not None:
             former.close()
-        writer.write(wire.pack({"type": "resumed", "num_heard": link.num_heard}))
-        link.outbox.take_up(resume["num_heard"])
+        writer.write(pack(Resumed(link.num_heard)))
+        link.outbox.take_up(resume.num_heard)
         link.flush()
         return link
 
@@ -189,25 +212,23 @@ class LinkServer:
         link = self._links.get(worker)
         return link is not None and link.writer is not None
 
-    def ask_pulse(self, worker: int, header: dict[str, Any]) -> bool:
-        """Queue a frame for the worker's pulse; False if it has none."""
+    def ask_pulse(self, worker: int, question: Question) -> bool:
+        """Queue a question for the worker's pulse; False if it has none."""
         writer = self._pulses.get(worker)
         if writer is not None:
-            writer.write(wire.pack(header))
+            writer.write(pack(question))
         return writer is not None
 
-    def send(self, worker: int, header: dict[str, Any], payload: bytes = b"") -> None:
-        """Queue a frame for `worker`; silently nothing if it has no link (its loss is news).
-
-        A "word" is never said again: the next one says more."""
+    def send(self, worker: int, message: ToWorker) -> None:
+        """Queue it for `worker`; silently nothing if it has no link (its loss is news)."""
         link = self._links.get(worker)
         if link is None:
             return
-        if header["type"] != "word":
-            link.outbox.unsent.append(wire.pack(header, payload))
+        if not isinstance(message, Word):
+            link.outbox.unsent.append(pack(message))
             link.flush()
         elif link.writer is not None:
-            link.writer.write(wire.pack({**header, "num_heard": link.num_heard}, payload))
+            link.writer.write(pack(replace(message, num_heard=link.num_heard)))
 
     def drop(self, worker: int) -> None:
         """Close the link of a worker that is no longer part of the run, without a report.
@@ -217,7 +238,7 @@ class LinkServer:
         self._dropped.add(worker)
         link = self._links.pop(worker, None)
         if link is not None and link.writer is not None:
-            link.writer.write(wire.pack({"type": "leave"}))
+            link.writer.write(pack(Leave()))
             link.writer.close()
 
     def close(self) -> None:

@@ -1,76 +1,86 @@
-"""What members say, as events: the plain reports, those that bring nothing but themselves.
+"""What members say, as events of the decisions; and how a command reaches them."""
 
-Reports with a payload or an effect on the cluster are handled in cluster.py.
-"""
+from typing import TypeAlias
 
-from collections.abc import Callable
-from typing import Any
-
+from elastic.control import commands as c
 from elastic.control import events as e
-from elastic.control.detection.hang import Heartbeat
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages import to_worker as t
 
-STATES = {
-    "synced": "ready",
-    "sync_failed": "standby",
-    "joined": "training",
-    "paused": "paused",
-    "suspended": "suspended",
-    "done": "done",
+STATES: dict[type, str] = {
+    r.Synced: "ready",
+    r.SyncFailed: "standby",
+    r.Joined: "training",
+    r.Paused: "paused",
+    r.Suspended: "suspended",
+    r.Done: "done",
 }
 """What a report says about the worker's state in status.json."""
 
+Eventful: TypeAlias = (
+    r.Synced
+    | r.SyncFailed
+    | r.DrainNotice
+    | r.Connected
+    | r.Joined
+    | r.Paused
+    | r.Kept
+    | r.Suspended
+    | r.CollectiveFailed
+    | r.Done
+    | r.Ended
+    | r.PartSaved
+    | r.PartFailed
+    | r.StillSaving
+)
 
-REPORTS: dict[str, tuple[Callable[..., e.Event], tuple[str, ...]]] = {
-    "connected": (e.Connected, ()),
-    "paused": (e.Paused, ("step",)),
-    "kept": (e.Kept, ()),
-    "suspended": (e.Suspended, ("step", "is_prepared", "is_between_steps")),
-    "done": (e.Done, ("step",)),
-    "ended": (e.Ended, ("weights_sha256",)),
-    "part_saved": (e.PartSaved, ("step",)),
-    "still_saving": (e.StillSaving, ()),
-    "part_failed": (e.PartFailed, ("step", "message")),
-}
-"""The event, and its fields between generation, rank and time."""
 
-
-def event_of(worker: int, header: dict[str, Any], at: float) -> e.Event:
-    """The event of a report; KeyError if it is none of ours."""
-    match header["type"]:
-        case "synced":
+def event_of(worker: int, report: Eventful, at: float) -> e.Event:  # noqa: C901
+    match report:
+        case r.Synced():
             return e.Synced(worker, at)
-        case "sync_failed":
-            return e.SyncFailed(worker, header["reason"], at)
-        case "drain_notice":
-            return e.DrainNotice(worker, header["cause"], at + header["notice_s"], at)
-        case "joined":
-            generation, rank = header["generation"], header["rank"]
-            return e.Joined(generation, rank, header["state_s"], at, header["step"])
-        case "collective_failed":
-            generation, rank, message = header["generation"], header["rank"], header["message"]
-            is_refused = header["is_refused"]
+        case r.SyncFailed(reason):
+            return e.SyncFailed(worker, reason, at)
+        case r.DrainNotice(cause, notice_s):
+            return e.DrainNotice(worker, cause, at + notice_s, at)
+        case r.Connected(generation, rank):
+            return e.Connected(generation, rank, at)
+        case r.Joined(generation, rank, state_s, step):
+            return e.Joined(generation, rank, state_s, at, step)
+        case r.Paused(generation, rank, step):
+            return e.Paused(generation, rank, step, at)
+        case r.Kept(generation, rank):
+            return e.Kept(generation, rank, at)
+        case r.Suspended(generation, rank, step, is_prepared, is_between_steps):
+            return e.Suspended(generation, rank, step, is_prepared, is_between_steps, at)
+        case r.CollectiveFailed(generation, rank, message, is_refused):
             return e.CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
-        case kind:
-            event, fields = REPORTS[kind]
-            said = (header[field] for field in fields)
-            return event(header["generation"], header["rank"], *said, at)
+        case r.Done(generation, rank, step):
+            return e.Done(generation, rank, step, at)
+        case r.Ended(generation, rank, weights_sha256):
+            return e.Ended(generation, rank, weights_sha256, at)
+        case r.PartSaved(generation, rank, step):
+            return e.PartSaved(generation, rank, step, at)
+        case r.PartFailed(generation, rank, step, message):
+            return e.PartFailed(generation, rank, step, message, at)
+        case r.StillSaving(generation, rank):
+            return e.StillSaving(generation, rank, at)
 
 
-def heartbeat_of(worker: int, header: dict[str, Any]) -> Heartbeat:
-    return Heartbeat(
-        worker=worker,
-        generation=header["generation"],
-        step=header["step"],
-        phase=header["phase"],
-        phase_s=header["phase_s"],
-        p95_s=header["p95_s"],
-        is_new_there=header["is_new_there"],
-        waits_for_peers=header["waits_for_peers"],
-        process_state=header["process_state"],
-        collective=tuple(header["collective"]),
-        own_steps=header["own_steps"],
-        own_s=header["own_s"],
-        part=header["part"],
-        unanswered=tuple(header["unanswered"].items()),
-        stopped_s=header["stopped_s"],
-    )
+def interruption(
+    command: c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall, rank: int, *, is_unheard: bool
+) -> t.OfGeneration:
+    """What `rank` is told. is_unheard: members may not have heard of the generation yet; to them
+    an Abort would mean nothing."""
+    generation, world_size = command.membership.generation, command.membership.world_size
+    match command:
+        case c.Pause():
+            return t.Pause(generation, rank, world_size)
+        case c.Keep():
+            return t.Keep(generation, rank, world_size)
+        case c.Checkpoint(step=step):
+            return t.Checkpoint(generation, rank, world_size, step)
+        case c.Abort() if not is_unheard:
+            return t.Abort(generation, rank, world_size)
+        case c.Abort() | c.Recall():
+            return t.Recall(generation, rank, world_size)

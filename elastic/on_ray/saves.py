@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.control import commands as c
 from elastic.on_ray.host import Host
+from elastic.protocol.messages.to_controller import PartSaved
 
 
 class Saves:
@@ -17,10 +18,10 @@ class Saves:
         self._parts: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
         """Per generation and step, by rank."""
 
-    def hear(self, header: dict[str, Any], payload: bytes) -> None:
-        """A rank's part is durable; it may say so again."""
-        save = header["generation"], header["step"]
-        self._parts.setdefault(save, {})[header["rank"]] = json.loads(payload)
+    def hear(self, report: PartSaved) -> None:
+        """It may be said again."""
+        save = report.generation, report.step
+        self._parts.setdefault(save, {})[report.rank] = json.loads(report.payload)
 
     def conclude(self, command: c.Publish | c.Discard) -> None:
         save = command.generation, command.step

@@ -19,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from elastic.control.detection.hang import Watch
+from elastic.protocol.messages.to_controller import Process
 
 ENDING_GRACE_S = 3.0
 DEAD = "The actor is dead because"
@@ -64,11 +65,11 @@ class Slot:
         if not self.actor.cancel():
             self.actor.add_done_callback(end_made)
 
-    def locate(self, header: dict[str, Any]) -> None:
+    def locate(self, process: Process) -> None:
         """Where its process is, as it says itself."""
-        self.node_id, self.node_ip = header["node_id"], header["node_ip"]
-        self.pid, self.device = header["pid"], header["device"]
-        self.peer_address = (header["peer_address"][0], header["peer_address"][1])
+        self.node_id, self.node_ip = process.node_id, process.node_ip
+        self.pid, self.device = process.pid, process.device
+        self.peer_address = process.peer_address
 
     @property
     def own_s(self) -> float | None:
@@ -116,10 +117,6 @@ def end_made(actor: "Future[ActorHandle[Any]]") -> None:
 
 def note_place(slot: Slot, answered: "Future[Any]") -> None:
     slot.is_placed = answered.exception() is None
-
-
-def hear_last_words(_worker: int, slot: Slot, header: Any, _payload: bytes) -> None:
-    slot.last_words = header["why"]
 
 
 def end_process(pid: int) -> None:

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
 from elastic.on_ray.slots import end_process, why_not_started
+from elastic.protocol.messages.to_worker import StoreAddress
 
 PING_S = 0.5
 
@@ -35,7 +36,7 @@ class Stores:
         """start_s: how long it may take to open a store; it starts with the run.
         begin: make the rendezvous again."""
         self.rendezvous, self._start_s, self._begin = rendezvous, start_s, begin
-        self._opening: dict[int, asyncio.Future[list[Any]]] = {}
+        self._opening: dict[int, asyncio.Future[StoreAddress]] = {}
 
     def open(self, generation: int) -> None:
         if generation not in self._opening:
@@ -43,22 +44,22 @@ class Stores:
             opening.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._opening = {generation: opening}
 
-    async def _taken(self, answer: Awaitable[tuple[str, int, str]]) -> list[Any]:
+    async def _taken(self, answer: Awaitable[StoreAddress]) -> StoreAddress:
         try:
-            return list(await answer)
+            return await answer
         except ActorDiedError as error:  # for good: Ray starts no actor again that could not begin
             self.rendezvous = await self._begin()  # for the next try
             why = f"the rendezvous did not start: {why_not_started(error)}"
             raise RayError(why) from error
 
-    def opened(self, generation: int) -> list[Any] | None:
+    def opened(self, generation: int) -> StoreAddress | None:
         """Host, port and secret, if they are known already."""
         opening = self._opening.get(generation)
         if opening is None or not opening.done() or opening.cancelled() or opening.exception():
             return None
         return opening.result()
 
-    async def address(self, generation: int, patience_s: float | None = None) -> list[Any]:
+    async def address(self, generation: int, patience_s: float | None = None) -> StoreAddress:
         """Host, port and secret. Raises TimeoutError if the rendezvous does not answer for
         `patience_s` (None: as long as it may take to start), RayError if it cannot."""
         self.open(generation)

@@ -25,12 +25,15 @@ def registry(*classes: type) -> Registry:
 def encode(value: object) -> Any:
     """`value` as JSON types: a dataclass becomes its fields and "type", a tuple a list.
 
-    Only None, bool, int, float, str, tuples and frozen dataclasses of these come back equal.
+    Only None, bool, int, float, str, tuples and frozen dataclasses of these come back equal; a dict
+    does if it is JSON already: it is not looked into.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, NumberSet):
         return {"type": "NumberSet", "ranges": [list(r) for r in ranges(value)]}
+    if isinstance(value, dict):
+        return {"type": "dict", "of": cast(dict[str, Any], value)}
     if isinstance(value, tuple):
         return [encode(item) for item in cast(tuple[object, ...], value)]
     if is_dataclass(value) and not isinstance(value, type):
@@ -57,6 +60,8 @@ def _decode(encoded: Any, types: Registry) -> Any:
     values = dict(cast(dict[str, Any], encoded))
     name = values.pop("type", None)
     try:
+        if name == "dict":
+            return values["of"]
         if name == "NumberSet":
             return from_ranges(values["ranges"])
         if name not in types:

@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from elastic.control.detection.hang import Heartbeat, Watch, suspects
+from elastic.control.detection.hang import Watch, suspects
+from elastic.protocol.messages.pulse import Heartbeat
 from tests.bench.harness import console, machine, record, report
 from tests.control.many_workers import ManyWorkers
 

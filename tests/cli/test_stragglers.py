@@ -1,7 +1,7 @@
 """A straggler is told once, by name and with numbers, and again after it had recovered."""
 
-from elastic.control.detection.hang import Heartbeat
 from elastic.controller.stragglers import Stragglers
+from elastic.protocol.messages.pulse import Heartbeat
 
 
 def beats(step: int, own_s: float) -> list[Heartbeat]:

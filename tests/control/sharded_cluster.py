@@ -26,6 +26,7 @@ from elastic.control.events import (
 )
 from elastic.control.standing import Standing
 from elastic.on_ray.commits import Commits
+from elastic.protocol.messages import to_controller as messages
 from tests.control.fake_cluster import FakeCluster
 from tests.control.fake_worker import Faults, Group, Worker
 
@@ -141,16 +142,13 @@ class ShardedCluster(FakeCluster):
         event = super().deliver()
         match event:
             case Held(generation, rank, step):
-                self.commits.hear_held(
-                    rank, None, {"generation": generation, "rank": rank, "step": step}, b""
-                )
+                self.commits.hear_held(messages.Held(generation, rank, step))
                 return None
             case Committed(generation, step):
                 if generation in self.groups:
                     size = len(self.groups[generation].members) if self.every == 1 else 0
-                    lines = [{"metrics": {"step": step}}]
-                    header = {"generation": generation, "world_size": size, "steps": lines}
-                    self.commits.hear({**header, "vote": None}, b"")
+                    lines = ({"metrics": {"step": step}},)
+                    self.commits.hear(messages.Committed(generation, size, lines, vote={}))
                 return None
             case Joined(generation=generation, step=step):
                 if self.commits.hear_joined(generation) and step < self.recorded:

@@ -10,6 +10,7 @@ import pytest
 from elastic.on_ray import backup_servers as on_ray
 from elastic.on_ray.backup_servers import BackupServers, dial, listen, ping
 from elastic.on_ray.backup_status import Protection
+from elastic.protocol.messages.to_controller import Protected
 from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
 from workers.backup.server import BackupServer
@@ -33,7 +34,7 @@ class Told:
         self.protection = Protection(self.notes.append, lambda: self.time)
 
     def say(self, worker, step, why=""):
-        self.protection.hear(worker, None, {"step": step, "why": why}, b"")
+        self.protection.hear(worker, Protected(step, why))
 
 
 def test_a_run_without_copies_says_so_once_and_when_it_is_over():
@@ -126,9 +127,9 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
             holders._waits = PATIENT
         holders._addresses["node0"] = address
         holders._started["node0"] = on_ray.Started("actor", 123)
-        said = {"holder": ["node0", *address]}
-        for header in (said, said, {"holder": ["node0", "127.0.0.1", 1]}):
-            holders.hear_silent(1, None, header, b"")
+        said = ("node0", *address)
+        for holder in (said, said, ("node0", "127.0.0.1", 1)):
+            holders.hear_silent(holder)
         assert len(work) == 1, "one look at a time, and only at those there are"
         await work[0]
 

@@ -1,6 +1,7 @@
 """When a step goes on record: at once, or once every rank's copy of it is held."""
 
 from elastic.on_ray.commits import Commits
+from elastic.protocol.messages.to_controller import Committed, Held
 
 
 class Told:
@@ -12,12 +13,11 @@ class Told:
 
     def commit(self, generation, *steps, world_size=2):
         lines = [{"metrics": {"step": step}} for step in steps]
-        header = {"generation": generation, "world_size": world_size, "steps": lines}
-        self.commits.hear({**header, "vote": {"of": steps[-1]}}, b"content")
+        vote = {"of": steps[-1]}
+        self.commits.hear(Committed(generation, world_size, tuple(lines), vote, b"content"))
 
     def held(self, generation, rank, step):
-        said = {"generation": generation, "rank": rank, "step": step}
-        self.commits.hear_held(rank, None, said, b"")
+        self.commits.hear_held(Held(generation, rank, step))
 
 
 def test_a_replicated_step_goes_on_record_at_once():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from elastic.control.detection.desync import stalled, strays
-from elastic.control.detection.hang import Heartbeat, Watch, watch
+from elastic.control.detection.hang import Watch, watch
+from elastic.protocol.messages.pulse import Heartbeat
 
 WAITING = Heartbeat(2, 4, 9, "reduce", 4.0, 1.0, True, "S")
 

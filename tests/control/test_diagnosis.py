@@ -1,7 +1,6 @@
 """What happens between suspicion and loss: everybody is asked, nobody is waited for in vain."""
 
 import asyncio
-import json
 import socket
 from concurrent.futures import Future
 from dataclasses import replace
@@ -9,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.control.detection.hang import Heartbeat, Watch, watch
+from elastic.control.detection.hang import Watch, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
 from elastic.on_ray.diagnosis import Diagnosis
 from elastic.protocol.membership import Membership, NumberSet
+from elastic.protocol.messages.pulse import Heartbeat, Question, ReachAsked, Reached, Stacks
+from elastic.protocol.messages.to_controller import Diverged
 from elastic.protocol.timeouts import MAX_DETECT_S, MIN_DETECT_S, timeouts_of
 from tests.control import virtual_time
 from workers.health.vitals import PHASES, WAITING
@@ -55,14 +56,13 @@ class Cluster:
     def in_background(self, work) -> None:
         self.work.append(asyncio.ensure_future(work))
 
-    def ask_pulse(self, worker: int, header: dict) -> bool:
-        kind = header["type"]
-        assert kind in ("stacks", "reached")
-        assert header["timeout_s"] < 0.5
+    def ask_pulse(self, worker: int, question: Question) -> bool:
+        assert question.timeout_s < 0.5
         if worker in self.answering:
-            text = f"stacks of {worker}" if kind == "stacks" else json.dumps(self.reached[worker])
-            args = (worker, None, {"type": kind}, text.encode())
-            asyncio.get_running_loop().call_soon(self.inquiry.hear, *args)
+            stacks = Stacks(f"stacks of {worker}".encode())
+            is_reach = isinstance(question, ReachAsked)
+            answer = Reached(tuple(self.reached[worker])) if is_reach else stacks
+            asyncio.get_running_loop().call_soon(self.inquiry.hear, worker, answer)
         return worker not in self.deaf
 
     def on_stacks(self, texts: dict[str, str]) -> Future:
@@ -217,7 +217,7 @@ def asked(*beats: Heartbeat, at: float) -> Cluster:
 
 def test_a_diverged_worker_is_lost_by_anybodys_word():
     cluster = Cluster(answering=())
-    cluster.inquiry.hear_diverged(2, None, {"workers": [5], "message": "why"}, b"")  # pyright: ignore[reportArgumentType]
+    cluster.inquiry.hear_diverged(Diverged(4, (5,), "why"))
     assert cluster.happened == [(5, "diverged", "why")]
 
 
@@ -272,9 +272,9 @@ def test_connections_that_were_answered_during_the_dial_are_left_alone():
     cluster = Cluster(replace(WAITS, worker=1), timeouts, answering=(1, 2), reached=reached)
     ask = cluster.ask_pulse
 
-    def ask_then_hear(worker: int, header: dict) -> bool:
+    def ask_then_hear(worker: int, question: Question) -> bool:
         cluster.workers[2].watch = Watch(WAITS, 20.0)
-        return ask(worker, header)
+        return ask(worker, question)
 
     cluster.ask_pulse = ask_then_hear
     assert cluster.look() == []

@@ -6,15 +6,17 @@ import pytest
 
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
-from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.to_controller import Synced
 
 PATIENCE_S = 60
-HELLO = {"type": "hello", "token": "secret", "role": "worker", "session": "a", "resumes": False}
 
 
 def test_a_successor_listens_where_its_predecessor_did():
     async def run():
-        first, second = (LinkServer("secret", lambda *_: None, lambda *_: None) for _ in range(2))
+        nothing = lambda *_: None  # noqa: E731
+        first, second = (LinkServer("secret", nothing, nothing, nothing) for _ in range(2))
         address = await first.open("127.0.0.1")
         assert not await second.open_also(address), "it is there still"
         first.close()
@@ -35,7 +37,7 @@ async def greeted_late(address: tuple[str, int], workers: list[int]) -> list[asy
     """Connections for them, all of which exist before the first one says who it is."""
     dialled = [(await asyncio.open_connection(*address))[1] for _ in workers]
     for worker, writer in zip(workers, dialled, strict=True):
-        writer.write(wire.pack({**HELLO, "worker": worker}) + wire.pack({"type": "ready"}))
+        writer.write(pack(Hello("secret", worker, "worker", "a")) + pack(Synced(0)))
     return dialled
 
 
@@ -48,7 +50,8 @@ def test_all_who_dial_at_once_are_served(monkeypatch, num_known: int, num_dials:
         heard: list[int] = []
         if num_known:
             monkeypatch.setattr(links, "MAX_STRANGERS", 8)
-        server = LinkServer("secret", lambda worker, *_: heard.append(worker), lambda *_: None)
+        nothing = lambda *_: None  # noqa: E731
+        server = LinkServer("secret", lambda worker, _: heard.append(worker), nothing, nothing)
         address, dialled = await server.open("127.0.0.1"), []
 
         async def dial(workers: list[int]) -> None:

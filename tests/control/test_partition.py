@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from elastic.control.detection.hang import Heartbeat, Watch
+from elastic.control.detection.hang import Watch
 from elastic.control.detection.partition import disputed, parted
+from elastic.protocol.messages.pulse import Heartbeat
 
 BEAT = Heartbeat(0, 4, 9, "reduce", 4.0, 1.0, True, "S")
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "c", 4: "b"}

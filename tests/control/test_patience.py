@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from elastic.control.commands import Abort, Form
-from elastic.control.detection.hang import Heartbeat, Watch, slow_in, suspects, watch
+from elastic.control.detection.hang import Watch, slow_in, suspects, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import Adopted, Committed, Suspended, WorkerLost
 from elastic.control.replay import JOURNAL_TYPES
@@ -12,6 +12,7 @@ from elastic.control.state import Finished, Ledger, Limits, Running, Suspending
 from elastic.control.transition import transition
 from elastic.protocol.encoding import dumps, loads
 from elastic.protocol.membership import Membership, NumberSet
+from elastic.protocol.messages.pulse import Heartbeat
 
 LIMITS = Limits(
     min_workers=1,

@@ -21,6 +21,7 @@ from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import Membership
+from elastic.protocol.messages import to_controller, to_worker
 from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time
 
@@ -32,8 +33,9 @@ class WithoutRay(RayCluster):
         """There is no actor to end."""
 
 
-def reported(kind: str, header: dict[str, Any], *, state: str, recorded_step: int = 0):
-    """-> the events, and the steps that the record went back to."""
+def reported(report: to_controller.Report | str, *, state: str, recorded_step: int = 0):
+    """report: a string is what the user's code raised. -> the events, and the steps that the record
+    went back to."""
     went_back: list[int] = []
 
     async def run() -> list[Any]:
@@ -43,32 +45,32 @@ def reported(kind: str, header: dict[str, Any], *, state: str, recorded_step: in
         cluster = WithoutRay("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
         cluster.has_formed, cluster.recorded_step = True, recorded_step
         cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state=state)
-        if kind == "failed":
-            cluster.user_failed(4, header["message"])
+        if isinstance(report, str):
+            cluster.user_failed(4, report)
         else:
-            cluster._handlers[kind](4, cluster.workers[4], header, b"")
-            cluster._handlers[kind](4, cluster.workers[4], header, b"")
+            cluster._on_report(4, report)
+            cluster._on_report(4, report)
         return [cluster.events.get_nowait() for _ in range(cluster.events.qsize())]
 
     return asyncio.run(run()), went_back
 
 
 def test_a_generation_that_begins_behind_the_record_takes_the_record_back_once():
-    header = {"type": "joined", "generation": 3, "rank": 0, "state_s": 0.1, "step": 7}
-    events, went_back = reported("joined", header, state="ready", recorded_step=9)
+    joined = to_controller.Joined(3, 0, 0.1, 7)
+    events, went_back = reported(joined, state="ready", recorded_step=9)
     assert went_back == [7]
     assert events == [Joined(3, 0, 0.1, 5.0, 7)] * 2
-    assert reported("joined", header, state="ready", recorded_step=7)[1] == []
+    assert reported(joined, state="ready", recorded_step=7)[1] == []
 
 
 @pytest.mark.parametrize("state", ["pending", "standby"])
 def test_what_fails_in_a_newcomer_is_its_node_s_fault(state: str):
-    (event,), _ = reported("failed", {"message": "no such\n  file"}, state=state)
+    (event,), _ = reported("no such\n  file", state=state)
     assert event == WorkerLost(4, "start_failed", event.last_seen, 5.0, "no such file")
 
 
 def test_what_fails_in_a_member_ends_the_run():
-    (event,), _ = reported("failed", {"message": "ValueError: no"}, state="training")
+    (event,), _ = reported("ValueError: no", state="training")
     assert event == UserFailed(4, "ValueError: no", 5.0)
 
 
@@ -76,15 +78,15 @@ class Rendezvous:
     """Opens a store when it is told to."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, asyncio.Future[tuple[str, int]]] = {}
+        self.asked: dict[int, asyncio.Future[to_worker.StoreAddress]] = {}
         self.open = SimpleNamespace(remote=self._open)
 
-    def _open(self, generation: int) -> "asyncio.Future[tuple[str, int]]":
+    def _open(self, generation: int) -> "asyncio.Future[to_worker.StoreAddress]":
         self.asked[generation] = asyncio.get_running_loop().create_future()
         return self.asked[generation]
 
     def answer(self, generation: int) -> None:
-        self.asked[generation].set_result(("host", generation))
+        self.asked[generation].set_result(("host", generation, "secret"))
 
 
 @dataclass
@@ -93,11 +95,12 @@ class Forming:
 
     cluster: WithoutRay
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    told: list[tuple[int, str, int, Any]] = field(default_factory=list[tuple[int, str, int, Any]])
-    """worker, type, generation, store"""
+    told: list[tuple[int, type, int, Any]] = field(default_factory=list[tuple[int, type, int, Any]])
+    """worker, kind, generation, store"""
 
-    def tell(self, worker: int, header: dict[str, Any], payload: bytes = b"") -> None:
-        self.told.append((worker, header["type"], header["generation"], header.get("store")))
+    def tell(self, worker: int, message: to_worker.OfGeneration) -> None:
+        store = message.store if isinstance(message, to_worker.Form) else None
+        self.told.append((worker, type(message), message.generation, store))
 
 
 def forming(**host: Any) -> Forming:
@@ -113,8 +116,8 @@ def form_of(generation: int, step: int = 0) -> Form:
     return Form(Membership(generation, (4, 7)), step)
 
 
-def told_of(generation: int) -> list[tuple[int, str, int, Any]]:
-    return [(w, "form", generation, ["host", generation]) for w in (4, 7)]
+def told_of(generation: int) -> list[tuple[int, type, int, Any]]:
+    return [(w, to_worker.Form, generation, ("host", generation, "secret")) for w in (4, 7)]
 
 
 async def settled() -> None:
@@ -157,7 +160,7 @@ def test_members_that_were_told_of_no_form_are_recalled_from_it_and_never_told_o
         scene = forming()
         await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         await scene.cluster.execute(Abort(Membership(1, (4, 7))))
-        assert scene.told == [(4, "recall", 1, None), (7, "recall", 1, None)]
+        assert scene.told == [(4, to_worker.Recall, 1, None), (7, to_worker.Recall, 1, None)]
         scene.rendezvous.answer(1)
         await settled()
         scene.told.clear()
@@ -165,7 +168,8 @@ def test_members_that_were_told_of_no_form_are_recalled_from_it_and_never_told_o
         scene.rendezvous.answer(2)
         await settled()
         await scene.cluster.execute(Abort(Membership(2, (4, 7))))
-        assert scene.told == [*told_of(2), (4, "abort", 2, None), (7, "abort", 2, None)]
+        aborted = [(w, to_worker.Abort, 2, None) for w in (4, 7)]
+        assert scene.told == [*told_of(2), *aborted]
 
     asyncio.run(run())
 
@@ -182,7 +186,7 @@ def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_u
         await asyncio.sleep(0.2)
         events = [scene.cluster.events.get_nowait() for _ in range(scene.cluster.events.qsize())]
         await scene.cluster.execute(Abort(Membership(1, (4, 7))))
-        assert [kind for _, kind, _, _ in scene.told[:2]] == ["recall", "recall"]
+        assert [kind for _, kind, _, _ in scene.told[:2]] == [to_worker.Recall] * 2
         return events
 
     why = "generation 1: the rendezvous opened no store within 0.05 s; its node may be out of CPU "
@@ -270,12 +274,12 @@ def test_all_members_are_told_to_save_and_from_which_step_on():
     async def run() -> list[Any]:
         scene = forming()
         told: list[Any] = []
-        scene.cluster.links.send = lambda worker, header, payload=b"": told.append((worker, header))
+        scene.cluster.links.send = lambda worker, message: told.append((worker, message))
         await scene.cluster.execute(Checkpoint(Membership(1, (4, 7)), 41))
         return told
 
-    where = {"type": "checkpoint", "generation": 1, "step": 41, "world_size": 2}
-    assert asyncio.run(run()) == [(4, {**where, "rank": 0}), (7, {**where, "rank": 1})]
+    told = [(4, to_worker.Checkpoint(1, 0, 2, 41)), (7, to_worker.Checkpoint(1, 1, 2, 41))]
+    assert asyncio.run(run()) == told
 
 
 def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():

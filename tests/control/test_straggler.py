@@ -1,7 +1,7 @@
 """Who counts as a straggler: for long, by far, and by its own part of the step only."""
 
-from elastic.control.detection.hang import Heartbeat
 from elastic.control.detection.straggler import LONG_STEPS, Pace, median_without, paces, stragglers
+from elastic.protocol.messages.pulse import Heartbeat
 
 
 def beat(worker: int, own_s: float, own_steps: int = 9, generation: int = 2) -> Heartbeat:

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from elastic.control.detection.hang import Heartbeat
 from elastic.control.state import Ledger, Running
 from elastic.on_ray import failover as on_ray
 from elastic.on_ray.failover import Failover
 from elastic.protocol.membership import Membership
+from elastic.protocol.messages.pulse import Heartbeat
+from elastic.protocol.messages.to_controller import Introduction, Process
 from tests.control import virtual_time
 from tests.control.test_transition import LIMITS
 
@@ -61,12 +62,9 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
         actors = dict(candidates)
         takeover = Failover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
         for at, worker in said:
-            header = {
-                "kind": "working", "generation": 3, "rank": worker, "step": 9,
-                "world_size": phase.membership.world_size, "controller_before": ["i", port],
-                "node_id": "n", "node_ip": "i", "pid": 1, "device": "cpu", "peer_address": ["i", 1],
-            }  # fmt: skip
-            loop.call_later(at, takeover.hear, worker, header)
+            size, process = phase.membership.world_size, Process("n", "i", 1, "cpu", ("i", 1))
+            introduced = Introduction("working", ("i", port), 3, worker, size, 9, process)
+            loop.call_later(at, takeover.hear, worker, introduced)
         for at, beat in beats:
             loop.call_later(at, takeover.hear_pulse, beat.worker, beat)
         began = loop.time()

@@ -16,6 +16,7 @@ import pytest
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.protocol.manifest import MANIFEST
+from elastic.protocol.messages.to_controller import Committed
 from elastic.store import claim, run_directory
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
@@ -158,8 +159,7 @@ def workers_say(run: RunDirectory, steps: range) -> None:
         lines = [line(step, 2) for step in steps]
         for _ in range(2):  # whoever is the lowest rank next repeats them
             if lines:
-                said = {"generation": 2, "world_size": 0, "steps": lines, "vote": None}
-                cluster.commits.hear(said, b"")
+                cluster.commits.hear(Committed(2, 0, tuple(lines), vote={}))
         calls.close()
 
     asyncio.run(hear())

@@ -12,6 +12,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic.on_ray.links import LinkServer
+from elastic.protocol.messages.to_controller import Introduction, PartSaved, Report
+from elastic.protocol.messages.to_worker import Checkpoint, ToWorker
 from workers.health.unanswered import Unanswered
 from workers.membership.link import ControllerLink
 
@@ -21,13 +23,23 @@ MADE: list[Any] = []
 """Links, and what they are connected to."""
 
 
+def saved(step: int, payload: bytes = b"") -> PartSaved:
+    """Something for the controller to hear."""
+    return PartSaved(1, 0, step, payload)
+
+
+def asked(step: int) -> Checkpoint:
+    """Something to tell the worker."""
+    return Checkpoint(1, 0, 1, step)
+
+
 class Controller:
     """A LinkServer in a loop of its own, reached through a relay that can be cut."""
 
     def __init__(self) -> None:
         self.heard, self.closed = [], []
         self.loop = asyncio.new_event_loop()
-        self.links = LinkServer("secret", self._on_frame, self._on_ended)
+        self.links = LinkServer("secret", self._on_report, lambda *_: None, self._on_ended)
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.address = self.do(self.links.open("127.0.0.1"))
@@ -47,8 +59,8 @@ class Controller:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    def _on_frame(self, worker: int, header: dict, payload: bytes) -> None:
-        self.heard.append((worker, header["type"], header.get("step"), bytes(payload)))
+    def _on_report(self, worker: int, report: Report) -> None:
+        self.heard.append(report)
 
     def _on_ended(self, worker: int, was_reset: bool) -> None:
         self.closed.append((worker, was_reset))
@@ -56,8 +68,8 @@ class Controller:
     def do(self, work):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
-    def send(self, **header) -> None:
-        self.loop.call_soon_threadsafe(self.links.send, 3, header)
+    def send(self, message: ToWorker) -> None:
+        self.loop.call_soon_threadsafe(self.links.send, 3, message)
 
 
 class Relay:
@@ -244,7 +256,7 @@ class Link(ControllerLink):
 def link_to(address: tuple[str, int], find: Callable[[], Any]) -> Link:
     made = Link(
         address, token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S, find=find,
-        on_command=print, on_found=lambda address: {"kind": "working"},
+        on_command=print, on_found=lambda address: Introduction("working", address),
     )  # fmt: skip
     MADE.append(made)
     return made

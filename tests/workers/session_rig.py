@@ -1,11 +1,14 @@
 """One worker's objects without the processes of a run around them, but for its loader."""
 
+import dataclasses
 import queue
+import re
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from elastic.protocol.messages.to_worker import Abort, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers.fake_groups import ThreadGroup
 from workers.checkpoint.saver import Saver
@@ -42,6 +45,24 @@ class Tiny:
         return error.sum(), float(inputs.shape[0] + 1)
 
 
+def kind_of(report):
+    """Its name as tests write it: PartSaved is part_saved."""
+    return re.sub("(?<=.)([A-Z])", r"_\1", type(report).__name__).lower()
+
+
+def form(generation, step, **changes):
+    """The command, to a lone member unless `changes` say more."""
+    alone = Form(
+        generation=generation, rank=0, world_size=1, step=step, then_pause=False, recorded_step=0,
+        store=None, vote=None, evaluation=None, holders=(),
+    )  # fmt: skip
+    return replace(alone, **changes)
+
+
+def abort(generation):
+    return Abort(generation, 0, 1)
+
+
 class FakeLink:
     """The controller's part: its commands are scripted, what is reported is kept."""
 
@@ -52,8 +73,13 @@ class FakeLink:
         self.concluded_saves = {}
         self.sent = []
 
-    def send(self, kind, payload=b"", **fields):
-        self.sent.append((kind, fields, payload))
+    def send(self, report):
+        fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
+        payload = fields.pop("payload", b"")
+        self.sent.append((kind_of(report), fields, payload))
+
+    def wake(self):
+        self.commands.put(None)
 
     def go_back(self, generation, step):
         self.recorded_step = min(self.recorded_step, step)
@@ -98,12 +124,7 @@ class Rig:
         self.session = Session(self.spec, self.workload, self.member, self.loader)
 
     def form(self, generation, step, vote=None, payload=b"", **changes):
-        header = {
-            "type": "form", "generation": generation, "rank": 0, "world_size": 1, "step": step,
-            "store": None, "then_pause": False, "recorded_step": 0, "evaluation": None,
-            "vote": vote, **changes,
-        }  # fmt: skip
-        self.link.commands.put((header, payload))
+        self.link.commands.put(form(generation, step, vote=vote, payload=payload, **changes))
 
     def step(self):
         with self.session.next_step() as step:

@@ -14,12 +14,15 @@ import pytest
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import header_of
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.to_controller import Synced
 from workers.backup.server import BackupServer, ask, connect
 from workers.distributed import admission
 from workers.membership.state_stream import PeerServer
 
 PATIENCE_S = 60
-KNOWN = {"type": "hello", "token": "secret", "worker": 3, "role": "worker"}
+KNOWN = header_of(Hello("secret", 3, "worker"))
 
 
 def frame(header: bytes, payload_bytes: int = 0) -> bytes:
@@ -83,7 +86,9 @@ class Controller:
     def __init__(self) -> None:
         self._heard = threading.Event()
         loop = asyncio.new_event_loop()
-        self._server = LinkServer("secret", lambda *_: self._heard.set(), lambda *_: None)
+        self._server = LinkServer(
+            "secret", lambda *_: self._heard.set(), lambda *_: None, lambda *_: None
+        )
         threading.Thread(target=loop.run_forever, daemon=True).start()
         opened = asyncio.run_coroutine_threadsafe(self._server.open("127.0.0.1"), loop)
         self.address = opened.result(PATIENCE_S)
@@ -92,7 +97,7 @@ class Controller:
         self._heard.clear()
         with socket.create_connection(self.address, timeout=PATIENCE_S) as connection:
             wire.send(connection, KNOWN)
-            wire.send(connection, {"type": "committed"})
+            wire.send(connection, header_of(Synced(0)))
             assert self._heard.wait(PATIENCE_S)
 
 

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from elastic.protocol.messages.to_worker import Checkpoint
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import run_threads
@@ -13,7 +14,7 @@ from workers.train_state.digest import weights_sha256
 
 
 def asked(step, generation=1):
-    return {"type": "checkpoint", "generation": generation, "step": step}
+    return Checkpoint(generation, 0, 1, step)
 
 
 def saved_steps(rig):

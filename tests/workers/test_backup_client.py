@@ -3,10 +3,11 @@
 import math
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from elastic.protocol.messages.to_controller import HolderSilent, Protected
 from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
@@ -26,9 +27,7 @@ class Kept:
     def __init__(self, holders, every):
         self.train_state, self.said = build("fsdp"), []
         config = replace(spec("fsdp"), snapshot_every=every, detect_s=DETECT_S)
-        self.backup_client = BackupClient(
-            config, lambda kind, **fields: self.said.append((kind, fields))
-        )
+        self.backup_client = BackupClient(config, self.said.append)
         self.train_state.sharded.backup_client = self.backup_client
         self.backup_client.hear([[f"node{i}", *h.address] for i, h in enumerate(holders)])
         enter(self.train_state, Alone(), 0, generation=1)
@@ -129,7 +128,7 @@ def frozen():
 
 
 def told(kept, kind):
-    return [fields for said, fields in kept.said if said == kind]
+    return [asdict(said) for said in kept.said if type(said) is kind]
 
 
 @pytest.fixture
@@ -148,27 +147,27 @@ def dialled(monkeypatch):
 def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen, dialled):
     kept = Kept([], every=1)
     kept.backup_client.wait(NEVER)
-    assert told(kept, "protected") == [{"step": 0, "why": "there is no holder"}]
+    assert told(kept, Protected) == [{"step": 0, "why": "there is no holder"}]
     kept.backup_client.hear([frozen.at])
     began = time.monotonic()
     kept.backup_client.wait(NEVER)
     assert time.monotonic() - began >= timeouts_of(DETECT_S).confirm_s
     assert dialled == [keepers.CONNECT_S]
-    assert told(kept, "holder_silent") == [{"holder": list(frozen.at)}]
+    assert told(kept, HolderSilent) == [{"holder": frozen.at}]
     kept.backup_client._failed[frozen.at] = kept.backup_client._failed[frozen.at]._replace(at=-1e9)
     for _ in range(2):
         kept.step()
         kept.backup_client.wait(NEVER)
     assert set(dialled[1:]) == {keepers.ANSWER_S}, "it is asked whether it is there, no more"
     why = f"127.0.0.1:{frozen.at.port}: timed out"
-    assert told(kept, "protected")[1:] == [{"step": s, "why": why} for s in (0, 1, 2)]
+    assert told(kept, Protected)[1:] == [{"step": s, "why": why} for s in (0, 1, 2)]
     kept.backup_client.hear([["node1", *holders[0].address]])
     kept.backup_client.wait(NEVER)
-    assert told(kept, "protected")[-1] == {"step": 2, "why": ""}
+    assert told(kept, Protected)[-1] == {"step": 2, "why": ""}
     assert held(holders[0]) == [(1, 2)]
     kept.step()
     kept.backup_client.wait(NEVER)
-    assert len(told(kept, "protected")) == 5, "once it is over"
+    assert len(told(kept, Protected)) == 5, "once it is over"
 
 
 def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(
@@ -184,8 +183,8 @@ def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(
         threading.Event().wait(0.01)
     switch(kept, holders[0])
     assert held(holders[0]) == [(1, 0)]
-    assert told(kept, "holder_silent") == []
-    assert told(kept, "protected")[-1] == {"step": 0, "why": ""}
+    assert told(kept, HolderSilent) == []
+    assert told(kept, Protected)[-1] == {"step": 0, "why": ""}
 
 
 def switch(kept, holder):
@@ -205,7 +204,7 @@ def test_a_holder_that_failed_is_used_again_once_it_answers(holders):
     kept.step()
     kept.backup_client.wait(NEVER)
     assert kept.backup_client.shadows[-1].is_held
-    assert [said["why"] for said in told(kept, "protected")] == [
+    assert [said["why"] for said in told(kept, Protected)] == [
         f"127.0.0.1:{at.port}: timed out",
         "",
     ]

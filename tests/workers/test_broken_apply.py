@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.to_worker import Load
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from tests.workers.session_rig import CPU, FakeLink, Tiny, abort, spec
 from tests.workers.test_member import LosesVote
 from tests.workers.test_rolled_back import form
 from workers.checkpoint.saver import Saver
@@ -37,8 +38,8 @@ def made(request, tmp_path):
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
     loader = Loader(Tiny(), 3, 12, 3)
-    for header in ({"type": "load", "place": "", "recorded_step": 0}, form(1, 0)):
-        link.commands.put((header, b""))
+    for command in (Load("", 0), form(1, 0)):
+        link.commands.put(command)
     yield Session(settings, Tiny(), member, loader), member, link
     loader.close()
 
@@ -70,8 +71,8 @@ def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
         raise PeerLost("connection closed by peer")
 
     train_state.norm_of = lose_a_peer
-    link.commands.put(({"type": "abort", "generation": 1}, b""))
-    link.commands.put((form(2, 1), b""))
+    link.commands.put(abort(1))
+    link.commands.put(form(2, 1))
     assert not step(session)
     assert [told(line) for line in lines_of(link)] == [(1, 1), (1, 1)], "the first said again"
     assert step(session)
@@ -87,7 +88,7 @@ def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     member.group = LosesVote()
     session._reducer_of = (0, ())  # the reducer of the group that fails
     vote, payload = member.records.last_vote  # any will do
-    link.commands.put(({"type": "abort", "generation": 1}, b""))
-    link.commands.put(({**form(2, 2), "vote": vote}, payload))
+    link.commands.put(abort(1))
+    link.commands.put(form(2, 2, vote=vote, payload=payload))
     assert step(session)
     assert told(lines_of(link)[-1]) == (2, 1)

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import StepLR
 
+from elastic.protocol.messages.to_worker import Form, Load, Sync
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
+from tests.workers import session_rig
 from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import CPU, FakeLink
 from tests.workers.sharded_rig import Work, spec, train
@@ -58,12 +60,9 @@ def lines(generation: int, *steps: int) -> dict[str, Any]:
     return {"steps": said, "vote": [{"log_names": []}, ""]}
 
 
-def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> dict[str, Any]:
-    return {
-        "type": "form", "generation": generation, "rank": rank, "world_size": world_size,
-        "step": step, "store": store, "then_pause": False, "recorded_step": 0,
-        "evaluation": None, "vote": None, "holders": [],
-    }  # fmt: skip
+def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> Form:
+    where = {"rank": rank, "world_size": world_size, "store": store}
+    return session_rig.form(generation, step, **where)
 
 
 def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_nothing_else(tmp_path):
@@ -75,15 +74,15 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
         work = Looking()
         member = member_of(work, str(tmp_path))
         if ranks.index == 0:
-            member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
-            assert member._obey(form(1, 0, 1, None, 0), b"")
+            member._obey(Load("", 0))
+            assert member._obey(form(1, 0, 1, None, 0))
             train(member.train_state, member.group, "fsdp", 2, work=work)
             member.records.take(lines(1, 1, 2))
         else:
             member.records.take(lines(0, 1, 2))
-            member._obey({"type": "sync", "address": None}, b"")
+            member._obey(Sync(0, None))
         before = member.records.to_frame()
-        assert member._obey(form(2, ranks.index, 2, ranks.address, 2), b"")
+        assert member._obey(form(2, ranks.index, 2, ranks.address, 2))
         return before, member.step, member.records.to_frame(), work.phases[-1]
 
     told = run_ranks(2, body)

@@ -186,11 +186,11 @@ from workers.worker import Worker
 def copy():
     raise OutOfMemory("out of memory while it copied the state")
 worker = object.__new__(Worker)
-worker._link = types.SimpleNamespace(send=lambda kind, **said: print(kind, said, flush=True))
+worker._link = types.SimpleNamespace(send=lambda report: print(report, flush=True))
 worker._keep_log = lambda: None
 worker._tell_of_errors(copy)
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    said = "last_words {'why': 'out of memory while it copied the state'}\n"
+    said = "LastWords(why='out of memory while it copied the state')\n"
     assert (done.returncode, done.stdout) == (73, said)

@@ -1,10 +1,13 @@
 """Results of evaluations after a loss or a roll back: whose they are, how often they are told."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from elastic.on_ray.evaluations import Evaluations
-from tests.workers.session_rig import Rig
+from elastic.protocol.messages.to_controller import Evaluation
+from tests.workers.session_rig import Rig, abort
 from workers.step.evaluation import _evaluate_ids
 from workers.worker import Worker
 
@@ -23,23 +26,23 @@ def evaluate(rig, value: float) -> float:
     return rig.session.evaluate([0.0] * 3, lambda model, batch: value)
 
 
-def form(rig, step: int, evaluation: list | None) -> None:
+def form(rig, step: int, evaluation: Evaluation | None) -> None:
     """The next generation forms here."""
     generation = rig.member.generation + 1
-    rig.member._obey({"type": "abort", "generation": generation - 1}, b"")
+    rig.member._obey(abort(generation - 1))
     rig.form(generation, step, evaluation=evaluation)
     rig.member.wait_for_generation()
 
 
 def test_a_result_that_peers_have_completed_is_taken(rig):
-    form(rig, 1, [1, 0, {"value": 5.0}, 1])
+    form(rig, 1, Evaluation(1, 0, {"value": 5.0}, 1))
     assert evaluate(rig, 7.0) == 5.0
     assert evaluate(rig, 7.0) == 7.0, "the second one at this step"
 
 
 def test_a_result_of_a_later_step_that_was_undone_is_not_taken(rig):
     """Peers had evaluated step 2 when the run went back to step 1."""
-    form(rig, 1, [2, 0, {"value": 5.0}, 1])
+    form(rig, 1, Evaluation(2, 0, {"value": 5.0}, 1))
     assert evaluate(rig, 7.0) == 7.0
     assert rig.step().committed
     assert evaluate(rig, 8.0) == 8.0, "step 2 of this attempt"
@@ -56,26 +59,26 @@ def test_a_result_of_one_s_own_is_forgotten_with_its_step(rig):
     form(rig, 1, None)
     assert rig.step().committed
     assert rig.member.evaluated.next_ordinal(2) == 0
-    rig.member._obey({"type": "abort", "generation": 2}, b"")
+    rig.member._obey(abort(2))
     assert rig.link.of("suspended")[-1][0]["evaluation"] is None
 
 
 def test_the_lowest_rank_says_the_last_result_again_with_every_generation(rig):
     assert evaluate(rig, 5.0) == 5.0
-    said = {"step": 1, "ordinal": 0, "values": {"value": 5.0}, "generation": 1}
+    said = {"evaluation": Evaluation(1, 0, {"value": 5.0}, 1)}
     assert rig.link.of("evaluated") == [(said, b"")]
     form(rig, 1, None)
     assert rig.link.of("evaluated") == [(said, b"")] * 2
     assert rig.step().committed
     assert evaluate(rig, 6.0) == 6.0
-    assert rig.link.of("evaluated")[2][0]["step"] == 2
+    assert rig.link.of("evaluated")[2][0]["evaluation"].step == 2
 
 
 class Quiet(Worker):
     """Without the process around it."""
 
-    def _address(self) -> dict:
-        return {}
+    def _process(self) -> None:
+        pass
 
 
 class Silent:
@@ -100,30 +103,30 @@ def test_the_lowest_rank_says_the_last_result_again_to_a_new_controller(rig):
     assert first == again
 
 
-def result(step: int, ordinal: int) -> dict:
-    return {"step": step, "ordinal": ordinal, "generation": 1, "values": {"value": 0.5}}
+def result(step: int, ordinal: int) -> Evaluation:
+    return Evaluation(step, ordinal, {"value": 0.5}, 1)
 
 
 def test_the_controller_takes_each_result_once():
     taken: list[dict] = []
     evaluations = Evaluations(taken.append)
     for said in (result(5, 0), result(5, 0), result(5, 1), result(5, 0), result(10, 0)):
-        evaluations.hear(0, None, {"type": "evaluated", **said}, b"")
-    assert taken == [result(5, 0), result(5, 1), result(10, 0)]
+        evaluations.hear(said)
+    assert taken == [asdict(result(5, 0)), asdict(result(5, 1)), asdict(result(10, 0))]
 
 
 def test_the_controller_takes_the_results_of_steps_done_again():
     taken: list[dict] = []
     evaluations = Evaluations(taken.append)
-    evaluations.hear(0, None, result(5, 0), b"")
-    evaluations.hear(0, None, result(10, 0), b"")
-    evaluations.hear_last(0, [10, 0, {"value": 0.5}, 1])
-    evaluations.hear_last(1, [5, 0, {"value": 0.5}, 1])
+    evaluations.hear(result(5, 0))
+    evaluations.hear(result(10, 0))
+    evaluations.hear_last(0, result(10, 0))
+    evaluations.hear_last(1, result(5, 0))
     evaluations.go_back(7)
-    assert evaluations.newest([0, 1]) == (5, 0, {"value": 0.5}, 1)
-    evaluations.hear(0, None, result(5, 0), b"")
-    evaluations.hear(0, None, result(10, 0), b"")
-    assert taken == [result(5, 0), result(10, 0), result(10, 0)]
+    assert evaluations.newest([0, 1]) == result(5, 0)
+    evaluations.hear(result(5, 0))
+    evaluations.hear(result(10, 0))
+    assert taken == [asdict(said) for said in (result(5, 0), result(10, 0), result(10, 0))]
 
 
 def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from elastic.protocol.messages.to_worker import Finish
 from tests.workers.session_rig import Rig
 from workers.membership import member
 from workers.parallel.sharded import Ownership
@@ -40,8 +41,7 @@ def test_a_member_says_now_and_then_that_the_hash_of_the_final_state_gets_furthe
     monkeypatch.setattr(digest, "tensor_bytes", slowly)
     monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rig.link.sent.clear()
-    finish = {"generation": 2, "rank": 0, "world_size": 1, "log_folder": None, "recorded_step": 0}
-    rig.member.end(finish)
+    rig.member.end(Finish(2, 0, 1, "succeeded", None, 0))
     num_tensors = len(rig.workload.build_model().state_dict())
     assert now[0] == 100.0 + num_tensors * TENSOR_S
     said = [kind for kind, _, _ in rig.link.sent if kind in ("still_saving", "ended")]

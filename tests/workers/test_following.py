@@ -11,6 +11,7 @@ import torch
 
 from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.to_worker import Load, LogTo, Sync
 from tests.workers.session_rig import Rig
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
@@ -23,8 +24,8 @@ def pair():
     source, newcomer = Rig("bitwise"), Rig("bitwise")
     source.form(generation=1, step=0)
     assert source.step().committed
-    sync = {"type": "sync", "address": list(source.member.peers.address)}
-    newcomer.member._obey(sync, b"")
+    sync = Sync(0, source.member.peers.address)
+    newcomer.member._obey(sync)
     deadline = time.monotonic() + 120
     while not newcomer.link.of("synced"):
         assert time.monotonic() < deadline
@@ -50,7 +51,7 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     assert newcomer.step().committed
     *repeated, last = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in repeated[0][0]["steps"]] == [2, 3]
-    assert repeated[0][0]["steps"] == lines_of(source)[1:]
+    assert list(repeated[0][0]["steps"]) == lines_of(source)[1:]
     assert repeated[0][1] == source.link.of("committed")[-1][1], "the newest vote"
     assert last[0]["steps"][-1]["metrics"]["step"] == 4
     assert source.step().committed
@@ -61,11 +62,11 @@ def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):
     source, newcomer = pair
     assert source.step().committed
     newcomer.member._copying.catch_up(2, lambda: False)
-    load = {"type": "load", "place": "", "recorded_step": 1}
-    newcomer.member._obey(load, b"")
+    load = Load("", 1)
+    newcomer.member._obey(load)
     (said,) = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in said[0]["steps"]] == [2]
-    assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": []})
+    assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": ()})
 
 
 def test_what_is_on_record_is_not_kept(pair):
@@ -127,11 +128,11 @@ def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():
     """As if it had been killed for it: no error of the user's, which would end the run."""
     newcomer, listener = Rig("bitwise"), socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=offer_too_much, args=(listener,), daemon=True).start()
-    sync = {"type": "sync", "address": list(listener.getsockname())}
+    sync = Sync(0, listener.getsockname())
     newcomer.member.wake = lambda: None
-    newcomer.member._obey(sync, b"")
+    newcomer.member._obey(sync)
     assert newcomer.member._copying._following.arrived.wait(120)
-    newcomer.link.commands.put(({"type": "log_to", "folder": ""}, b""))
+    newcomer.link.commands.put(LogTo(""))
     with pytest.raises(OutOfMemory, match=r"it copied the state: .*can't allocate memory"):
         newcomer.member.wait_for_generation()
     assert newcomer.link.sent == []

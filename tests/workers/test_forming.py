@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import Rig, abort, form
+from workers.distributed import process_group
 from workers.distributed.rendezvous import Rendezvous
 
 
@@ -17,30 +18,17 @@ def rig():
     made.loader.close()
 
 
-class Aborting(dict):
-    """A Form command that is taken back in the instant in which the member begins to form."""
+def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
+    rendezvous, form_for = Rendezvous("127.0.0.1"), process_group.form_for
 
-    rig: Rig
+    def taken_back(*asked):
+        rig.member.interrupt(abort(1))
+        return form_for(*asked)
 
-    def __getitem__(self, key):
-        if key == "store":
-            self.rig.member.interrupt({"type": "abort", "generation": self["generation"]})
-        return super().__getitem__(key)
-
-
-def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig):
-    rendezvous = Rendezvous("127.0.0.1")
-    form = Aborting(
-        {
-            "type": "form", "generation": 1, "rank": 0, "world_size": 2, "step": 0,
-            "store": rendezvous.open(1), "then_pause": False, "recorded_step": 0,
-            "evaluation": None, "vote": None,
-        }
-    )  # fmt: skip
-    form.rig = rig
+    monkeypatch.setattr(process_group, "form_for", taken_back)
     began = time.monotonic()
-    assert not rig.member._obey(form, b"")
+    assert not rig.member._obey(form(1, 0, world_size=2, store=rendezvous.open(1)))
     assert time.monotonic() - began < rig.spec.join_timeout_s / 2
-    rig.member._obey({"type": "abort", "generation": 1}, b"")
+    rig.member._obey(abort(1))
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
     rendezvous.forget()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.to_worker import Sync
 from tests.workers.session_rig import CPU, Rig
 from workers.checkpoint.snapshot import HostMemory
 from workers.distributed.process_group import Alone
@@ -78,7 +79,7 @@ def copy_until_level(rig: Rig) -> None:
 def lag(source: Rig, newcomer: Rig, slow_link) -> None:
     begin(source)
     address = list(source.member._followers._server.address)
-    newcomer.member._obey({"type": "sync", "address": address}, b"")
+    newcomer.member._obey(Sync(0, address))
     begun, is_through = slow_link
     while not begun.is_set():
         source.member._take_on_newcomers()

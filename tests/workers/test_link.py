@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic.protocol import wire
+from elastic.protocol.messages.to_controller import Introduction, PartSaved
 from workers.membership.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
 
 LEASE_S = 24 * 3600.0
@@ -26,17 +27,17 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
         silence_s=LEASE_S,
         lease_s=LEASE_S,
         find=lambda: None,
-        on_command=lambda header: None,
-        on_found=lambda address: {},
+        on_command=lambda command: None,
+        on_found=lambda address: Introduction("starting", address),
     )
     controller, _ = listener.accept()
     OPEN.append(controller)
     began = time.monotonic()
     for step in range(300):
-        link.send("committed", b"x" * 50_000, step=step)
+        link.send(PartSaved(1, 0, step, b"x" * 50_000))
     assert time.monotonic() - began < 30, "nobody reads yet"
     controller.settimeout(30)
-    assert wire.receive(controller)[0]["type"] == "hello"
+    assert wire.receive(controller)[0]["type"] == "Hello"
     received = [wire.receive(controller) for _ in range(300)]
     assert [header["step"] for header, _ in received] == list(range(300))
     assert {bytes(payload) for _, payload in received} == {b"x" * 50_000}

@@ -5,12 +5,28 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from elastic.on_ray import links
 from elastic.protocol import wire
-from tests.workers.links_rig import MADE, SILENCE_S, Clock, Controller, Link, Relay, link_to, until
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import ANSWER, VERSION, Hello, Leave, Unknown
+from elastic.protocol.messages.to_controller import Introduction, PartSaved
+from elastic.protocol.messages.to_worker import Word
+from tests.workers.links_rig import (
+    MADE,
+    SILENCE_S,
+    Clock,
+    Controller,
+    Link,
+    Relay,
+    asked,
+    link_to,
+    saved,
+    until,
+)
 from workers.membership import link as links_end
 from workers.membership.link import ControllerLink
 
@@ -43,33 +59,33 @@ def ended():
 
 
 def heard(controller: Controller) -> list:
-    return [step for _, kind, step, _ in controller.heard if kind == "committed"]
+    return [said.step for said in controller.heard if isinstance(said, PartSaved)]
 
 
 def told(link: ControllerLink) -> list:
     found = []
     while not link.commands.empty():
-        found.append(link.commands.get()[0]["step"])
+        found.append(link.commands.get().step)
     return found
 
 
 def test_what_was_said_during_a_cut_arrives_once_and_in_order_after_it(ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
-    controller.send(type="go", step=0)
+    controller.send(asked(0))
     until(lambda: not link.commands.empty())
     relay.cut()
     for step in range(1, 4):
-        link.send("committed", b"x" * 100_000, step=step)
-        controller.send(type="go", step=step)
+        link.send(saved(step, b"x" * 100_000))
+        controller.send(asked(step))
     until(lambda: relay.num_dialled > 1)
     assert heard(controller) == [0]
     relay.mend()
     until(lambda: len(heard(controller)) == 4)
     until(lambda: link.commands.qsize() == 4)
-    link.send("committed", step=4)
-    controller.send(type="go", step=4)
+    link.send(saved(4))
+    controller.send(asked(4))
     until(lambda: len(heard(controller)) == 5)
     until(lambda: link.commands.qsize() == 5)
     assert (heard(controller), told(link)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
@@ -78,18 +94,18 @@ def test_what_was_said_during_a_cut_arrives_once_and_in_order_after_it(ends):
 
 def test_a_controller_that_is_slow_loses_nobody_and_hears_everything_once(ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     resting = threading.Event()
     controller.loop.call_soon_threadsafe(resting.wait, 60)
     for step in range(1, 4):
-        link.send("committed", step=step)
+        link.send(saved(step))
     until(lambda: relay.num_dialled > 3)  # it gives some connections up
     resting.set()
     until(lambda: heard(controller) == [0, 1, 2, 3])
     num_dialled = relay.num_dialled
     until(lambda: relay.num_dialled > num_dialled)  # no word ever comes here
-    link.send("committed", step=4)
+    link.send(saved(4))
     until(lambda: heard(controller) == [0, 1, 2, 3, 4])
     assert controller.closed == []
 
@@ -97,7 +113,7 @@ def test_a_controller_that_is_slow_loses_nobody_and_hears_everything_once(ends):
 def test_a_controller_that_is_slow_again_while_a_link_is_taken_up_loses_nobody(ends):
     """It has said that it knows the link, and says nothing more for a while."""
     controller, _, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     resting, original = [threading.Event() for _ in range(2)], controller.links._resumed
 
@@ -109,7 +125,7 @@ def test_a_controller_that_is_slow_again_while_a_link_is_taken_up_loses_nobody(e
 
     controller.links._resumed = resumed
     until(lambda: not resting)
-    link.send("committed", step=1)
+    link.send(saved(1))
     until(lambda: heard(controller) == [0, 1])
     assert controller.closed == []
 
@@ -118,7 +134,7 @@ def test_a_reader_that_is_kept_up_while_a_link_is_taken_up_loses_nobody(ends, mo
     """The controller gives the second connection up, and a third is taken."""
     monkeypatch.setattr(links, "HELLO_S", 0.2)
     controller, _, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     original, kept_up = link._next_second, []
 
@@ -131,7 +147,7 @@ def test_a_reader_that_is_kept_up_while_a_link_is_taken_up_loses_nobody(ends, mo
 
     link._next_second = next_second
     until(lambda: bool(kept_up))
-    link.send("committed", step=1)
+    link.send(saved(1))
     until(lambda: heard(controller) == [0, 1])
     assert controller.closed == []
 
@@ -140,24 +156,24 @@ def test_words_are_no_silence_and_tell_what_was_heard(clock, ends):
     controller, relay, link = ends
     for step in range(1, 21):
         clock.pass_(SILENCE_S / 3)
-        link.send("committed", step=step)
-        controller.send(type="word", recorded_step=step, formed=0)
+        link.send(saved(step))
+        controller.send(Word(step, formed=0))
         until(lambda n=step: link.recorded_step == n)
     assert relay.num_dialled == 1
     until(lambda: len(heard(controller)) == 20)
-    controller.send(type="word", recorded_step=21, formed=0)
+    controller.send(Word(21, formed=0))
     until(lambda: link.recorded_step == 21)
     assert not link._outbox._sent
 
 
 def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_not(ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     relay.cut()
     until(lambda: relay.num_dialled > 1)
     relay.mend()
-    link.send("committed", step=1)
+    link.send(saved(1))
     until(lambda: heard(controller) == [0, 1])
     assert controller.closed == [], "the first one's end was none"
 
@@ -169,19 +185,19 @@ def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_no
         return controller.closed[:1] == [(3, False)]
 
     until(end_newest)
-    link.send("committed", step=2)
+    link.send(saved(2))
     until(lambda: heard(controller) == [0, 1, 2])
 
 
 def test_what_was_said_over_connections_that_are_reset_arrives_once_and_in_order(ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])  # there is a link
-    controller.send(type="go", step=0)
+    controller.send(asked(0))
     told_steps: list[int] = []
     for step in range(1, 40):
-        link.send("committed", b"x" * 100_000, step=step)
-        controller.send(type="go", step=step)
+        link.send(saved(step, b"x" * 100_000))
+        controller.send(asked(step))
         if step % 8 == 7:
             relay.reset()
             until(lambda: link._connection is not None)
@@ -195,14 +211,14 @@ def test_what_was_said_over_connections_that_are_reset_arrives_once_and_in_order
 def test_new_connections_that_end_without_a_word_are_no_news_of_the_link(ends):
     """As at a full house. The controller is the same, and what it has not heard is kept for it."""
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     for step, silence in enumerate((relay.cut, relay.reset), start=1):
         relay.turn_away(True)
         silence()
         num_dialled = relay.num_dialled
-        link.send("committed", step=step)
-        controller.send(type="go", step=step)
+        link.send(saved(step))
+        controller.send(asked(step))
         until(lambda n=num_dialled: relay.num_dialled > n + 1)
         relay.turn_away(False)
         relay.mend()
@@ -214,14 +230,14 @@ def test_new_connections_that_end_without_a_word_are_no_news_of_the_link(ends):
 
 def test_a_path_that_is_silent_and_refuses_new_connections_for_a_while_loses_nothing(ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])  # there is a link
-    controller.send(type="go", step=0)
+    controller.send(asked(0))
     until(lambda: link.commands.qsize() == 1)
     relay.cut()
     relay.refuse()
-    link.send("committed", step=1)
-    controller.send(type="go", step=1)
+    link.send(saved(1))
+    controller.send(asked(1))
     threading.Event().wait(4 * SILENCE_S)
     relay.listen()
     relay.mend()
@@ -232,13 +248,13 @@ def test_a_path_that_is_silent_and_refuses_new_connections_for_a_while_loses_not
 
 def test_a_controller_that_is_slow_is_not_left_while_new_connections_are_refused(clock, ends):
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     relay.refuse()
     for _ in range(8):
         clock.pass_(SILENCE_S / 2)
-    link.send("committed", step=1)
-    controller.send(type="go", step=1)
+    link.send(saved(1))
+    controller.send(asked(1))
     until(lambda: heard(controller) == [0, 1] and told(link) == [1])
     assert (relay.num_dialled, controller.closed) == (1, [])
 
@@ -249,27 +265,27 @@ def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere(clock):
     controller, successor = Controller(), Controller()
     relay, found = Relay(controller.address), []
     link = link_to(relay.address, lambda: successor.address if found else None)
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     relay.cut()
     relay.refuse()
     for _ in range(4):
         clock.pass_(SILENCE_S / 2)
     found.append(True)
-    until(lambda: [kind for _, kind, *_ in successor.heard] == ["standing"])
-    link.send("committed", step=1)
+    until(lambda: [type(said) for said in successor.heard] == [Introduction])
+    link.send(saved(1))
     until(lambda: heard(successor) == [1])
 
 
 def test_a_controller_that_says_it_does_not_know_the_link_is_introduced_to(ends):
     """As a successor that listens where its predecessor did."""
     controller, relay, link = ends
-    link.send("committed", step=0)
+    link.send(saved(0))
     until(lambda: heard(controller) == [0])
     controller.loop.call_soon_threadsafe(controller.links._links.clear)
     relay.reset()
-    until(lambda: "standing" in [kind for _, kind, *_ in controller.heard])
-    link.send("committed", step=1)
+    until(lambda: Introduction in map(type, controller.heard))
+    link.send(saved(1))
     until(lambda: heard(controller) == [0, 1])
     assert link.num_controllers == 2
 
@@ -296,20 +312,31 @@ def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
 
 def test_a_worker_that_was_lost_during_a_cut_is_told_so_when_it_dials():
     controller = Controller()
-    hello = {"type": "hello", "role": "worker", "worker": 3, "token": "secret", "session": "a"}
+    hello = Hello("secret", 3, "worker", session="a")
     with socket.create_connection(controller.address, timeout=60) as first:
-        wire.send(first, {**hello, "resumes": False})
-        wire.send(first, {"type": "committed", "step": 0})
+        first.sendall(pack(hello))
+        first.sendall(pack(saved(0)))
         until(lambda: heard(controller) == [0])
         controller.loop.call_soon_threadsafe(controller.links.drop, 3)
         with socket.create_connection(controller.address, timeout=60) as second:
-            wire.send(second, {**hello, "resumes": True})
-            assert wire.receive(second)[0] == {"type": "leave"}
+            second.sendall(pack(replace(hello, resumes=True)))
+            assert ANSWER.read(*wire.receive(second)) == Leave()
         with socket.create_connection(controller.address, timeout=60) as stranger:
-            wire.send(stranger, {**hello, "worker": 4, "resumes": True})
-            assert wire.receive(stranger)[0] == {"type": "unknown"}
+            stranger.sendall(pack(replace(hello, worker=4, resumes=True)))
+            assert ANSWER.read(*wire.receive(stranger)) == Unknown()
         with socket.create_connection(controller.address, timeout=60) as stranger:
-            wire.send(stranger, {**hello, "token": "guess", "worker": 4, "resumes": True})
+            stranger.sendall(pack(replace(hello, token="guess", worker=4, resumes=True)))
             with pytest.raises(wire.ConnectionClosed):
                 wire.receive(stranger)
     assert controller.closed == []
+
+
+def test_a_worker_of_another_version_is_told_so_in_one_line():
+    controller = Controller()
+    with socket.create_connection(controller.address, timeout=60) as stranger:
+        stranger.sendall(pack(Hello("secret", 3, "worker", version=VERSION + 1)))
+        answer = ANSWER.read(*wire.receive(stranger))
+    assert isinstance(answer, Leave)
+    assert f"version {VERSION + 1}" in answer.reason
+    assert f"version {VERSION}" in answer.reason
+    assert not controller.links.is_connected(3)

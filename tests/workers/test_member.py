@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.to_controller import Suspended
+from elastic.protocol.messages.to_worker import Finish, Pause, Recall
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import Done
-from tests.workers.session_rig import Rig, Tiny
+from tests.workers.session_rig import Rig, Tiny, abort
 from workers.distributed import process_group
 from workers.membership.member import RunEnded
 from workers.train_state.digest import weights_sha256
@@ -42,7 +44,7 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     behind.member.group = LosesVote()
     behind.session._reducer_of = (0, ())  # the reducer of the group that fails
     fields, payload = committed.link.of("committed")[-1]
-    behind.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    behind.link.commands.put(abort(1))
     behind.form(generation=2, step=2, vote=fields["vote"], payload=payload)
     assert behind.step().committed, "the step counts although its block was cancelled"
     suspended, _ = behind.link.of("suspended")[-1]
@@ -70,7 +72,7 @@ def leave_behind(committed, behind):
     committed.step()
     behind.member.group = LosesVote()
     behind.session._reducer_of = (0, ())
-    behind.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    behind.link.commands.put(abort(1))
     return committed.link.of("committed")[-1]
 
 
@@ -80,16 +82,16 @@ def test_who_is_recalled_from_a_generation_it_was_never_told_of_answers_and_roll
     """Its Form waited for a rendezvous, and it was given up meanwhile."""
     committed, behind = rigs
     fields, payload = leave_behind(committed, behind)
-    recall = {"type": "recall", "generation": 2, "rank": 1, "world_size": 2}
+    recall = Recall(2, 1, 2)
     say = behind.link.send
 
-    def send(kind, *payload, **fields):
-        if kind == "suspended" and fields["generation"] == 1:
+    def send(report):
+        if isinstance(report, Suspended) and report.generation == 1:
             behind.member.interrupt(recall)
-        return say(kind, *payload, **fields)
+        return say(report)
 
     monkeypatch.setattr(behind.link, "send", send)
-    behind.link.commands.put((recall, b""))
+    behind.link.commands.put(recall)
     behind.form(generation=3, step=2, vote=fields["vote"], payload=payload)
     assert behind.step().committed
     said = [fields for fields, _ in behind.link.of("suspended")]
@@ -116,7 +118,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     for rig in rigs:
         rig.step()
     before = weights_sha256(cancelled.train_state.model)
-    cancelled.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    cancelled.link.commands.put(abort(1))
     cancelled.form(generation=2, step=1)
     with cancelled.session.next_step() as step:
         for batch in step.microbatches():
@@ -148,7 +150,7 @@ def test_a_vote_of_a_generation_that_was_given_up_meanwhile_commits_nothing(rigs
     before = weights_sha256(rig.train_state.model)
     rig.member.group = AbandonedInVote()
     rig.session._reducer_of = (0, ())
-    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
     assert not rig.step().committed
     assert (rig.session.step, weights_sha256(rig.train_state.model)) == (1, before)
@@ -162,11 +164,11 @@ def test_gradients_of_a_generation_are_not_those_of_the_next(rigs):
     rig.step()
     rig.member.group = LosesVote()
     rig.session._reducer_of = (0, ())
-    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
     assert not rig.step().committed
     assert rig.session.generation == 2
-    rig.member._obey({"type": "abort", "generation": 2}, b"")
+    rig.member._obey(abort(2))
     said = [(f["generation"], f["is_prepared"]) for f, _ in rig.link.of("suspended")]
     assert said == [(1, True), (2, False)]
 
@@ -183,7 +185,7 @@ def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
 
     saver.catalogue = Slow(open_folder(str(tmp_path)))
     saver.begin(rig.train_state, rig.member)
-    rig.member._obey({"type": "abort", "generation": 1}, b"")
+    rig.member._obey(abort(1))
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
     is_allowed.set()
@@ -210,10 +212,10 @@ def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeyp
     rig.form(generation=1, step=0)
     copied = []
 
-    def send(kind, *payload, **fields):
-        if kind == "suspended":  # from now on newcomers are served
+    def send(report):
+        if isinstance(report, Suspended):  # from now on newcomers are served
             copied.append(rig.train_state.header_and_tensors()[1]["model/calls"].item())
-        return say(kind, *payload, **fields)
+        return say(report)
 
     say = rig.link.send
     monkeypatch.setattr(rig.link, "send", send)
@@ -222,7 +224,7 @@ def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeyp
             loss = rig.workload.loss(rig.session.model, batch)
             if not copied:
                 rig.member.group.abandon()
-                rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+                rig.link.commands.put(abort(1))
                 rig.form(generation=2, step=0)
             step.backward(loss)
     rig.loader.close()
@@ -233,7 +235,7 @@ def test_who_is_done_takes_no_newcomer_into_the_generation_that_ends_the_run(rig
     rig, _ = rigs
     rig.step()
     rig.member.is_done = True
-    rig.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
     assert rig.link.of("suspended")[-1][0]["is_between_steps"]
@@ -244,7 +246,7 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
     calm, cancelled = rigs
     for rig in rigs:
         rig.step()
-    cancelled.link.commands.put(({"type": "abort", "generation": 1}, b""))
+    cancelled.link.commands.put(abort(1))
     cancelled.form(generation=2, step=1)
     swallowing = contextlib.suppress(BaseException)
     with (
@@ -272,7 +274,7 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
 def test_a_pause_is_taken_at_the_next_boundary_by_the_vote(rigs):
     rig, _ = rigs
     rig.step()
-    rig.member.interrupt({"type": "pause", "generation": 1})
+    rig.member.interrupt(Pause(1, 0, 1))
     assert rig.step().committed
     assert rig.link.of("paused") == []
     rig.form(generation=2, step=2)
@@ -296,19 +298,16 @@ def test_the_block_says_what_is_wrong_with_a_loop(rigs):
             step.commit()
 
 
-def finish(rank: int, recorded_step: int) -> dict:
-    return {
-        "type": "finish", "generation": 1, "rank": rank, "world_size": 1, "outcome": "stopped",
-        "log_folder": None, "recorded_step": recorded_step,
-    }  # fmt: skip
+def finish(rank: int, recorded_step: int) -> Finish:
+    return Finish(1, rank, 1, "stopped", None, recorded_step)
 
 
 def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig, _ = rigs
     rig.step()
-    rig.member.interrupt({"type": "pause", "generation": 1})
+    rig.member.interrupt(Pause(1, 0, 1))
     rig.step()
-    rig.link.commands.put((finish(0, 2), b""))
+    rig.link.commands.put(finish(0, 2))
     with pytest.raises(RunEnded):
         rig.step()
     assert rig.link.sent[-1] == (
@@ -325,7 +324,7 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
         other.step()
     for rank, member in enumerate((rig.member, other.member)):
         with pytest.raises(RunEnded):
-            member._obey(finish(rank, 1), b"")
+            member._obey(finish(rank, 1))
     *_, (fields, vote) = rig.link.of("committed")
     assert [line["metrics"]["step"] for line in fields["steps"]] == [2, 3]
     assert vote == rig.link.of("committed")[-2][1]

@@ -6,10 +6,13 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
 from elastic.protocol import wire
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.pulse import Heartbeat
 from workers.health import pulse
 from workers.health.unanswered import Unanswered
 from workers.health.vitals import Vitals
@@ -43,37 +46,44 @@ def heard(listener: socket.socket) -> list[str]:
 def test_a_pulse_dials_the_successor_at_the_same_address():
     with socket.create_server(("127.0.0.1", 0)) as listener, beating(listener):
         address = listener.getsockname()
-        assert heard(listener) == ["hello", "heartbeat"]
+        assert heard(listener) == ["Hello", "Heartbeat"]
         listener.close()
         with socket.create_server(address) as successor:
-            assert heard(successor) == ["hello", "heartbeat"]
+            assert heard(successor) == ["Hello", "Heartbeat"]
 
 
 def test_a_pulse_ends_itself_when_no_controller_comes():
     with socket.create_server(("127.0.0.1", 0)) as listener, beating(listener, 0.5) as child:
-        assert heard(listener) == ["hello", "heartbeat"]
+        assert heard(listener) == ["Hello", "Heartbeat"]
         listener.close()
         assert child.wait(60) == 0
 
 
 def test_a_heartbeat_says_for_how_long_its_process_has_been_stopped():
     child = subprocess.Popen(["sleep", "60"])
-    observed = pulse.Observed(child.pid, Vitals().fd, 0.05)
+    observed = pulse.Observed(3, child.pid, Vitals().fd, 0.05)
     try:
-        assert observed.look()["stopped_s"] == 0.0
+        assert observed.look().stopped_s == 0.0
         os.kill(child.pid, signal.SIGSTOP)
-        while observed.look()["process_state"] != "T":
+        while observed.look().process_state != "T":
             pass
-        found = [observed.look()["stopped_s"] for _ in range(1000)]
+        found = [observed.look().stopped_s for _ in range(1000)]
         assert 0 < found[-1] < 60
         assert found == sorted(found)
         os.kill(child.pid, signal.SIGCONT)
-        while observed.look()["process_state"] == "T":
+        while observed.look().process_state == "T":
             pass
-        assert observed.look()["stopped_s"] == 0.0
+        assert observed.look().stopped_s == 0.0
     finally:
         child.kill()
         child.wait()
+
+
+BEAT = Heartbeat(3, 1, 1, "compute", 0.1, None, False, "R")
+
+
+def silent(_: object) -> NoReturn:
+    raise AssertionError("nothing is asked")
 
 
 class Waiting:
@@ -85,18 +95,18 @@ class Waiting:
 
 def test_a_pulse_that_is_unanswered_keeps_its_connection_until_there_is_another():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        line = pulse.Line(listener.getsockname(), {"type": "hello", "worker": 3}, 0.05, 0.3)
-        line.beat({"type": "heartbeat"}, str)
+        line = pulse.Line(listener.getsockname(), Hello("secret", 3, "pulse"), 0.05, 0.3)
+        line.beat(BEAT, silent)
         first, _ = listener.accept()
-        assert [wire.receive(first)[0]["type"] for _ in range(2)] == ["hello", "heartbeat"]
+        assert [wire.receive(first)[0]["type"] for _ in range(2)] == ["Hello", "Heartbeat"]
         line._unanswered = Waiting()  # pyright: ignore[reportAttributeAccessIssue]
-        line.beat({"type": "heartbeat"}, str)
-        assert wire.receive(first)[0]["type"] == "heartbeat"
+        line.beat(BEAT, silent)
+        assert wire.receive(first)[0]["type"] == "Heartbeat"
         second, _ = listener.accept()
         assert first.recv(1) == b""
-    line.beat({"type": "heartbeat"}, str)  # nobody listens now
-    line.beat({"type": "heartbeat"}, str)
-    expected = ["hello", "heartbeat", "heartbeat"]
+    line.beat(BEAT, silent)  # nobody listens now
+    line.beat(BEAT, silent)
+    expected = ["Hello", "Heartbeat", "Heartbeat"]
     assert [wire.receive(second)[0]["type"] for _ in range(3)] == expected
     first.close()
     second.close()

@@ -13,13 +13,13 @@ from torch import nn
 
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
-from tests.workers.session_rig import Rig, Tiny
+from tests.workers.session_rig import Rig, Tiny, abort, form
 from tests.workers.sharded_rig import build, catalogue_in, save_part
 from workers.health.vitals import LAYOUT, PHASES
 from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
 
-ABORT = {"type": "abort", "generation": 1}
+ABORT = abort(1)
 FILES = 12
 READ_S = 0.1
 
@@ -117,25 +117,17 @@ def restoring(request, tmp_path):
     rig.loader.close()
 
 
-def form(generation: int) -> dict[str, Any]:
-    return {
-        "type": "form", "generation": generation, "rank": 0, "world_size": 1, "step": 0,
-        "store": None, "then_pause": False, "recorded_step": 0, "evaluation": None, "vote": None,
-        "holders": [],
-    }  # fmt: skip
-
-
 def test_an_abort_between_two_pieces_is_obeyed_and_the_state_is_not_lost(restoring):
     rig, watched, sha256 = restoring
     watched.happens = lambda: rig.member.interrupt(ABORT)
-    assert not rig.member._obey(form(1), b"")
+    assert not rig.member._obey(form(1, 0))
     num_done = watched.num_pieces
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]
-    rig.member._obey(ABORT, b"")
+    rig.member._obey(ABORT)
     ((suspended, _),) = rig.link.of("suspended")
     assert suspended["step"] == 0, "it stands for the state, as before"
     watched.num_pieces = 0
-    assert rig.member._obey(form(2), b"")
+    assert rig.member._obey(form(2, 0))
     assert num_done < watched.num_pieces
     assert rig.train_state.sharded.weights_sha256() == sha256
 
@@ -150,7 +142,7 @@ def test_each_piece_is_a_sign_of_life(restoring):
         seen.append((generation, PHASES[phase], since))
 
     watched.happens = look
-    assert rig.member._obey(form(1), b"")
+    assert rig.member._obey(form(1, 0))
     look()
     (first, _) = seen
     assert first[:2] == (1, "restore")

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import torch
 
+from elastic.protocol.messages.to_worker import Finish, Load
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from tests.workers.session_rig import CPU, FakeLink, Tiny, abort, form, spec
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
@@ -46,14 +47,6 @@ class Losing:
         return float(model(batch[0]).mean())
 
 
-def form(generation: int, step: int) -> dict:
-    return {
-        "type": "form", "generation": generation, "rank": 0, "world_size": 1, "step": step,
-        "store": None, "then_pause": False, "recorded_step": 0, "evaluation": None, "vote": None,
-        "holders": [],
-    }  # fmt: skip
-
-
 def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     settings = replace(spec(), parallel="fsdp", steps=STEPS)
     train_state = build_replica(Tiny(), settings, CPU)
@@ -70,14 +63,11 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     worker = object.__new__(Worker)  # its loop alone, without the process around it
     worker._spec, worker._replica, worker._member = settings, train_state, member
     worker._link, worker._vitals, worker._returned_at = link, vitals, STEPS
-    load = {"type": "load", "place": place, "recorded_step": 0}
-    finish = {
-        "type": "finish", "generation": 2, "rank": 0, "world_size": 1, "log_folder": None,
-        "recorded_step": STEPS,
-    }  # fmt: skip
-    again = ({"type": "abort", "generation": 1}, load, form(2, 0)) if loses else ()
-    for header in (load, form(1, 0), *again, finish):
-        link.commands.put((header, b""))
+    load = Load(place, 0)
+    finish = Finish(2, 0, 1, "succeeded", None, STEPS)
+    again = (abort(1), load, form(2, 0)) if loses else ()
+    for command in (load, form(1, 0), *again, finish):
+        link.commands.put(command)
     loop = Losing(member, loses=loses)
     try:
         worker._loop(Session(settings, Tiny(), member, loader), loop)
@@ -95,7 +85,7 @@ def test_rows_lost_in_an_evaluation_send_the_loop_back_to_the_checkpoint(tmp_pat
     link = member.link
     assert (loop.begun_at, member.step) == ([0, 0], STEPS)
     (value,) = loop.evaluated  # the first one never ended
-    assert [fields["values"] for fields, _ in link.of("evaluated")] == [{"value": value}]
+    assert [fields["evaluation"].values for fields, _ in link.of("evaluated")] == [{"value": value}]
     assert [fields["step"] for fields, _ in link.of("loaded")] == [0, 0]
     (done,) = link.of("done")
     assert done[0]["step"] == STEPS

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.manifest import check_cover, merge, part_from_json
+from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.files import open_folder
 from elastic.store.remote import patiently
@@ -48,12 +49,12 @@ def test_shares_cover_everything_once_and_are_about_equal(world_size: int) -> No
 
 class Link:
     def __init__(self) -> None:
-        self.said: list[tuple[str, dict, bytes]] = []
+        self.said: list[PartSaved | PartFailed] = []
         self.concluded_saves: dict[int, bool] = {}
         self.has_news = threading.Event()
 
-    def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
-        self.said.append((kind, fields, payload))
+    def send(self, report: PartSaved | PartFailed) -> None:
+        self.said.append(report)
         self.has_news.set()
 
 
@@ -98,8 +99,8 @@ def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_
             parameter.zero_()  # the next step must not show in the checkpoint
     for saver in savers:
         saver._wait()
-    assert [kind for kind, _, _ in link.said] == ["part_saved"] * saved_at
-    contents = [json.loads(payload) for _, _, payload in link.said]
+    assert [type(said) for said in link.said] == [PartSaved] * saved_at
+    contents = [json.loads(said.payload) for said in link.said]
     parts = [part_from_json(content["part"]) for content in contents]
     states = [content["state"] for content in contents if content["state"] is not None]
     assert len(states) == 1
@@ -130,7 +131,7 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
     saver.open(str(tmp_path))
     saver.begin(train_state, By(0, 1))
     saver._wait()
-    content = json.loads(link.said[0][2])
+    content = json.loads(link.said[0].payload)
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
     parts = [part_from_json(content["part"])]
     manifest = catalogue.publish(9, 4, parts, content["state"], {})
@@ -154,7 +155,7 @@ def test_a_step_that_is_saved_already_is_only_pinned(tmp_path) -> None:
     saver.begin(train_state, by)
     saver.save(train_state, by, lambda: False, is_pinned=False)
     saver.save(train_state, by, lambda: False, is_pinned=True)
-    said = [json.loads(payload) for _, _, payload in link.said]
+    said = [json.loads(said.payload) for said in link.said]
     assert [content["is_pinned"] for content in said] == [False, True]
     assert said[0]["part"] == said[1]["part"]
 
@@ -170,9 +171,9 @@ def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
     saver._memory.take = no_memory  # type: ignore[method-assign,assignment]
     saver.begin(train_state, By(0, 1))
     saver._wait()
-    ((kind, fields, _),) = link.said
-    assert kind == "part_failed"
-    assert "can't allocate memory" in fields["message"]
+    (failed,) = link.said
+    assert isinstance(failed, PartFailed)
+    assert "can't allocate memory" in failed.message
 
 
 def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
@@ -182,10 +183,10 @@ def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
     saver.open(str(tmp_path))
     saver.begin(make(0), By(1))
     saver._wait()
-    ((kind, fields, _),) = link.said
-    assert kind == "part_failed"
-    assert (fields["generation"], fields["rank"], fields["step"]) == (4, 1, 9)
-    assert "checkpoints" in fields["message"]
+    (failed,) = link.said
+    assert isinstance(failed, PartFailed)
+    assert (failed.generation, failed.rank, failed.step) == (4, 1, 9)
+    assert "checkpoints" in failed.message
 
 
 def test_a_storage_that_is_away_for_a_moment_is_waited_for():
@@ -237,7 +238,7 @@ def test_a_final_save_that_gets_further_may_take_as_long_as_it_takes(tmp_path, m
     train_state, began = make(0), clock.monotonic()
     saver.save_now(train_state, By(0, 1), is_told.release)  # type: ignore[arg-type]
     assert clock.monotonic() - began > num_taken > 10, "longer than a save that hangs"
-    assert [kind for kind, _, _ in link.said] == ["part_saved"]
+    assert [type(said) for said in link.said] == [PartSaved]
 
 
 def test_a_final_save_to_a_storage_that_hangs_fails_and_is_told(tmp_path) -> None:
@@ -251,9 +252,10 @@ def test_a_final_save_to_a_storage_that_hangs_fails_and_is_told(tmp_path) -> Non
     fifo = folder.local / file_name(by.generation, by.rank, by.world_size, saver.catalogue.launch)
     os.mkfifo(fifo)
     saver.save_now(make(0), by)  # type: ignore[arg-type]
-    ((kind, fields, _),) = link.said
-    assert (kind, fields["generation"], fields["step"]) == ("part_failed", 4, 9)
-    assert fields["message"] == "the storage hangs in step 9: nothing was written for 0.5 s"
+    (failed,) = link.said
+    assert isinstance(failed, PartFailed)
+    assert (failed.generation, failed.step) == (4, 9)
+    assert failed.message == "the storage hangs in step 9: nothing was written for 0.5 s"
     back = os.open(fifo, os.O_RDWR)  # too late; a reader that stays: the file may be opened twice
     saver._wait()
     os.close(back)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.to_worker import Load
 from tests.workers.places import Place
 from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import spec
@@ -59,7 +60,7 @@ def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone
     rig = Rig("bitwise")
     rig.member._on_load = lambda place, step: torch.empty(2**46)
     with pytest.raises(OutOfMemory, match=r"while it loaded the state: .*can't allocate memory"):
-        rig.member._obey({"type": "load", "place": "", "recorded_step": 0}, b"")
+        rig.member._obey(Load("", 0))
     assert rig.link.sent == []
     rig.loader.close()
 
@@ -68,6 +69,6 @@ def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alo
     rig = Rig("bitwise", Greedy(), parallel="fsdp")
     rig.train_state.sharded.holding = Ownership("initial")
     with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
-        rig.member._obey(form(1, 0), b"")
+        rig.member._obey(form(1, 0))
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]
     rig.loader.close()

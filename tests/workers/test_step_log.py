@@ -52,4 +52,4 @@ def test_of_a_step_that_both_know_the_lowest_ranks_line_counts():
     records.learn({"steps": theirs, "vote": [{"log_names": []}, ""]})
     records.repeat(LOWEST, recorded_step=0)
     ((fields, _),) = link.of("committed")
-    assert fields["steps"] == [*theirs, mine[1]]
+    assert fields["steps"] == (*theirs, mine[1])

@@ -2,10 +2,12 @@
 
 import threading
 
+from elastic.protocol.messages.to_controller import StillSaving
+from elastic.protocol.messages.to_worker import Finish
 from elastic.store.files import open_folder
 from tests.workers.session_rig import Rig
 
-FINISH = {"generation": 2, "rank": 0, "world_size": 1, "log_folder": None, "recorded_step": 0}
+FINISH = Finish(2, 0, 1, "succeeded", None, 0)
 LEASE_S = 0.1
 
 
@@ -14,9 +16,9 @@ def test_a_member_says_now_and_then_that_the_final_save_gets_further(tmp_path):
     saver, say, names = rig.member.saver, rig.link.send, []
     take = saver._memory.take
 
-    def send(kind, *payload, **fields):
-        say(kind, *payload, **fields)
-        if kind == "still_saving":
+    def send(report):
+        say(report)
+        if isinstance(report, StillSaving):
             has_told.set()
 
     def slowly(*arguments):

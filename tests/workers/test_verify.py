@@ -128,7 +128,7 @@ def test_equal_replicas_say_nothing():
 
 def test_one_of_three_that_differs_is_named_by_all():
     why = f"its replica, rank 1, differs from the majority's {WHAT}"
-    said = [({"generation": 4, "workers": [11], "message": why}, b"")]
+    said = [({"generation": 4, "workers": (11,), "message": why}, b"")]
     assert verified(3, flip=True) == [(PeerLost, why, said)] * 3
 
 
@@ -160,7 +160,7 @@ def test_of_three_replicas_of_a_shard_the_one_that_differs_is_named(flipped):
         f"its replica, rank {flipped}, differs from the majority's after step 1 in 'model/weight' "
         "(one tensor in all)"
     )
-    said = [({"generation": 4, "workers": [10 + flipped], "message": why}, b"")]
+    said = [({"generation": 4, "workers": (10 + flipped,), "message": why}, b"")]
     assert verified_of(replicas, mesh) == [(PeerLost, why, said)] * 7
 
 

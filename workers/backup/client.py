@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.to_controller import Held, HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.copy import BackupCopy, bytes_of, is_older
@@ -57,7 +58,7 @@ class Standing(Protocol):
 class BackupClient:
     """The main thread keeps and waits; a thread copies and pushes."""
 
-    def __init__(self, spec: WorkerSpec, send: Callable[..., None]) -> None:
+    def __init__(self, spec: WorkerSpec, send: Callable[[Report], None]) -> None:
         """send: reports to the controller."""
         self._spec, self._send = spec, send
         self.shadows: list[BackupCopy] = []
@@ -198,7 +199,7 @@ class BackupClient:
         self._let_go([])
 
     # --- link's thread -------------------------------------------------------------------
-    def hear(self, holders: Sequence[Sequence[Any]]) -> None:
+    def hear(self, holders: Sequence[tuple[str, str, int]]) -> None:
         """Where this rank's copies may go, the best first. A holder that is not among them is
         lost: what it held goes to another."""
         self.holders = tuple(BackupAddress(*h) for h in holders)
@@ -235,7 +236,7 @@ class BackupClient:
             self._settle(settled)
         if shadow.key.generation == self._generation and self.delays_commits:
             generation, rank, step = shadow.key
-            self._send("held", generation=generation, rank=rank, step=step)
+            self._send(Held(generation, rank, step))
 
     def _tell_of(self, shadow: BackupCopy) -> None:
         """Whenever nobody holds it; and when that is over."""
@@ -244,7 +245,7 @@ class BackupClient:
         failed = [f"{h.host}:{h.port}: {self._failed[h].why}" for h in self._failed]
         why = "" if shadow.is_held else "; ".join(failed) or "there is no holder"
         self._is_bare = not shadow.is_held
-        self._send("protected", step=shadow.key.step, why=why)
+        self._send(Protected(shadow.key.step, why))
 
     def _push(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> BackupAddress | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
@@ -273,7 +274,7 @@ class BackupClient:
                     self._failed[holder] = Failure(time.monotonic(), str(error))
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
                     if isinstance(error, TimeoutError):
-                        self._send("holder_silent", holder=list(holder))
+                        self._send(HolderSilent(holder))
         return None
 
     def _is_worth_trying(self, holder: BackupAddress) -> bool:

@@ -10,13 +10,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
@@ -103,7 +103,7 @@ class Saver:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saved = (0, 0)  # generation, step
-        self._said: tuple[str, dict[str, Any], dict[str, Any]] | None = None
+        self._said: PartSaved | PartFailed | None = None
 
     def open(self, place: str) -> None:
         """place: the run directory."""
@@ -145,10 +145,10 @@ class Saver:
         self._wait()
         if self._saved != (by.generation, train_state.step):
             self.begin(train_state, by, is_pinned=is_pinned)
-        elif is_pinned and self._said is not None and self._said[0] == "part_saved":
-            kind, content, fields = self._said
+        elif is_pinned and isinstance(self._said, PartSaved):
             self._link.concluded_saves.pop(train_state.step, None)
-            self._say(kind, {**content, "is_pinned": True}, fields)
+            content = {**json.loads(self._said.payload), "is_pinned": True}
+            self._say(replace(self._said, payload=json.dumps(content).encode()))
         return Saving(train_state.step, self._link, is_over)
 
     def begin(self, train_state: TrainState, by: Standing, *, is_pinned: bool = False) -> None:
@@ -172,12 +172,12 @@ class Saver:
 
     def repeat(self) -> None:
         """Say again how the last save went, to a controller that may not know."""
-        if self._said is not None and self._said[2]["step"] not in self._link.concluded_saves:
-            self._say(*self._said)
+        if self._said is not None and self._said.step not in self._link.concluded_saves:
+            self._say(self._said)
 
-    def _say(self, kind: str, content: dict[str, Any], fields: dict[str, Any]) -> None:
-        self._said = (kind, content, fields)
-        self._link.send(kind, json.dumps(content).encode(), **fields)
+    def _say(self, report: PartSaved | PartFailed) -> None:
+        self._said = report
+        self._link.send(report)
 
     def give_up(self, generation: int) -> None:
         """Generations up to this one are over; what they write is removed by the controller."""
@@ -203,9 +203,9 @@ class Saver:
         if not is_over and self._job is not None:
             self._job.is_given_up = True
             stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
-            where = {"generation": by.generation, "rank": by.rank, "step": train_state.step}
             log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
-            self._say("part_failed", {}, {"message": f"the storage hangs in {stuck}", **where})
+            why = f"the storage hangs in {stuck}"
+            self._say(PartFailed(by.generation, by.rank, train_state.step, why))
 
     def _wait_moving(self, tell: Callable[[], None]) -> bool:
         """False where the saver gets no further. In an object store it always does: there every
@@ -231,7 +231,6 @@ class Saver:
 
     def _write(self, job: _Job) -> None:
         assert self.catalogue is not None
-        where: dict[str, Any] = {"generation": job.generation, "rank": job.rank, "step": job.step}
         copies: dict[str, Tensor] = {}
         try:
             copies = job.copy()
@@ -244,14 +243,15 @@ class Saver:
                 raise _GivenUp
             state = job.snapshot.header if job.rank == 0 else None
             said = {"part": asdict(part), "state": state, "is_pinned": job.is_pinned}
-            self._say("part_saved", said, where)
+            content = json.dumps(said).encode()
+            self._say(PartSaved(job.generation, job.rank, job.step, content))
         except _GivenUp:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
             message = f"{type(error).__name__}: {error}"
             where_ = (job.generation, job.step, message)
             log.warning('generation=%d step=%d save failed reason="%s"', *where_)
-            self._say("part_failed", {}, {"message": message, **where})
+            self._say(PartFailed(job.generation, job.rank, job.step, message))
         finally:
             self._memory.give(copies)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.store import StoreClient
 
@@ -386,13 +387,14 @@ def form(
     return Formation(build_whole)
 
 
-def form_for(spec: WorkerSpec, header: dict[str, Any], device: torch.device) -> Formation:
-    """The group that a Form command asks for."""
+def form_for(spec: WorkerSpec, command: Form, device: torch.device) -> Formation:
+    """The group that it asks for, of more than one rank."""
+    assert command.store is not None
     return form(
-        store_address=header["store"],
-        prefix=f"{spec.run_id}/{header['generation']}",
-        rank=header["rank"],
-        world_size=header["world_size"],
+        store_address=command.store,
+        prefix=f"{spec.run_id}/{command.generation}",
+        rank=command.rank,
+        world_size=command.world_size,
         host=spec.host,
         device=device,
         join_timeout_s=spec.join_timeout_s,

@@ -6,7 +6,6 @@ by file name.
 """
 
 import ctypes
-import json
 import os
 import select
 import signal
@@ -16,14 +15,25 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from mmap import PROT_READ, mmap
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.pulse import (
+    TO_PULSE,
+    Heartbeat,
+    Question,
+    ReachAsked,
+    Reached,
+    Stacks,
+    StacksAsked,
+)
 from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
@@ -67,8 +77,8 @@ def start(
     return child
 
 
-def read_vitals(memory: mmap) -> dict[str, Any]:
-    """The part of a heartbeat that the worker itself shows."""
+def read_vitals(memory: mmap, worker: int) -> Heartbeat:
+    """What the worker itself shows of it."""
     while True:
         before, generation, step, phase, since, p95, num_seen, *others = LAYOUT.unpack_from(
             memory, 0
@@ -77,43 +87,47 @@ def read_vitals(memory: mmap) -> dict[str, Any]:
         if before and before == after and not before & 1:
             break
     number, collective, size, part, which, own_steps, own_s = others
-    return {
-        "generation": generation,
-        "step": step,
-        "phase": PHASES[phase],
-        "waits_for_peers": PHASES[phase] in WAITING,
-        "phase_s": round(time.monotonic() - since, 4),
-        "p95_s": None if p95 < 0 else p95,
-        "is_new_there": num_seen < ENOUGH,
-        "collective": [number, COLLECTIVES[collective], size],
-        "part": f"{PARTS[part]}{which}" if part else "",
-        "own_steps": own_steps,
-        "own_s": round(own_s, 6),
-    }
+    return Heartbeat(
+        worker=worker,
+        generation=generation,
+        step=step,
+        phase=PHASES[phase],
+        phase_s=round(time.monotonic() - since, 4),
+        p95_s=None if p95 < 0 else p95,
+        waits_for_peers=PHASES[phase] in WAITING,
+        process_state="",
+        collective=(number, COLLECTIVES[collective], size),
+        own_steps=own_steps,
+        own_s=round(own_s, 6),
+        is_new_there=num_seen < ENOUGH,
+        part=f"{PARTS[part]}{which}" if part else "",
+    )
 
 
 class Observed:
     """What can be seen of the worker from outside."""
 
-    def __init__(self, pid: int, vitals: int, interval_s: float) -> None:
-        self._pid, self._interval_s = pid, interval_s
+    def __init__(self, worker: int, pid: int, vitals: int, interval_s: float) -> None:
+        self._worker, self._pid, self._interval_s = worker, pid, interval_s
         self._memory, self._silences = mmap(vitals, 4096, prot=PROT_READ), Silences()
         self._stopped_since: float | None = None
 
-    def look(self) -> dict[str, Any]:
-        """A heartbeat."""
-        now = time.monotonic()
-        state = {"process_state": state_of(self._pid), **read_vitals(self._memory)}
-        state["memory"] = memory_of(self._pid)
-        state["unanswered"] = {}
-        if state["waits_for_peers"] and state["phase_s"] > self._interval_s:
-            state["unanswered"] = self._silences.look(self._pid, now)
+    def look(self) -> Heartbeat:
+        now, process_state = time.monotonic(), state_of(self._pid)
+        shown = read_vitals(self._memory, self._worker)
+        unanswered: dict[str, float] = {}
+        if shown.waits_for_peers and shown.phase_s > self._interval_s:
+            unanswered = self._silences.look(self._pid, now)
         else:
             self._silences.forget()
-        is_stopped = state["process_state"] == STOPPED
-        self._stopped_since = (self._stopped_since or now) if is_stopped else None
-        state["stopped_s"] = round(now - self._stopped_since, 3) if self._stopped_since else 0.0
-        return state
+        self._stopped_since = (self._stopped_since or now) if process_state == STOPPED else None
+        return replace(
+            shown,
+            process_state=process_state,
+            unanswered=tuple(unanswered.items()),
+            stopped_s=round(now - self._stopped_since, 3) if self._stopped_since else 0.0,
+            memory=memory_of(self._pid),
+        )
 
 
 class Line:
@@ -122,7 +136,7 @@ class Line:
     def __init__(
         self,
         controller: tuple[str, int],
-        hello: dict[str, Any],
+        hello: Hello,
         interval_s: float,
         silence_s: float,
     ) -> None:
@@ -133,18 +147,17 @@ class Line:
         self.heard_at = time.monotonic()
         """When somebody was last at the other end."""
 
-    def beat(self, heartbeat: dict[str, Any], answer: Callable[[dict[str, Any]], str]) -> None:
+    def beat(self, heartbeat: Heartbeat, answer: Callable[[Question], Stacks | Reached]) -> None:
         """Say how the worker does, and answer what is asked until the next heartbeat."""
         try:
             connection = self._connection = self._connection or self._dialled()
-            wire.send(connection, heartbeat)
+            connection.sendall(pack(heartbeat))
             self.heard_at = time.monotonic()
             has_question = select.poll()  # select() takes the first 1,024 files of a process only
             has_question.register(connection, select.POLLIN)
             if has_question.poll(1000 * self._interval_s):
-                question, _ = wire.receive(connection)
-                text = answer(question).encode()
-                wire.send(connection, {"type": question["type"]}, [memoryview(text)])
+                question = TO_PULSE.read(*wire.receive(connection))
+                connection.sendall(pack(answer(question)))
             if self._unanswered.look(connection, time.monotonic()) > self._silence_s:
                 self._renew(connection)
         except OSError:
@@ -163,7 +176,7 @@ class Line:
         """Raises OSError."""
         connection = socket.create_connection(self._controller, timeout=DIAL_S)
         connection.settimeout(PATIENCE * self._interval_s)
-        wire.send(connection, self._hello)
+        connection.sendall(pack(self._hello))
         return connection
 
 
@@ -179,21 +192,18 @@ def beat(
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    observed = Observed(parent, fds[0], interval_s)
-    hello = {"type": "hello", "role": "pulse", "worker": worker, "token": token}
-    line = Line(controller, hello, interval_s, silence_s)
+    observed = Observed(worker, parent, fds[0], interval_s)
+    line = Line(controller, Hello(token, worker, "pulse"), interval_s, silence_s)
     while os.getppid() == parent and time.monotonic() - line.heard_at < lease_s:
-        heartbeat = {"type": "heartbeat", "worker": worker, **observed.look()}
-        line.beat(heartbeat, lambda question: answer(question, parent, fds[1]))
+        line.beat(observed.look(), lambda question: answer(question, parent, fds[1]))
 
 
-def answer(question: dict[str, Any], parent: int, stacks: int) -> str:
-    """Where the worker's threads are, or which hosts can be reached from here."""
-    timeout_s = question["timeout_s"]
-    if question["type"] == "stacks":
-        return collect(parent, stacks, timeout_s)
-    addresses = {host: tuple(address) for host, address in question["addresses"].items()}
-    return json.dumps(sorted(reached(addresses, timeout_s)))
+def answer(question: Question, parent: int, stacks: int) -> Stacks | Reached:
+    match question:
+        case StacksAsked(timeout_s):
+            return Stacks(collect(parent, stacks, timeout_s).encode())
+        case ReachAsked(timeout_s, addresses):
+            return Reached(tuple(sorted(reached(dict(addresses), timeout_s))))
 
 
 if __name__ == "__main__":

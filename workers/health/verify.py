@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages import to_controller
 from workers.distributed.exchange import gather_json
 from workers.parallel.shards import is_shard, local
 from workers.train_state import serialization
@@ -66,8 +67,8 @@ def verify(member: "Member", every: int) -> None:
         )
     theirs = " ".join(str(ranks[index]) for index in odd)
     why = f"its replica, rank {theirs}, differs from the majority's {what}"
-    workers = [gathered[ranks[index]][0] for index in odd]
-    member.link.send("diverged", generation=member.generation, workers=workers, message=why)
+    workers = tuple(gathered[ranks[index]][0] for index in odd)
+    member.link.send(to_controller.Diverged(member.generation, workers, why))
     raise PeerLost(why)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_controller import Synced, SyncFailed
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.health.vitals import Vitals
 from workers.membership.link import ControllerLink
@@ -46,13 +47,15 @@ class Copying:
         self._is_lagging = False
         """The state is an old one; the source sends its own anew once a generation forms."""
 
-    def start(self, address: list[object] | None, wake: Callable[[], None]) -> None:
+    def start(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> None:
         """Follow the worker at `address`, instead of any earlier source; None: it is gone."""
         self.stop()
+        if address is None:
+            self._link.send(SyncFailed("cannot reach the source: it is gone"))
+            return
         try:
-            host, port = address or (None, None)
             self._following = Following(
-                (host, port),  # pyright: ignore[reportArgumentType]  (None raises TypeError)
+                address,
                 token=self._spec.token,
                 worker=self._spec.worker,
                 timeout_s=self._spec.join_timeout_s,
@@ -60,8 +63,8 @@ class Copying:
                 wake=wake,
             )
             self._standing.is_following = False
-        except (OSError, TypeError) as error:
-            self._link.send("sync_failed", reason=f"cannot reach the source: {error}")
+        except OSError as error:
+            self._link.send(SyncFailed(f"cannot reach the source: {error}"))
 
     def stop(self) -> None:
         """What was received stays."""
@@ -82,7 +85,7 @@ class Copying:
         if following.failure and self._vitals.phase == "lobby":
             failure = following.failure
             self.stop()
-            self._link.send("sync_failed", reason=failure)
+            self._link.send(SyncFailed(failure))
 
     def _apply(self, following: Following) -> None:
         train_state = self._replica
@@ -101,7 +104,7 @@ class Copying:
             self._vitals.step = train_state.step
             if header["queued"] == 0 and not self._standing.is_following:
                 self._standing.is_following = True
-                self._link.send("synced", step=train_state.step)
+                self._link.send(Synced(train_state.step))
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state stands at `step`, lags, or is_over(). PeerLost if it never will."""

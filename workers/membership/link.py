@@ -14,9 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import ANSWER, Hello, Leave, Resume, Resumed, Unknown
+from elastic.protocol.messages.to_controller import Heard, Introduction, Report
+from elastic.protocol.messages.to_worker import TO_WORKER, Command, SaveConcluded, Word
 from elastic.protocol.outbox import Outbox
 from workers.health.unanswered import Unanswered
 
@@ -32,13 +36,10 @@ ENDED_S = 1.0
 exit that comes before its own as an unexpected error, on the driver's console."""
 LAST_WORDS_S = 10.0
 """For a log on its way to a store; a process that has to leave may not take longer."""
-URGENT = ("abort", "pause", "checkpoint", "recall", "form", "finish", "holders")
-"""Commands that `on_command` is told of at once, before the main thread obeys them."""
-
 Address = tuple[str, int]
 
 
-class Unknown(ConnectionError):
+class NoLink(ConnectionError):
     """A controller has said that it does not know this link. Nothing else says so: who refuses a
     connection, or ends it without a word, may be a firewall, or a controller with a full house."""
 
@@ -71,9 +72,10 @@ class ControllerLink:
     once the controller has answered there: with no frame lost or repeated, both ends count them.
     A connection that ends, as all do that a firewall resets, is followed by another one likewise.
 
-    `on_command` is called in that thread with each urgent command, at once; the main thread finds
-    all commands in `commands`. Without a word from any controller for `lease_s`, or when it is
-    told to leave, the process ends itself: it would only compute what nobody counts.
+    `on_command` is called in that thread with each command, at once; the main thread finds all of
+    them in `commands`, among them None for each `wake`. Without a word from any controller for
+    `lease_s`, or when it is told to leave, the process ends itself: it would only compute what
+    nobody counts.
     """
 
     def __init__(
@@ -85,12 +87,12 @@ class ControllerLink:
         silence_s: float,
         lease_s: float,
         find: Callable[[], Address | None],
-        on_command: Callable[[dict[str, Any]], None],
-        on_found: Callable[[Address], dict[str, Any]],
+        on_command: Callable[[Command], None],
+        on_found: Callable[[Address], Introduction],
     ) -> None:
         """find: asks for the controller's address; it waits for Ray's head, if that is away.
         on_found: called with the address of a new controller; gives what to introduce us with."""
-        self.commands: queue.SimpleQueue[tuple[dict[str, Any], bytes]] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.recorded_step = 0
         """Steps that the controller has put on record."""
         self._went_back = 0  # the generation that last did
@@ -122,13 +124,17 @@ class ControllerLink:
         threading.Thread(target=self._redial, name="link-dialler", daemon=True).start()
         threading.Thread(target=self._send_late, name="link-sender", daemon=True).start()
 
-    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Report to the controller, or to the next one if there is none now. Never waits: a link
-        that is cut takes nothing more after a few dozen reports."""
-        frame = wire.pack({"type": kind, **fields}, payload)
+    def send(self, report: Report | Heard) -> None:
+        """To the controller, or to the next one if there is none now. Never waits: a link that is
+        cut takes nothing more after a few dozen reports."""
+        frame = pack(report)
         with self._lock:
             self._outbox.unsent.append(frame)
             self._flush()
+
+    def wake(self) -> None:
+        """Any thread: whoever waits for commands is to look around."""
+        self.commands.put(None)
 
     def go_back(self, generation: int, step: int) -> None:
         """This generation begins behind what is on record; its Joined says so."""
@@ -168,13 +174,13 @@ class ControllerLink:
             with self._lock:
                 self._flush()
 
-    def _connect(self, address: Address, introduction: dict[str, Any] | None = None) -> None:
+    def _connect(self, address: Address, introduction: Introduction | None = None) -> None:
         """Raises OSError."""
         connection = socket.create_connection(address, timeout=self._lease_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         session = secrets.token_hex(8)
-        wire.send(connection, self._hello(session, resumes=False))
-        first = () if introduction is None else ({"type": "standing", **introduction},)
+        connection.sendall(self._hello(session, resumes=False))
+        first = () if introduction is None else (pack(introduction),)
         with self._lock:
             self._session, self._address = session, address
             self._num_heard, self._heard_at = 0, time.monotonic()
@@ -182,12 +188,11 @@ class ControllerLink:
             while not self._seconds.empty():
                 if (second := self._seconds.get()) is not None:
                     second.close()
-            self._outbox.begin(*map(wire.pack, first))
+            self._outbox.begin(*first)
             self._go_on_over(connection)
 
-    def _hello(self, session: str, *, resumes: bool) -> dict[str, Any]:
-        hello = {"type": "hello", "role": "worker", "worker": self._worker, "token": self._token}
-        return {**hello, "session": session, "resumes": resumes}
+    def _hello(self, session: str, *, resumes: bool) -> bytes:
+        return pack(Hello(self._token, self._worker, "worker", session, resumes))
 
     def _go_on_over(self, connection: socket.socket) -> None:
         self._connection, self._num_sent = connection, 0
@@ -210,28 +215,25 @@ class ControllerLink:
 
     def _listen(self, connection: socket.socket) -> None:
         while True:
-            header, payload = wire.receive(connection)
+            message = TO_WORKER.read(*wire.receive(connection))
             self._heard_at = time.monotonic()
-            if header["type"] == "word":
+            if isinstance(message, Word):
                 with self._lock:
-                    self._outbox.heard(header["num_heard"])
-            else:
-                self._num_heard += 1
-                self.send("heard", num_heard=self._num_heard)
-            match header["type"]:
-                case "word" if header["formed"] < self._went_back:
-                    pass  # said before the controller heard of it
-                case "word":
-                    self.recorded_step = header["recorded_step"]
-                case "save_concluded":
-                    self.concluded_saves[header["step"]] = header["is_published"]
-                case "leave":
-                    time.sleep(ENDED_S)
-                    self._leave("the controller ended this worker")
-                case kind:
-                    if kind in URGENT:
-                        self._on_command(header)
-                    self.commands.put((header, bytes(payload)))
+                    self._outbox.heard(message.num_heard)
+                if message.formed >= self._went_back:  # else said before the controller heard of it
+                    self.recorded_step = message.recorded_step
+                continue
+            self._num_heard += 1
+            self.send(Heard(self._num_heard))
+            match message:
+                case SaveConcluded(step, is_published):
+                    self.concluded_saves[step] = is_published
+                case Leave(reason):
+                    time.sleep(0.0 if reason else ENDED_S)
+                    self._leave(reason or "the controller ended this worker")
+                case command:
+                    self._on_command(command)
+                    self.commands.put(command)
 
     def _take_up(self, former: socket.socket | None) -> bool:
         """Go on over a second connection, if the first was left for one; if that breaks, too, over
@@ -253,17 +255,19 @@ class ControllerLink:
         """False if it breaks, too, or has just been left."""
         try:
             second.settimeout(patience_s)
-            wire.send(second, {"type": "resume", "num_heard": self._num_heard})
-            resumed, _ = wire.receive(second)
+            second.sendall(pack(Resume(self._num_heard)))
+            resumed = ANSWER.read(*wire.receive(second))
             second.settimeout(self._lease_s)
         except OSError:
+            return False
+        if not isinstance(resumed, Resumed):
             return False
         with self._lock:
             if self._trying is not second:
                 return False
             self._is_leaving, self._trying = False, None
             self._heard_at = time.monotonic()
-            self._outbox.take_up(resumed["num_heard"])
+            self._outbox.take_up(resumed.num_heard)
             self._go_on_over(second)
         return True
 
@@ -291,7 +295,7 @@ class ControllerLink:
                 if silent_s <= self._silence_s:
                     continue
                 second = self._dialled(session)
-            except Unknown:
+            except NoLink:
                 second = None  # so nobody is at the first one's end
             except (wire.ConnectionClosed, ConnectionRefusedError):
                 if not self._has_successor(search, look_s):
@@ -329,17 +333,17 @@ class ControllerLink:
                 leaves.shutdown(socket.SHUT_RD)  # which tells the other end nothing
 
     def _dialled(self, session: str) -> socket.socket:
-        """A second connection to a controller that knows this link. Raises OSError, or Unknown."""
+        """A second connection to a controller that knows this link. Raises OSError, or NoLink."""
         second = socket.create_connection(self._address, timeout=DIAL_S)
         try:
             second.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             second.settimeout(self._silence_s)
-            wire.send(second, self._hello(session, resumes=True))
-            answer = wire.receive(second)[0]["type"]
-            if answer == "leave":
-                self._leave("the controller has ended this worker")
-            if answer == "unknown":
-                raise Unknown
+            second.sendall(self._hello(session, resumes=True))
+            answer = ANSWER.read(*wire.receive(second))
+            if isinstance(answer, Leave):
+                self._leave(answer.reason or "the controller has ended this worker")
+            if isinstance(answer, Unknown):
+                raise NoLink
         except OSError:
             second.close()
             raise
@@ -357,7 +361,7 @@ class ControllerLink:
             try:
                 if is_known and self._dials_again():
                     break
-            except Unknown:
+            except NoLink:
                 is_known = False
             with suppress(queue.Empty):
                 address = search.answer(RETRY_S)
@@ -368,10 +372,10 @@ class ControllerLink:
         end.cancel()
 
     def _dials_again(self) -> bool:
-        """Raises Unknown."""
+        """Raises NoLink."""
         try:
             second = self._dialled(self._session)
-        except Unknown:
+        except NoLink:
             raise
         except OSError:
             return False  # refused or ended, which a firewall does as well, out of reach, or slow

@@ -7,7 +7,7 @@ workers/train_state/train_state.py's.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,21 @@ import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages.to_worker import (
+    Abort,
+    Checkpoint,
+    Command,
+    Finish,
+    Form,
+    Holders,
+    Keep,
+    Load,
+    LogTo,
+    Pause,
+    Recall,
+    Sync,
+)
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.backup.client import BackupClient
@@ -32,7 +47,7 @@ from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.parallel.entering import enter_shard, pieces_of
 from workers.parallel.pieces import Pieces
-from workers.step.evaluation_log import Evaluated
+from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.train_state import TrainState, Update
@@ -78,7 +93,7 @@ class Member:
         self.is_evaluating = self.is_done = False
         self._told_at = 0.0
         """When it was last said that the hash of the final state gets further."""
-        self.evaluated = Evaluated(link)
+        self.evaluated = EvaluationLog(link)
         self.standing = Standing()
         self._pause_asked = self._aborted = 0  # generations; written by the link's thread
         self._save_asked = (0, 0)  # generation, step; likewise
@@ -94,28 +109,33 @@ class Member:
         self._copying = Copying(spec, train_state, link, vitals, device, *seams)
 
     # --- called by the link's thread -------------------------------------------------
-    def interrupt(self, header: dict[str, Any]) -> None:
-        """A command for a generation, at once."""
-        if header["type"] == "holders":
-            self.hear_holders(header)
-            return
-        generation = header["generation"]
-        self.standing.hear(header)
-        if header["type"] == "pause":
-            self._pause_asked = generation
-        if header["type"] == "checkpoint":
-            self._save_asked = (generation, header["step"])
-        if header["type"] not in ("abort", "recall"):
-            return
+    def interrupt(self, command: Command) -> None:
+        """At once, what cannot wait for the main thread."""
+        match command:
+            case Holders(holders):
+                self.hear_holders(holders)
+            case Form() | Finish():
+                self.standing.hear(command)
+            case Pause(generation):
+                self._pause_asked = generation
+            case Checkpoint(generation, step=step):
+                self._save_asked = (generation, step)
+            case Abort(generation) | Recall(generation):
+                self.standing.hear(command)
+                self._give_up(generation)
+            case Load() | Sync() | LogTo() | Keep():
+                pass
+
+    def _give_up(self, generation: int) -> None:
         self._aborted = max(self._aborted, generation)
         if self._formation is not None:
             self._formation.abandon()
         if self.group is not None and self.generation <= generation:
             self.group.abandon()
 
-    def hear_holders(self, header: dict[str, Any]) -> None:
+    def hear_holders(self, holders: Sequence[tuple[str, str, int]]) -> None:
         if self.backup_client is not None:
-            self.backup_client.hear(header["holders"])
+            self.backup_client.hear(holders)
 
     # --- what a step asks --------------------------------------------------------------
     @property
@@ -158,13 +178,9 @@ class Member:
             self._say_failed(error)
 
     def _say_failed(self, error: PeerLost) -> None:
-        self.link.send(
-            "collective_failed",
-            generation=self.generation,
-            rank=self.rank,
-            message=str(error)[:500],
-            is_refused=isinstance(error, CollectiveRefused),
-        )
+        is_refused = isinstance(error, CollectiveRefused)
+        why = str(error)[:500]
+        self.link.send(r.CollectiveFailed(self.generation, self.rank, why, is_refused))
 
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
@@ -213,16 +229,14 @@ class Member:
         if self.backup_client is not None:
             self.backup_client.before_pause(self.train_state, self)
         self.wait_for_copies()
-        self.link.send(
-            "paused", generation=self.generation, rank=self.rank, step=self.train_state.step
-        )
+        self.link.send(r.Paused(self.generation, self.rank, self.train_state.step))
 
     def wait_for_generation(self, *, is_in_step: bool = False) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
         self.standing.is_waiting = True
         while True:
             self.vitals.enter("done" if self.is_done else "lobby")
-            while not self._obey(*self._next_command()):
+            while not self._obey(self._next_command()):
                 if self.vitals.phase in FORMING:  # in vain: it waits for nobody now
                     self.vitals.enter("lobby")
             if is_in_step or not self.should_pause or self.is_evaluating or self.is_done:
@@ -231,91 +245,92 @@ class Member:
         self.standing.is_waiting = False
         self.vitals.enter("user")
 
-    def _next_command(self) -> tuple[dict[str, Any], bytes]:
+    def _next_command(self) -> Command:
         """The deadline of this wait is the lease: without a controller the process ends."""
         while True:
             self._take_on_newcomers()
             self._copying.apply_received()
-            header, payload = self.link.commands.get()
-            if header["type"] != "wake":
-                return header, payload
+            if (command := self.link.commands.get()) is not None:
+                return command
 
     def wake(self) -> None:
         """Any thread: there is something to do at the boundary."""
-        self.link.commands.put(({"type": "wake"}, b""))
+        self.link.wake()
 
-    def _obey(self, header: dict[str, Any], payload: bytes) -> bool:
-        """One command. True once a new generation has formed."""
-        match header["type"]:
-            case "load":
-                self._copying.stop()
-                with told_as_loss("it loaded the state"):
-                    damaged = self._on_load(header["place"], header["recorded_step"])
-                if self.train_state.sharded is None:
-                    self.records.go_back(self.train_state.step)
-                    self.records.repeat(self, header["recorded_step"])
-                self.standing.has_state = True
-                self.vitals.step = self.train_state.step
-                self.link.send(
-                    "loaded",
-                    step=self.train_state.step,
-                    damaged=[[d.step, d.what] for d in damaged],
-                )
-            case "sync":
-                self._follow(header)
-            case "log_to":
-                self._on_log_to(header["folder"])
-            case "abort" if header["generation"] == self.generation:
-                self._say_suspended()
-            case "recall":
+    def _obey(self, command: Command) -> bool:  # noqa: C901
+        """True once a new generation has formed."""
+        match command:
+            case Load():
+                self._load(command)
+            case Sync(address=address):
+                self._follow(address)
+            case LogTo(place):
+                self._on_log_to(place)
+            case Abort(generation):
+                if generation == self.generation:  # else it is a dead one's, and no news
+                    self._say_suspended()
+            case Recall():
                 self._copying.stop()
                 self.generation, self.rank, self.world_size = self.standing.told
                 self._say_suspended()
-            case "form":
-                return self._form(header, payload)
-            case "keep":
+            case Form():
+                return self._form(command)
+            case Keep():
                 self.saver.save_now(self.train_state, self)
-                self.link.send("kept", generation=self.generation, rank=self.rank)
-            case "finish":
-                self.end(header)
+                self.link.send(r.Kept(self.generation, self.rank))
+            case Finish():
+                self.end(command)
                 raise RunEnded
-            case _:
-                pass  # `interrupt` keeps a pause or save; an abort of a dead generation is no news
+            case Pause() | Checkpoint() | Holders():
+                pass  # `interrupt` has heard of it
         return False
+
+    def _load(self, command: Load) -> None:
+        self._copying.stop()
+        with told_as_loss("it loaded the state"):
+            damaged = self._on_load(command.place, command.recorded_step)
+        step = self.train_state.step
+        if self.train_state.sharded is None:
+            self.records.go_back(step)
+            self.records.repeat(self, command.recorded_step)
+        self.standing.has_state = True
+        self.vitals.step = step
+        self.link.send(r.Loaded(step, tuple((d.step, d.what) for d in damaged)))
 
     def _say_suspended(self) -> None:
         vote, sharded = self.records.last_vote, self.train_state.sharded
-        self.link.send(
-            "suspended",
-            vote[1] if vote else b"",
+        holds_nothing = sharded is not None and sharded.holds_nothing
+        report = r.Suspended(
             generation=self.generation,
             rank=self.rank,
-            step=-1 if sharded is not None and sharded.holds_nothing else self.train_state.step,
+            step=-1 if holds_nothing else self.train_state.step,
             is_prepared=self.prepared is not None,
             is_between_steps=self.is_evaluating or self.is_done,
             vote=vote[0] if vote else None,
             evaluation=self.evaluated.last,
+            payload=vote[1] if vote else b"",
         )
+        self.link.send(report)
 
-    def end(self, header: dict[str, Any]) -> None:
+    def end(self, command: Finish) -> None:
         """Say what is not on record (nobody will later), write the final state and say its hash;
         once more if a member was lost meanwhile."""
-        self.generation, self.rank = header["generation"], header["rank"]
-        self.world_size = header["world_size"]
+        self.generation, self.rank = command.generation, command.rank
+        self.world_size = command.world_size
         if self.rank == 0:
-            self.records.repeat(self, header["recorded_step"])
+            self.records.repeat(self, command.recorded_step)
         self.saver.give_up(self.generation - 1)
         self.vitals.enter("save")
         self._told_at = time.monotonic()
         try:  # the hash first: it is a collective, and the ranks' saves may take different times
-            sha256 = self._on_finish(self, header["log_folder"])
+            sha256 = self._on_finish(self, command.log_folder)
             self.saver.save_now(self.train_state, self, self._say_still_saving)
         except PeerLost as error:  # of a sharded state nobody can say the hash now
             self.collective_failed(error)
             return
         finally:
             self.vitals.enter("lobby")
-        self.link.send("ended", generation=self.generation, rank=self.rank, weights_sha256=sha256)
+        self.link.send(r.Ended(self.generation, self.rank, sha256))
 
     def say_still_hashing(self) -> None:
         """Called after each tensor, and said now and then."""
@@ -325,13 +340,13 @@ class Member:
             self._say_still_saving()
 
     def _say_still_saving(self) -> None:
-        self.link.send("still_saving", generation=self.generation, rank=self.rank)
+        self.link.send(r.StillSaving(self.generation, self.rank))
 
     # --- forming ---------------------------------------------------------------------------
-    def _form(self, header: dict[str, Any], payload: bytes) -> bool:
-        self.generation, self.rank = header["generation"], header["rank"]
-        self.world_size = header["world_size"]
-        self.link.recorded_step = header["recorded_step"]  # lower than before after a roll back
+    def _form(self, command: Form) -> bool:
+        self.generation, self.rank = command.generation, command.rank
+        self.world_size = command.world_size
+        self.link.recorded_step = command.recorded_step  # lower than before after a roll back
         self.vitals.generation = self.generation
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
@@ -344,15 +359,15 @@ class Member:
         began = time.monotonic()
         is_alone = self.world_size == 1
         self._formation = (
-            None if is_alone else process_group.form_for(self.spec, header, self.device)
+            None if is_alone else process_group.form_for(self.spec, command, self.device)
         )
         if self._formation is not None and self._aborted >= self.generation:
             self._formation.abandon()  # `interrupt` may have looked before it was there
         try:
-            self._reach(header, payload)
+            self._reach(command)
         except PeerLost as error:
             self._copying.stop()
-            self.link.send("sync_failed", reason=str(error))
+            self.link.send(r.SyncFailed(str(error)))
             return False
         state_s = time.monotonic() - began
         self._followers.renew(self._state_and_records)
@@ -362,11 +377,11 @@ class Member:
         is_sharded = self.train_state.sharded is not None
         with told_as_loss("it got its part of the state"):
             enter = enter_shard if is_sharded else Member._catch_up_late
-            has_entered = enter(self, header, pieces)
+            has_entered = enter(self, command, pieces)
         if not has_entered:
             return False
         self._copying.stop()
-        self._say_joined(header, state_s + time.monotonic() - began)
+        self._say_joined(command, state_s + time.monotonic() - began)
         return is_sharded or self._has_met(pieces)
 
     def _join_group(self) -> bool:
@@ -388,57 +403,57 @@ class Member:
             return False
         return True
 
-    def _say_joined(self, header: dict[str, Any], state_s: float) -> None:
-        self.should_pause = bool(header["then_pause"])
+    def _say_joined(self, command: Form, state_s: float) -> None:
+        self.should_pause = command.then_pause
         self.has_joined = self.standing.has_state = True
         self.standing.formed = self.generation
         where = (self.generation, self.train_state.step, self.rank, self.world_size)
         log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
-        said: dict[str, Any] = {"generation": self.generation, "rank": self.rank}
-        self.link.send("joined", state_s=round(state_s, 6), step=self.train_state.step, **said)
-        self.evaluated.hear(header["evaluation"], self.train_state.step)
+        step = self.train_state.step
+        self.link.send(r.Joined(self.generation, self.rank, round(state_s, 6), step))
+        self.evaluated.hear(command.evaluation, step)
         self.evaluated.say(self.rank)
         if self.rank == 0:
-            self.records.repeat(self, header["recorded_step"])
+            self.records.repeat(self, command.recorded_step)
 
-    def _reach(self, header: dict[str, Any], payload: bytes) -> None:
+    def _reach(self, command: Form) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
         if self.train_state.sharded is not None:
             return
-        if header["vote"] is not None and self.prepared is not None:
-            names = tuple(header["vote"]["log_names"])
+        if command.vote is not None and self.prepared is not None:
+            names = tuple(command.vote["log_names"])
             layout = replace(self.prepared.layout, log_names=names)
-            vector = np.frombuffer(payload, "<i8").astype(np.int64)
+            vector = np.frombuffer(command.payload, "<i8").astype(np.int64)
             prepared = replace(self.prepared, layout=layout)
             self.commit(prepared, decode(layout, vector), vector)
         self.prepared = None
         self.train_state.forget_unagreed()
-        self._copying.catch_up(header["step"], lambda: self._aborted >= self.generation)
+        self._copying.catch_up(command.step, lambda: self._aborted >= self.generation)
 
     # --- following and being followed --------------------------------------------------------
-    def _follow(self, header: dict[str, Any]) -> None:
+    def _follow(self, address: tuple[str, int] | None) -> None:
         if self.train_state.sharded is None:
-            self._copying.start(header["address"], self.wake)
+            self._copying.start(address, self.wake)
         else:  # its rows come when the generation forms
             self.train_state.sharded.forget()
             self.records.forget()
             self.standing.is_following = self.standing.has_state = True
-            self.link.send("synced", step=self.train_state.step)
+            self.link.send(r.Synced(self.train_state.step))
 
     def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
         return self.train_state.snapshot(), self.records.to_frame()
 
-    def _catch_up_late(self, header: dict[str, Any], pieces: Pieces) -> bool:
+    def _catch_up_late(self, command: Form, pieces: Pieces) -> bool:
         """False if the generation was given up, or the source is gone, which costs it as well."""
-        if self.train_state.step == header["step"]:
+        if self.train_state.step == command.step:
             return True
-        self.link.send("connected", generation=self.generation, rank=self.rank)
+        self.link.send(r.Connected(self.generation, self.rank))
         try:
-            self._copying.catch_up_late(header["step"], pieces)
+            self._copying.catch_up_late(command.step, pieces)
         except PeerLost as error:
             if self._aborted < self.generation:
                 self._copying.stop()
-                self.link.send("sync_failed", reason=str(error))
+                self.link.send(r.SyncFailed(str(error)))
             return False
         return True
 

@@ -4,7 +4,7 @@ The kinds are those of elastic/control/state.py `Standing`. Kept by the member's
 the link's thread: a member in the middle of a long step or evaluation answers at once.
 """
 
-from typing import Any
+from elastic.protocol.messages.to_worker import Finish, Form, OfGeneration, Recall
 
 
 class Standing:
@@ -22,11 +22,11 @@ class Standing:
         """generation, rank, world size"""
         self._is_finishing = False
 
-    def hear(self, header: dict[str, Any]) -> None:
-        """A command for a generation has come; the link's thread says so."""
-        if header["type"] in ("form", "recall", "finish"):
-            self.told = (header["generation"], header["rank"], header["world_size"])
-            self._is_finishing = header["type"] == "finish"
+    def hear(self, command: OfGeneration) -> None:
+        """It has come; the link's thread says so."""
+        if isinstance(command, Form | Recall | Finish):
+            self.told = (command.generation, command.rank, command.world_size)
+            self._is_finishing = isinstance(command, Finish)
 
     def kind(self, *, is_cancelled: bool) -> str:
         is_forming = self.told[0] > self.formed
@@ -38,13 +38,3 @@ class Standing:
             return "ready"
         is_at_work = not is_forming and not self.is_waiting and not is_cancelled
         return "working" if is_at_work else "stopped"
-
-    def to_json(self, *, step: int, is_cancelled: bool) -> dict[str, Any]:
-        generation, rank, world_size = self.told
-        return {
-            "kind": self.kind(is_cancelled=is_cancelled),
-            "generation": generation,
-            "rank": rank,
-            "world_size": world_size,
-            "step": step,
-        }

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from elastic.protocol.messages.to_controller import Committed
 from workers.membership.link import ControllerLink
 from workers.step.vote import Prepared, Vote, dump
 
@@ -133,14 +134,8 @@ class Records:
     def _say(self, by: Standing, steps: list[dict[str, Any]]) -> None:
         assert self.last_vote is not None
         layout, content = self.last_vote
-        self._link.send(
-            "committed",
-            content,
-            generation=by.generation,
-            world_size=by.world_size if self._is_delayed else 0,
-            steps=steps,
-            vote=layout,
-        )
+        world_size = by.world_size if self._is_delayed else 0
+        self._link.send(Committed(by.generation, world_size, tuple(steps), layout, content))
 
 
 def vote_in(frame: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:

@@ -6,9 +6,11 @@ member.py's.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic.protocol.errors import DamagedCheckpoint, PeerLost
+from elastic.protocol.messages.to_controller import Connected, SyncFailed
+from elastic.protocol.messages.to_worker import Form
 from workers.distributed.exchange import gather_json
 from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
@@ -28,7 +30,7 @@ def pieces_of(member: "Member") -> Pieces:
     return Pieces(member.group, member.device, say_alive, round_s)
 
 
-def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> bool:
+def enter_shard(member: "Member", form: Form, pieces: Pieces) -> bool:
     """Obey a Form command that a group has formed for. False if that failed.
 
     The state may be of an earlier step than the command's: the newest that is whole.
@@ -37,17 +39,17 @@ def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> boo
     sharded = train_state.sharded
     assert sharded is not None
     assert group is not None
-    member.hear_holders(header)
-    said: dict[str, Any] = {"generation": member.generation, "rank": member.rank}
+    member.hear_holders(form.holders)
+    connected = Connected(member.generation, member.rank)
     try:
         sharded.enter(
             group,
-            header["step"],
+            form.step,
             member.saver.catalogue,
             member.collective_failed,
             member.vitals.gathering,
             pieces=pieces,
-            on_connected=lambda: member.link.send("connected", **said),
+            on_connected=lambda: member.link.send(connected),
             generation=member.generation,
             known_step=member.records.known_step,
         )
@@ -55,7 +57,7 @@ def enter_shard(member: "Member", header: dict[str, Any], pieces: Pieces) -> boo
         member.records.learn(gather_json(group, frame, member.device)[0])
     except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
         sharded.forget()
-        member.link.send("sync_failed", reason=str(error))
+        member.link.send(SyncFailed(str(error)))
         return False
     except PeerLost as error:
         member.collective_failed(error)

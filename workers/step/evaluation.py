@@ -13,12 +13,12 @@ import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.messages.to_controller import Evaluation
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member, RolledBack
 from workers.reduction.tree import fold_scalars
-from workers.step.evaluation_log import Result
 from workers.step.randomness import seed_microbatch
 
 SCALAR = "value"
@@ -52,7 +52,7 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
     finally:
         member.is_evaluating = False
         member.vitals.enter("user")
-    member.evaluated.add(Result(step, ordinal, means, generation), member.rank)
+    member.evaluated.add(Evaluation(step, ordinal, means, generation), member.rank)
     return means[SCALAR] if list(means) == [SCALAR] else means
 
 

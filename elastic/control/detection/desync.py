@@ -7,8 +7,9 @@ Pure functions of heartbeats. Who makes no progress otherwise is hang.py's.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from elastic.control.detection.hang import PATIENCE, PATIENCE_UNKNOWN, Heartbeat, Watch, place_of
+from elastic.control.detection.hang import PATIENCE, PATIENCE_UNKNOWN, Watch, place_of
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.pulse import Heartbeat
 
 PATIENCE_WITH_STUCK = 20
 """Times `detect_s` that all members may wait in collectives without one of them coming to the next.

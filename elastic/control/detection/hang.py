@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from elastic.control.detection.patience import Costly, Place, lost_at
+from elastic.protocol.messages.pulse import Heartbeat
 
 Key = TypeVar("Key")
 
@@ -33,36 +34,6 @@ RESTING = ("lobby", "done")
 generation get there together, so that whoever is on its way yet is waited for..."""
 UNHURRIED = (*RESTING, RESTORING, "save", "starting")
 """...but for those who rest as well, and for those whose work has a limit of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    worker: int
-    generation: int
-    step: int
-    phase: str
-    """What the worker is doing, one of workers.health.vitals.PHASES."""
-    phase_s: float
-    """Seconds in it."""
-    p95_s: float | None
-    """The worker's own 95th percentile there; None: not known, or code that has no usual time."""
-    waits_for_peers: bool
-    process_state: str
-    """The letter in /proc/<pid>/stat; the heartbeat's sender is another process."""
-    collective: tuple[int, str, int] = (0, "", 0)
-    """Which of its generation's it waited for last: number, name, elements."""
-    own_steps: int = 0
-    """Steps whose own part, data and computation, it has done."""
-    own_s: float = 0.0
-    """Seconds of that part per micro-batch, the median of the last steps."""
-    is_new_there: bool = False
-    """It has been through this phase a few times only, of which `p95_s` is."""
-    part: str = ""
-    """Of the generation's group, whose `collective` it is; empty: the whole."""
-    unanswered: tuple[tuple[str, float], ...] = ()
-    """Hosts that have not answered it, and for how many seconds; looked at while it waits."""
-    stopped_s: float = 0.0
-    """For so long the pulse has seen its process stopped, whoever was told."""
 
 
 @dataclass(frozen=True, slots=True)

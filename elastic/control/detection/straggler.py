@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic.control.detection.hang import Heartbeat
+from elastic.protocol.messages.pulse import Heartbeat
 
 LONG_STEPS = 20
 """So many steps in a row make a straggler: no pause of a moment does."""

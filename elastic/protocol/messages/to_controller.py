@@ -1,0 +1,275 @@
+"""What a worker tells the controller, over its link."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args
+
+from elastic.protocol.messages.direction import Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Where a worker's process is."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+    device: str
+    peer_address: tuple[str, int]
+    """Where it listens for peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of one that was completed."""
+
+    step: int
+    ordinal: int
+    """How many were completed before it at this step."""
+    values: dict[str, float]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """To a controller that has taken over: where the worker stands."""
+
+    kind: str
+    """One of elastic.control.standing.KINDS."""
+    controller_before: tuple[str, int]
+    """Where its pulse has dialled until now."""
+    generation: int = 0
+    rank: int = 0
+    world_size: int = 0
+    step: int = 0
+    process: Process | None = None
+    """None while it is starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    step: int
+    damaged: tuple[tuple[int, str], ...]
+    """Checkpoints that could not be used: step, and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncFailed:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The group has formed; the worker gets its part of the state."""
+
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    generation: int
+    rank: int
+    state_s: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    generation: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    generation: int
+    rank: int
+    step: int
+    """-1: it holds nothing that could be said to be of a step."""
+    is_prepared: bool
+    is_between_steps: bool
+    vote: dict[str, Any] | None
+    """Layout of the vote of the last committed step, whose content is the payload."""
+    evaluation: Evaluation | None
+    """The last one that it has completed."""
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFailed:
+    generation: int
+    rank: int
+    message: str
+    is_refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Steps from the lowest rank, in order, and the vote of the last one."""
+
+    generation: int
+    world_size: int
+    """0: a step is on record once it is said; else once so many ranks have said `Held`."""
+    steps: tuple[dict[str, Any], ...]
+    """Lines of metrics.jsonl and samples.jsonl, by the files' stems."""
+    vote: dict[str, Any]
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank's copy of a step is held, or nobody is there to hold it."""
+
+    generation: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    step: int
+    why: str
+    """Why nobody holds this worker's newest copy; empty: one does again."""
+
+
+@dataclass(frozen=True, slots=True)
+class HolderSilent:
+    holder: tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Said by the lowest rank."""
+
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Diverged:
+    """These workers' replicas differ from the majority's."""
+
+    generation: int
+    workers: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartSaved:
+    """A rank's part of a checkpoint is durable."""
+
+    generation: int
+    rank: int
+    step: int
+    payload: bytes = b""
+    """JSON, for who publishes: the part's boxes, the header, whether it is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    generation: int
+    rank: int
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StillSaving:
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The user's loop has returned."""
+
+    generation: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    generation: int
+    rank: int
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrongInput:
+    message: str
+    is_unfit: bool
+    """It is the node that cannot serve the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserFailed:
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """The process ends itself."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNotice:
+    cause: str
+    notice_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    num_heard: int
+
+
+Report: TypeAlias = (
+    Introduction
+    | Ready
+    | Loaded
+    | Synced
+    | SyncFailed
+    | Connected
+    | Joined
+    | Paused
+    | Kept
+    | Suspended
+    | CollectiveFailed
+    | Committed
+    | Held
+    | Protected
+    | HolderSilent
+    | Evaluated
+    | Diverged
+    | PartSaved
+    | PartFailed
+    | StillSaving
+    | Done
+    | Ended
+    | WrongInput
+    | UserFailed
+    | LastWords
+    | DrainNotice
+)
+ToController: TypeAlias = Report | Heard
+
+TO_CONTROLLER: Direction[ToController] = Direction(
+    *get_args(ToController), parts=(Process, Evaluation)
+)
