@@ -17,6 +17,7 @@ from elastic.control.detection.hang import (
     Cut,
     Watch,
     all_suspects,
+    cause_of,
     hear_cut,
     last_move,
     place_of,
@@ -117,7 +118,7 @@ class Diagnosis:
         costly = (*self._cluster.host.costly(), *self._ended)
         seen = self._asked, self._cut
         for w, why in suspects(watches.values(), now, detect_s, *seen, costly):
-            cause = "heartbeat_silent" if "no heartbeat" in why else "hung"
+            cause = cause_of(watches[w], now, detect_s)
             found[w] = Suspect(cause, why, slow_in(watches[w], now, detect_s))
         if costly:
             for w, why in all_suspects(tuple(watches.values()), now, detect_s, *seen, ()):

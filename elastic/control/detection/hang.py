@@ -94,6 +94,13 @@ def absence(watched: Watch, now: float, detect_s: float) -> str | None:
     return None
 
 
+def cause_of(watched: Watch, now: float, detect_s: float) -> str:
+    """Of a suspect's loss, one of elastic.protocol.reports.CAUSES."""
+    stopped_s = 0.0 if watched.stopped_since is None else now - watched.stopped_since
+    is_known = watched.heartbeat.process_state in DEAD or stopped_s > detect_s
+    return "heartbeat_silent" if now - watched.heard_at > detect_s and not is_known else "hung"
+
+
 def slow_in(watched: Watch, now: float, detect_s: float) -> Place | None:
     """Where a suspect may be slow and no more; None if it is gone, stopped or silent."""
     if watched.stopped_since is not None or now - watched.heard_at > detect_s:
