@@ -55,8 +55,8 @@ MUTATIONS = (
     Mutation(
         "a generation that begins behind the record leaves the record as it is",
         CLUSTER,
-        'if is_first and report.step < self.recorded_step:',
-        'if is_first and report.step < 0:',
+        "if is_first and report.step < self.recorded_step:",
+        "if is_first and report.step < 0:",
         "tests/control/test_ray_cluster.py",
     ),
     Mutation(
