@@ -17,6 +17,7 @@ from elastic.control.transition import start
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of
 from elastic.on_ray.cluster import RayCluster
+from elastic.protocol.messages.to_controller import Loaded
 from elastic.store import run_directory
 from elastic.store.before import Before
 from elastic.store.catalogue import Damage
@@ -240,7 +241,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_line_and_no_internal_error(
         cluster.workers[0] = slot = SimpleNamespace(state="loading")  # type: ignore
         cluster._loading = 0
         s3.faults.is_unreachable = True
-        cluster._on_loaded(0, slot, {"damaged": [], "step": 0}, b"")  # type: ignore
+        cluster._on_loaded(0, slot, Loaded(0, ()))
         events = [await cluster.events.get()]
         assert (cluster.wrong_input, opened.directory) == (None, None)
         await close(opened)
