@@ -134,14 +134,15 @@ class LinkServer:
 
     def _talkable(self, header: wire.Header, writer: asyncio.StreamWriter) -> Hello | None:
         """Who shows the token, if both ends speak the same version."""
-        hello = GREETING.read(header)
-        if not isinstance(hello, Hello) or not isinstance(header.get("worker"), int):
+        worker = header.get("worker")
+        if not isinstance(worker, int):
             return None
-        if why := other_version(hello):
-            log.error('worker=%s refused reason="%s"', worker_name(hello.worker), why)
+        if why := other_version(header):
+            log.error('worker=%s refused reason="%s"', worker_name(worker), why)
             writer.write(pack(Leave(why)))
             return None
-        return hello
+        hello = GREETING.read(header)
+        return hello if isinstance(hello, Hello) else None
 
     async def _serve_pulse(
         self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -331,12 +331,19 @@ def test_a_worker_that_was_lost_during_a_cut_is_told_so_when_it_dials():
     assert controller.closed == []
 
 
-def test_a_worker_of_another_version_is_told_so_in_one_line():
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"type": "Hello", "version": VERSION + 1, "later": "a field of its own"},
+        {"type": "hello", "role": "worker"},  # of before there were versions
+    ],
+)
+def test_a_worker_of_another_version_is_told_so_in_one_line(hello):
     controller = Controller()
     with socket.create_connection(controller.address, timeout=60) as stranger:
-        stranger.sendall(pack(Hello("secret", 3, "worker", version=VERSION + 1)))
+        wire.send(stranger, {"token": "secret", "worker": 3, **hello})
         answer = ANSWER.read(*wire.receive(stranger))
     assert isinstance(answer, Leave)
-    assert f"version {VERSION + 1}" in answer.reason
+    assert f"it speaks version {hello.get('version')} " in answer.reason
     assert f"version {VERSION}" in answer.reason
     assert not controller.links.is_connected(3)

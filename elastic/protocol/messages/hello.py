@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
+from elastic.protocol.wire import Header
 
 VERSION = 1
 """Of all messages. Who hears another one in a hello says so and has nothing else to say."""
@@ -62,11 +63,13 @@ GREETING: Direction[Greeting] = Direction(*get_args(Greeting))
 ANSWER: Direction[Answer] = Direction(*get_args(Answer))
 
 
-def other_version(hello: Hello) -> str:
-    """Why one of another version cannot be talked to; empty if it can."""
-    if hello.version == VERSION:
+def other_version(header: Header) -> str:
+    """Why one of another version cannot be talked to; empty if it can. Asked before anything else
+    is read: another version's hello may have other fields."""
+    said = header.get("version")
+    if said == VERSION:
         return ""
     return (
-        f"it speaks version {hello.version} of the protocol and this process version {VERSION}: "
+        f"it speaks version {said} of the protocol and this process version {VERSION}: "
         "install the same elastic-ray-trainer on every node"
     )
