@@ -23,8 +23,10 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer, receive
 from elastic.on_ray.naming import NAMESPACE, end, this_host
 from elastic.on_ray.slots import Slot, end_process
-from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress, holders_for
+from elastic.protocol.messages.backup import Ping
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.to_worker import Holders
 from elastic.protocol.timeouts import Timeouts, timeouts_of
 from elastic.store.files import first_line
@@ -278,7 +280,7 @@ class BackupServers:
 async def dial(address: tuple[str, int], token: str) -> Connection:
     """A connection to a holder. Raises OSError."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), CONNECT_S)
-    writer.write(wire.pack({"type": "hello", "token": token}))
+    writer.write(pack(Hello(token)))
     return reader, writer
 
 
@@ -302,7 +304,7 @@ async def ping(
     late_s: float,
 ) -> None:
     """late_s: if this process was frozen, the answer waits to be read."""
-    writer.write(wire.pack({"type": "ping"}))
+    writer.write(pack(Ping()))
     answer = asyncio.ensure_future(receive(reader))
     try:
         await asyncio.wait({answer}, timeout=detect_s)

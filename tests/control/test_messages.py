@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from elastic.protocol import wire
-from elastic.protocol.messages import hello, pulse, to_controller, to_worker
+from elastic.protocol.messages import backup, hello, pulse, store, to_controller, to_worker
 from elastic.protocol.messages.direction import Direction, header_of, pack
 
 DIRECTIONS: tuple[Direction[Any], ...] = (
     hello.GREETING,
     hello.ANSWER,
+    backup.TO_BACKUP,
+    backup.FROM_BACKUP,
+    store.TO_STORE,
+    store.FROM_STORE,
     pulse.TO_PULSE,
     pulse.FROM_PULSE,
     to_worker.TO_WORKER,

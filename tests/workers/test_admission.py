@@ -14,6 +14,7 @@ import pytest
 from elastic.on_ray import links
 from elastic.on_ray.links import LinkServer
 from elastic.protocol import wire
+from elastic.protocol.messages.backup import Copies, Have
 from elastic.protocol.messages.direction import header_of
 from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.to_controller import Synced
@@ -79,7 +80,7 @@ class Holder:
 
     def assert_serves(self) -> None:
         with connect(self.address, "secret", PATIENCE_S) as connection:
-            assert ask(connection, {"type": "have"}) == {"type": "have", "copies": []}
+            assert ask(connection, Have()) == Copies(())
 
 
 class Controller:

@@ -6,8 +6,9 @@ import torch
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.backup import Slice
 from workers.backup.server import BackupServer
-from workers.backup.store import Copy, Key, Slice, crc32
+from workers.backup.store import Copy, Key, crc32
 from workers.distributed.process_group import Alone
 from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost

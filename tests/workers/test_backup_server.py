@@ -7,11 +7,25 @@ from contextlib import suppress
 import pytest
 
 from elastic.protocol import wire
+from elastic.protocol.messages.backup import (
+    FROM_BACKUP,
+    Copies,
+    Describe,
+    Described,
+    Have,
+    Held,
+    HeldCopy,
+    Push,
+    Refused,
+    Slice,
+    Sums,
+)
+from elastic.protocol.messages.direction import header_of, pack
 from workers.backup.server import BackupServer, ask, connect, read_rows
 from workers.backup.store import Key, crc32
 from workers.resharding.assemble import silence_s
 
-SLICES = [["w", "uint8", [8, 2], True, 2, 4, 8], ["n", "uint8", [], False, 0, 1, 1]]
+SLICES = (Slice("w", "uint8", (8, 2), True, 2, 4, 8), Slice("n", "uint8", (), False, 0, 1, 1))
 
 
 @pytest.fixture
@@ -22,22 +36,20 @@ def holder():
 
 
 def push(connection, generation=1, step=5, content=b"aabbccdd", settled=None):
-    header = {"type": "push", "key": [generation, 0, step], "origin": generation, "world_size": 2}
-    header |= {"state": {"a": 1}, "slices": SLICES, "settled": settled}
-    wire.send(connection, header, [memoryview(content), memoryview(b"!")])
-    sums = [crc32(memoryview(b"aabbccdd")), crc32(memoryview(b"!"))]
-    wire.send(connection, {"type": "sums", "sums": sums})
-    return wire.receive(connection)[0]
+    said = Push((generation, 0, step), generation, 2, {"a": 1}, SLICES, settled)
+    wire.send(connection, header_of(said), [memoryview(content), memoryview(b"!")])
+    sums = crc32(memoryview(b"aabbccdd")), crc32(memoryview(b"!"))
+    connection.sendall(pack(Sums(sums)))
+    return FROM_BACKUP.read(*wire.receive(connection))
 
 
 def test_what_was_pushed_is_offered_described_and_read(holder):
     with connect(holder.address, "secret", 60) as connection:
-        assert push(connection) == {"type": "held"}
+        assert push(connection) == Held()
     with connect(holder.address, "secret", 60) as reader:  # the trainer is gone
-        have = ask(reader, {"type": "have"})
-        assert have == {"type": "have", "copies": [[1, 0, 5, 1, 2, 9]]}
-        said = ask(reader, {"type": "describe", "key": [1, 0, 5]})["copy"]
-        assert said == {"state": {"a": 1}, "slices": SLICES}
+        assert ask(reader, Have()) == Copies((HeldCopy((1, 0, 5), 1, 2, 9),))
+        assert ask(reader, Describe((1, 0, 5))) == Described({"a": 1}, SLICES)
+        assert ask(reader, Describe((1, 0, 6))) == Described(None, ())
         into = [bytearray(4), bytearray(1)]
         pieces = [("w", 3, 2), ("n", 0, 1)]
         read_rows(reader, Key(1, 0, 5), pieces, [memoryview(b) for b in into])
@@ -48,15 +60,12 @@ def test_what_was_pushed_is_offered_described_and_read(holder):
 
 def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
     with connect(holder.address, "secret", 60) as connection:
-        assert push(connection, content=b"aabbXcdd") == {
-            "type": "refused",
-            "reason": "rank 0, step 5: w",
-        }
-        assert push(connection) == {"type": "held"}
+        assert push(connection, content=b"aabbXcdd") == Refused("rank 0, step 5: w")
+        assert push(connection) == Held()
         holder.shelf.copy(Key(1, 0, 5)).content[0] ^= 1
         with pytest.raises(LookupError, match="rank 0, step 5: w"):
             read_rows(connection, Key(1, 0, 5), [("w", 3, 1)], [memoryview(bytearray(2))])
-        assert ask(connection, {"type": "have"})["copies"] == []
+        assert ask(connection, Have()) == Copies(())
 
 
 class Large:
@@ -71,7 +80,7 @@ class Large:
 def test_what_a_holder_has_it_says_without_reading_it(holder):
     holder.shelf._copies[Large.key] = Large()
     with connect(holder.address, "secret", 60) as connection:
-        assert ask(connection, {"type": "have"})["copies"] == [[1, 0, 5, 1, 2, 40 * 10**9]]
+        assert ask(connection, Have()) == Copies((HeldCopy((1, 0, 5), 1, 2, 40 * 10**9),))
 
 
 def test_a_reader_s_patience_grows_with_the_copy():
@@ -81,14 +90,14 @@ def test_a_reader_s_patience_grows_with_the_copy():
 
 def test_a_generation_that_was_replaced_cannot_push(holder):
     with connect(holder.address, "secret", 60) as connection:
-        assert push(connection, generation=2) == {"type": "held"}
+        assert push(connection, generation=2) == Held()
         refused = push(connection, generation=1, step=6)
-        assert refused == {"type": "refused", "reason": "generation 1, 2 has begun"}
+        assert refused == Refused("generation 1, 2 has begun")
 
 
 def test_without_the_run_s_token_the_connection_is_closed(holder):
     with connect(holder.address, "wrong", 60) as connection, pytest.raises(ConnectionError):
-        ask(connection, {"type": "have"})
+        ask(connection, Have())
 
 
 def test_nonsense_closes_its_own_connection_only(holder):
@@ -97,13 +106,13 @@ def test_nonsense_closes_its_own_connection_only(holder):
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
     with connect(holder.address, "secret", 60) as connection:
-        assert ask(connection, {"type": "have"})["copies"] == []
+        assert ask(connection, Have()) == Copies(())
 
 
 def test_a_holder_ends_when_nobody_has_been_connected_for_its_lease(holder):
     waiting = threading.Thread(target=holder.wait_until_left, args=(0.2,), daemon=True)
     with connect(holder.address, "secret", 60) as connection:
-        ask(connection, {"type": "have"})
+        ask(connection, Have())
         waiting.start()
         waiting.join(0.6)
         assert waiting.is_alive()

@@ -3,7 +3,8 @@
 import pytest
 
 from elastic.protocol.backup_assignment import BackupAddress, holders_for
-from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Slice, Stale, crc32
+from elastic.protocol.messages.backup import Slice
+from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Stale, crc32
 
 
 def copy(generation, rank, step, content=b"aabbccdd!"):

@@ -10,6 +10,8 @@ import torch
 
 from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
 from workers.distributed import process_group
 from workers.distributed.admission import MAX_STRANGERS
 from workers.distributed.process_group import Formation
@@ -58,7 +60,7 @@ def test_a_stranger_reads_and_writes_nothing(rendezvous):
             StoreClient((host, port, shown), 0.2)
         stranger = socket.create_connection((host, port), LONG_S)
         with stranger, suppress(OSError):  # it may be closed already
-            wire.send(stranger, {"token": shown})
+            stranger.sendall(pack(Hello(shown)))
             wire.send(stranger, {"type": "set", "key": "0/0"}, [memoryview(b"mine")])
             wire.receive(stranger)
             pytest.fail("a stranger got an answer")

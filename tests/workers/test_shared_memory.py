@@ -1,18 +1,30 @@
 """Shadows that a holder of the same node reads where they are."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 from elastic.protocol import wire
+from elastic.protocol.messages.backup import (
+    FROM_BACKUP,
+    Copies,
+    Have,
+    Held,
+    Push,
+    Slice,
+    Sums,
+    Unshared,
+)
+from elastic.protocol.messages.direction import pack
 from workers.backup.server import BackupServer, ask, connect, read_rows
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
 from workers.membership.state_stream import as_bytes
 
 SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
-SLICES = [["w", "int32", [8, 2], True, 2, 4, 32], ["n", "float32", [], False, 0, 1, 4]]
+SLICES = (Slice("w", "int32", (8, 2), True, 2, 4, 32), Slice("n", "float32", (), False, 0, 1, 4))
 
 
 @pytest.fixture
@@ -32,11 +44,9 @@ def filled(arena: SharedArena) -> dict[str, torch.Tensor]:
 
 
 def push(connection, tensors, shared, step=5, settled=None):
-    header = {"type": "push", "key": [1, 0, step], "origin": 1, "world_size": 2, "state": {}}
-    wire.send(connection, {**header, "slices": SLICES, "settled": settled, "shared": shared})
-    sums = [crc32(as_bytes(t)) for t in tensors.values()]
-    wire.send(connection, {"type": "sums", "sums": sums})
-    return wire.receive(connection)[0]["type"]
+    connection.sendall(pack(Push((1, 0, step), 1, 2, {}, SLICES, settled, shared)))
+    connection.sendall(pack(Sums(tuple(crc32(as_bytes(t)) for t in tensors.values()))))
+    return type(FROM_BACKUP.read(*wire.receive(connection)))
 
 
 def read(connection, step=5) -> torch.Tensor:
@@ -48,7 +58,7 @@ def read(connection, step=5) -> torch.Tensor:
 def test_the_bytes_outlive_the_memory_of_who_wrote_them(connection):
     arena = SharedArena()
     tensors = filled(arena)
-    assert push(connection, tensors, arena.describe(tensors)) == "held"
+    assert push(connection, tensors, arena.describe(tensors)) is Held
     del arena, tensors
     gc.collect()
     assert read(connection).tolist() == [[2, 3], [4, 5]]
@@ -57,11 +67,11 @@ def test_the_bytes_outlive_the_memory_of_who_wrote_them(connection):
 def test_memory_that_was_written_again_is_a_damaged_copy(connection):
     arena = SharedArena()
     tensors = filled(arena)
-    assert push(connection, tensors, arena.describe(tensors)) == "held"
+    assert push(connection, tensors, arena.describe(tensors)) is Held
     tensors["w"][0, 0] = 9
     with pytest.raises(LookupError, match="rank 0, step 5: w"):
         read(connection)
-    assert ask(connection, {"type": "have"})["copies"] == []
+    assert ask(connection, Have()) == Copies(())
 
 
 def test_steps_that_are_settled_let_go_of_their_memory(connection):
@@ -69,8 +79,8 @@ def test_steps_that_are_settled_let_go_of_their_memory(connection):
     for step, arena in enumerate(arenas, start=5):
         tensors = filled(arena)
         settled = (1, 6) if step == 6 else None
-        assert push(connection, tensors, arena.describe(tensors), step, settled) == "held"
-    assert [copy[2] for copy in ask(connection, {"type": "have"})["copies"]] == [6]
+        assert push(connection, tensors, arena.describe(tensors), step, settled) is Held
+    assert [copy.key[2] for copy in ask(connection, Have()).copies] == [6]
 
 
 def test_another_process_s_file_is_not_taken_for_it(connection):
@@ -78,8 +88,8 @@ def test_another_process_s_file_is_not_taken_for_it(connection):
     tensors = filled(arena)
     shared = arena.describe(tensors)
     assert shared is not None
-    for wrong in ({"inode": shared["inode"] + 1}, {"path": "/proc/1/fd/999"}):
-        assert push(connection, tensors, {**shared, **wrong}) == "unshared"
+    for wrong in ({"inode": shared.inode + 1}, {"path": "/proc/1/fd/999"}):
+        assert push(connection, tensors, replace(shared, **wrong)) is Unshared
 
 
 def test_tensors_outside_of_the_arena_are_not_shared():

@@ -12,12 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.messages.to_controller import Held, HolderSilent, Protected, Report
+from elastic.protocol.messages import to_controller
+from elastic.protocol.messages.backup import (
+    FROM_BACKUP,
+    Held,
+    Ping,
+    Push,
+    Refused,
+    Settle,
+    Sums,
+    Unshared,
+)
+from elastic.protocol.messages.direction import header_of, pack
+from elastic.protocol.messages.to_controller import HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.copy import BackupCopy, bytes_of, is_older
@@ -236,7 +249,7 @@ class BackupClient:
             self._settle(settled)
         if shadow.key.generation == self._generation and self.delays_commits:
             generation, rank, step = shadow.key
-            self._send(Held(generation, rank, step))
+            self._send(to_controller.Held(generation, rank, step))
 
     def _tell_of(self, shadow: BackupCopy) -> None:
         """Whenever nobody holds it; and when that is over."""
@@ -249,15 +262,14 @@ class BackupClient:
 
     def _push(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> BackupAddress | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
-        header = {
-            "type": "push",
-            "key": list(shadow.key),
-            "origin": shadow.origin,
-            "world_size": shadow.mesh.world_size,
-            "state": shadow.state,
-            "slices": [s.to_json() for s in shadow.slices()],
-            "settled": settled,
-        }
+        push = Push(
+            key=shadow.key,
+            origin=shadow.origin,
+            world_size=shadow.mesh.world_size,
+            state=shadow.state,
+            slices=tuple(shadow.slices()),
+            settled=settled,
+        )
         self._failed = {h: failure for h, failure in self._failed.items() if h in self.holders}
         for holder in self.holders:
             if not self._is_wanted(shadow):
@@ -265,7 +277,7 @@ class BackupClient:
             if not self._is_worth_trying(holder):
                 continue
             try:
-                self._send_copy(holder, header, shadow)
+                self._send_copy(holder, push, shadow)
                 self._take_back(holder, settled)
                 return holder
             except (OSError, ValueError) as error:
@@ -286,7 +298,7 @@ class BackupClient:
             return False
         try:
             with connect(holder[1:], self._spec.token, ANSWER_S) as connection:
-                ask(connection, {"type": "ping"})
+                ask(connection, Ping())
         except OSError as error:
             self._failed[holder] = Failure(time.monotonic(), str(error))
             return False
@@ -299,15 +311,15 @@ class BackupClient:
     def _settle(self, settled: tuple[int, int]) -> None:
         assert self._connection is not None
         try:
-            wire.send(self._connection, {"type": "settle", "settled": settled})
+            self._connection.sendall(pack(Settle(settled)))
         except OSError:
             self._close()  # the next push finds out more
 
-    def _send_copy(self, holder: BackupAddress, header: wire.Header, shadow: BackupCopy) -> None:
+    def _send_copy(self, holder: BackupAddress, push: Push, shadow: BackupCopy) -> None:
         """Raises OSError, ValueError."""
         if self._connection is not None and self._connected_to == holder:
             try:
-                self._transfer(self._connection, holder, header, shadow)
+                self._transfer(self._connection, holder, push, shadow)
                 return
             except ConnectionError:  # `begin` may have ended what went before, as `hear` may
                 if not self._is_wanted(shadow) or holder not in self.holders:
@@ -316,18 +328,18 @@ class BackupClient:
         self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
         self._connected_to = holder
         self._connection.settimeout(self._silence_s)
-        self._transfer(self._connection, holder, header, shadow)
+        self._transfer(self._connection, holder, push, shadow)
 
     def _transfer(
         self,
         connection: socket.socket,
         holder: BackupAddress,
-        header: wire.Header,
+        push: Push,
         shadow: BackupCopy,
     ) -> None:
         self._sending = connection
         try:
-            self._transfer_whole(connection, holder, header, shadow)
+            self._transfer_whole(connection, holder, push, shadow)
         finally:
             self._sending = None
 
@@ -335,7 +347,7 @@ class BackupClient:
         self,
         connection: socket.socket,
         holder: BackupAddress,
-        header: wire.Header,
+        push: Push,
         shadow: BackupCopy,
     ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
@@ -343,22 +355,22 @@ class BackupClient:
         shadow.shared_with = None if shared is None else holder
         tensors = shadow.tensors.values()
         size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
-        wire.send_header(connection, {**header, "shared": shared}, size_bytes)
+        wire.send_header(connection, header_of(replace(push, shared=shared)), size_bytes)
         for view in map(bytes_of, tensors if shared is None else ()):
             for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
                 connection.sendall(view[first : first + PIECE_BYTES])
-        wire.send(connection, {"type": "sums", "sums": shadow.sums})
+        connection.sendall(pack(Sums(tuple(shadow.sums))))
         connection.settimeout(self._silence_s + size_bytes / CHECKED_BYTES_S)
-        answer, _ = wire.receive(connection)
+        answer = FROM_BACKUP.read(*wire.receive(connection))
         connection.settimeout(self._silence_s)
-        if answer["type"] == "unshared":
+        if isinstance(answer, Unshared):
             log.warning(
-                'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer["reason"]
+                'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer.reason
             )
             self._can_share = False
-            self._transfer_whole(connection, holder, header, shadow)
-        elif answer["type"] != "held":
-            raise ValueError(answer["reason"])
+            self._transfer_whole(connection, holder, push, shadow)
+        elif not isinstance(answer, Held):
+            raise ValueError(answer.reason if isinstance(answer, Refused) else f"{answer!r:.100}")
 
     def _close(self) -> None:
         if self._connection is not None:

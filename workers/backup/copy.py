@@ -11,8 +11,9 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
-from workers.backup.store import Key, Slice, crc32
+from workers.backup.store import Key, crc32
 from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import as_bytes
 from workers.parallel.shards import TensorLayout, kinds_of, local

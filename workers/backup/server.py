@@ -13,10 +13,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from elastic.protocol import wire
-from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Room, Slice, Stale, crc32
+from elastic.protocol.messages.backup import (
+    FROM_BACKUP,
+    TO_BACKUP,
+    Copies,
+    CopyKey,
+    Describe,
+    Described,
+    FromBackup,
+    Have,
+    Held,
+    HeldCopy,
+    Ping,
+    Pong,
+    Push,
+    Question,
+    Read,
+    Refused,
+    Rows,
+    Settle,
+    Shared,
+    Sums,
+    ToBackup,
+    Unshared,
+)
+from elastic.protocol.messages.direction import header_of, pack
+from elastic.protocol.messages.hello import Hello
+from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Room, Stale, crc32
 from workers.distributed.admission import Admission
 
 log = logging.getLogger(__name__)
@@ -54,14 +79,15 @@ class BackupServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self, connection: socket.socket, _hello: wire.Header) -> None:
+    def _serve(self, connection: socket.socket, _hello: Hello) -> None:
         with self._lock:
             self._open.add(connection)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             mapped: dict[int, memoryview] = {}
             while True:
-                self._answer(connection, *wire.receive_header(connection), mapped)
+                header, payload_bytes = wire.receive_header(connection)
+                self._answer(connection, TO_BACKUP.read(header), payload_bytes, mapped)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # closed by the other side, or not one of ours
         finally:
@@ -73,57 +99,57 @@ class BackupServer:
     def _answer(
         self,
         connection: socket.socket,
-        asked: wire.Header,
+        asked: ToBackup,
         payload_bytes: int,
         mapped: dict[int, memoryview],
     ) -> None:
         """mapped: what this trainer shares, by its serial number."""
-        match asked["type"]:
-            case "push":
+        match asked:
+            case Push():
                 self._take(connection, asked, payload_bytes, mapped)
-            case "settle":
+            case Settle(settled):
                 with self._lock:
-                    self.shelf.settle(*asked["settled"])
-            case "ping":
+                    self.shelf.settle(*settled)
+            case Ping():
                 with self._lock:  # who cannot have it is of no use
                     generation = self.shelf.generation
-                wire.send(connection, {"type": "pong", "generation": generation})
-            case "have":
-                wire.send(connection, self._have())
-            case "describe":
-                copy = self._found(asked["key"])
-                said = None if copy is None else described(copy)
-                wire.send(connection, {"type": "described", "copy": said})
-            case "read":
+                connection.sendall(pack(Pong(generation)))
+            case Have():
+                connection.sendall(pack(self._have()))
+            case Describe(key):
+                connection.sendall(pack(self._described(key)))
+            case Read():
                 self._read(connection, asked)
-            case kind:
-                raise ValueError(f"{kind} is not asked of a holder")
+            case Sums():
+                raise wire.BadFrame("sums of no copy")
 
     def _take(
         self,
         connection: socket.socket,
-        asked: wire.Header,
+        push: Push,
         payload_bytes: int,
         mapped: dict[int, memoryview],
     ) -> None:
-        shared, settled = asked.get("shared"), asked["settled"]
+        shared, settled = push.shared, push.settled
         room: Room = bytearray()
         if shared is None:
             with self._lock:
                 room = self.shelf.room(payload_bytes)
             wire.receive_into(connection, memoryview(room))
-        sums, _ = wire.receive(connection)
+        sums = TO_BACKUP.read(*wire.receive(connection))
+        if not isinstance(sums, Sums):
+            raise wire.BadFrame("a copy without sums")
         try:
             content = map_shared(shared, mapped) if shared else room
             copy = Copy(
-                Key(*asked["key"]),
-                asked["origin"],
-                asked["world_size"],
-                asked["state"],
-                tuple(Slice.from_json(s) for s in asked["slices"]),
+                Key(*push.key),
+                push.origin,
+                push.world_size,
+                push.state,
+                push.slices,
                 content,
-                tuple(sums["sums"]),
-                None if shared is None else tuple(shared["offsets"]),
+                sums.sums,
+                None if shared is None else shared.offsets,
             )
             if shared is None:  # else whoever reads it checks
                 copy.check()  # not under the lock: somebody may ask what there is
@@ -132,73 +158,71 @@ class BackupServer:
                     self.shelf.settle(*settled)
                 self.shelf.put(copy)
         except OSError as error:
-            wire.send(connection, {"type": "unshared", "reason": str(error)})
+            connection.sendall(pack(Unshared(str(error))))
         except (DamagedCopy, Stale) as error:
-            log.warning('copy=%s refused reason="%s"', asked["key"], error)
-            wire.send(connection, {"type": "refused", "reason": str(error)})
+            log.warning('copy=%s refused reason="%s"', list(push.key), error)
+            connection.sendall(pack(Refused(str(error))))
         else:
-            wire.send(connection, {"type": "held"})
+            connection.sendall(pack(Held()))
 
-    def _have(self) -> wire.Header:
+    def _have(self) -> Copies:
         with self._lock:
             copies = self.shelf.copies()
-        found = [[*c.key, c.origin, c.world_size, c.size_bytes] for c in copies]
-        return {"type": "have", "copies": found}
+        return Copies(tuple(HeldCopy(c.key, c.origin, c.world_size, c.size_bytes) for c in copies))
 
-    def _found(self, key: Sequence[int]) -> Copy | None:
+    def _described(self, key: CopyKey) -> Described:
+        copy = self._found(key)
+        return Described(None, ()) if copy is None else Described(copy.state, copy.slices)
+
+    def _found(self, key: CopyKey) -> Copy | None:
         with self._lock, suppress(LookupError):
             return self.shelf.copy(Key(*key))
         return None
 
-    def _read(self, connection: socket.socket, asked: wire.Header) -> None:
-        copy = self._found(asked["key"])
+    def _read(self, connection: socket.socket, asked: Read) -> None:
+        copy = self._found(asked.key)
         try:
             if copy is None:
                 raise LookupError("it is not held any more")
-            copy.check({name for name, *_ in asked["pieces"]})
-            rows = [copy.rows(*piece) for piece in asked["pieces"]]
+            copy.check({name for name, *_ in asked.pieces})
+            rows = [copy.rows(*piece) for piece in asked.pieces]
         except (LookupError, DamagedCopy) as error:
             if isinstance(error, DamagedCopy):
                 log.error('copy damaged reason="%s"', error)
                 with self._lock:
-                    self.shelf.remove(Key(*asked["key"]))
-            wire.send(connection, {"type": "refused", "reason": str(error)})
+                    self.shelf.remove(Key(*asked.key))
+            connection.sendall(pack(Refused(str(error))))
             return
-        wire.send(connection, {"type": "rows", "sums": [crc32(r) for r in rows]}, rows)
+        wire.send(connection, header_of(Rows(tuple(crc32(r) for r in rows))), rows)
 
 
-def map_shared(shared: dict[str, Any], mapped: dict[int, memoryview]) -> memoryview:
+def map_shared(shared: Shared, mapped: dict[int, memoryview]) -> memoryview:
     """A trainer's memory, mapped once. OSError if it is not to be had here."""
-    serial = shared["serial"]
+    serial = shared.serial
     if serial not in mapped:
-        file = os.open(shared["path"], os.O_RDONLY)
+        file = os.open(shared.path, os.O_RDONLY)
         try:
-            if os.fstat(file).st_ino != shared["inode"]:
-                raise OSError(f"{shared['path']} is another file here")
-            area = mmap.mmap(file, shared["size_bytes"], prot=mmap.PROT_READ)
+            if os.fstat(file).st_ino != shared.inode:
+                raise OSError(f"{shared.path} is another file here")
+            area = mmap.mmap(file, shared.size_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(file)
         mapped[serial] = memoryview(area)
     return mapped[serial]
 
 
-def described(copy: Copy) -> dict[str, Any]:
-    """What a reader needs to know before it asks for rows."""
-    return {"state": copy.state, "slices": [s.to_json() for s in copy.slices]}
-
-
 def connect(address: tuple[str, int], token: str, timeout_s: float) -> socket.socket:
     """A connection to a holder. Raises OSError, TimeoutError for a holder that says nothing."""
     connection = socket.create_connection(address, timeout=timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    wire.send(connection, {"type": "hello", "token": token})
+    connection.sendall(pack(Hello(token)))
     return connection
 
 
-def ask(connection: socket.socket, header: wire.Header) -> wire.Header:
-    """A request without a payload, and its answer. Raises OSError."""
-    wire.send(connection, header)
-    return wire.receive(connection)[0]
+def ask(connection: socket.socket, question: Question) -> FromBackup:
+    """Raises OSError."""
+    connection.sendall(pack(question))
+    return FROM_BACKUP.read(*wire.receive(connection))
 
 
 def read_rows(
@@ -211,16 +235,16 @@ def read_rows(
     """Rows of a copy into memory of their sizes. begin_piece: called before each; what it raises
     ends the reading. Raises OSError, LookupError and DamagedCopy."""
     begin_piece()
-    asked = {"type": "read", "key": list(key), "pieces": [list(p) for p in pieces]}
-    wire.send(connection, asked)
-    answer, size_bytes = wire.receive_header(connection)
-    if answer["type"] != "rows":
-        raise LookupError(answer["reason"])
+    connection.sendall(pack(Read(key, tuple(pieces))))
+    header, size_bytes = wire.receive_header(connection)
+    answer = FROM_BACKUP.read(header)
+    if not isinstance(answer, Rows):
+        raise LookupError(answer.reason if isinstance(answer, Refused) else f"{answer!r:.100}")
     if size_bytes != sum(len(view) for view in into):
         raise LookupError(f"{size_bytes} bytes came")
     for view in into:
         begin_piece()
         wire.receive_into(connection, view)
-    for (name, *_), view, expected in zip(pieces, into, answer["sums"], strict=True):
+    for (name, *_), view, expected in zip(pieces, into, answer.sums, strict=True):
         if crc32(view) != expected:
             raise DamagedCopy(f"rank {key.rank}, step {key.step}: {name}, on its way")

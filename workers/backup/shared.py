@@ -10,11 +10,11 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from elastic.protocol.messages.backup import Shared
 from workers.checkpoint.snapshot import Arena, aligned
 
 _serials = itertools.count()
@@ -42,8 +42,8 @@ class SharedArena(Arena):
         flat[begun:].zero_()
         self._flat = flat  # not before: another thread may take from it at once
 
-    def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """How another process of this node finds them, as JSON; None if some are elsewhere."""
+    def describe(self, tensors: Mapping[str, Tensor]) -> Shared | None:
+        """How another process of this node finds them; None if some are elsewhere."""
         begin, size_bytes = self._flat.data_ptr(), self._flat.nbytes
         offsets = [t.data_ptr() - begin if t.numel() else 0 for t in tensors.values()]
         ends = [at + t.nbytes for at, t in zip(offsets, tensors.values(), strict=True)]
@@ -51,5 +51,5 @@ class SharedArena(Arena):
             return None
         file = self._file.fileno()
         path = f"/proc/{os.getpid()}/fd/{file}"
-        place = {"path": path, "inode": os.fstat(file).st_ino, "serial": self._serial}
-        return {**place, "size_bytes": size_bytes, "offsets": offsets}
+        inode = os.fstat(file).st_ino
+        return Shared(path, inode, self._serial, size_bytes, tuple(offsets))

@@ -3,7 +3,7 @@
 Plain bytes: no torch, no sockets (server.py), no idea of what a state consists of.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
@@ -11,6 +11,8 @@ from operator import add
 from typing import Any, NamedTuple, cast
 
 from isal import isal_zlib
+
+from elastic.protocol.messages.backup import Slice
 
 crc32 = cast(Callable[[memoryview], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
 
@@ -36,29 +38,6 @@ class Key(NamedTuple):
     generation: int
     rank: int
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The rows of one tensor that a rank held; a replicated tensor counts as one row."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    is_sharded: bool
-    first_row: int
-    num_rows: int
-    size_bytes: int
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> "Slice":
-        name, dtype, shape, *rest = value
-        return cls(name, dtype, tuple(shape), *rest)
-
-    def to_json(self) -> list[Any]:
-        rows = [self.first_row, self.num_rows, self.size_bytes]
-        return [self.name, self.dtype, list(self.shape), self.is_sharded, *rows]
 
 
 @dataclass(slots=True)

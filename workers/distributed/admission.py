@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elastic.protocol import wire
+from elastic.protocol.messages.hello import GREETING, Hello, other_version
 
 MAX_STRANGERS = 64
 """Connections at a time that have not shown the token: the oldest one makes room for another."""
@@ -22,7 +23,7 @@ BUSY_S = 0.1
 EXIT_WITHOUT_SERVER = 45
 """Status of a process that nobody can reach any more."""
 
-Serve = Callable[[socket.socket, wire.Header], None]
+Serve = Callable[[socket.socket, Hello], None]
 
 
 def end_process(reason: str) -> None:
@@ -84,15 +85,26 @@ class Admission:
                     oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
     def _greet(self, connection: socket.socket) -> None:
-        hello: wire.Header | None = None
+        hello: Hello | None = None
         with suppress(OSError):
-            hello = wire.receive_hello(connection, time.monotonic() + wire.HELLO_S)
+            hello = self._known(wire.receive_hello(connection, time.monotonic() + wire.HELLO_S))
         with self._lock:
-            is_known = hello is not None and wire.has_token(hello, self._token)
-            is_admitted = connection in self._strangers and is_known
+            is_admitted = connection in self._strangers
             self._strangers.pop(connection, None)
         if hello is None or not is_admitted:
             connection.close()
             return
         connection.settimeout(None)  # whoever is admitted may be silent; its loss closes
         self._serve(connection, hello)
+
+    def _known(self, header: wire.Header) -> Hello | None:
+        """Who shows the token and speaks our version. Raises BadFrame."""
+        if not wire.has_token(header, self._token):
+            return None
+        hello = GREETING.read(header)
+        if not isinstance(hello, Hello):
+            return None
+        if why := other_version(hello):
+            print(f'{self._name} refused worker={hello.worker} reason="{why}"', file=sys.stderr)
+            return None
+        return hello

@@ -11,6 +11,9 @@ import threading
 from contextlib import suppress
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.store import TO_STORE, Get, Set, Value, Welcome
 from workers.distributed.admission import Admission
 
 MAX_VALUE_BYTES = 2**20
@@ -20,10 +23,7 @@ MAX_VALUE_BYTES = 2**20
 class StoreServer:
     """The keys and values of one generation, in the order in which they were set.
 
-    Who says the secret is welcomed. `{"type": "set", "key": k}`, with the value as its payload, is
-    not answered; `{"type": "get", "key": k, "seen": n}` is, once k is set: with everything that was
-    set after the first n, one frame each, the last of which says so.
-    """
+    What members say and are told is in elastic/protocol/messages/store.py."""
 
     def __init__(self, host: str) -> None:
         """host: the address that members reach, and the only one listened on."""
@@ -47,26 +47,26 @@ class StoreServer:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
 
-    def _serve(self, connection: socket.socket, _hello: wire.Header) -> None:
+    def _serve(self, connection: socket.socket, _hello: Hello) -> None:
         with self._lock:
             self._members.add(connection)
         with connection, suppress(OSError, ValueError, KeyError, TypeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.send(connection, {"type": "welcome"})
+            connection.sendall(pack(Welcome()))
             while not self._is_closed:
                 self._answer(connection)
         with self._lock:
             self._members.discard(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        asked, value_bytes = wire.receive_header(connection)
+        header, value_bytes = wire.receive_header(connection)
         if value_bytes > MAX_VALUE_BYTES:
             raise wire.BadFrame(f"{value_bytes} bytes are more than a value has")
-        value = bytes(wire.receive_exactly(connection, value_bytes))
-        if asked["type"] == "set":
-            self._set(str(asked["key"]), value)
-        else:
-            connection.sendall(self._since(str(asked["key"]), int(asked["seen"])))
+        match TO_STORE.read(header, wire.receive_exactly(connection, value_bytes)):
+            case Set(key, value):
+                self._set(str(key), value)
+            case Get(key, seen):
+                connection.sendall(self._since(str(key), int(seen)))
 
     def _set(self, key: str, value: bytes) -> None:
         with self._lock:
@@ -85,9 +85,7 @@ class StoreServer:
         with self._lock:
             news = self._log[seen:]
         last = len(news) - 1
-        return b"".join(
-            wire.pack({"key": k, "is_last": i == last}, v) for i, (k, v) in enumerate(news)
-        )
+        return b"".join(pack(Value(k, i == last, v)) for i, (k, v) in enumerate(news))
 
 
 class Rendezvous:

@@ -11,6 +11,9 @@ from typing import Any
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.store import FROM_STORE, Get, Set, Value
 
 AGAIN_S = 0.05
 
@@ -39,7 +42,7 @@ class StoreClient(Store):
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         with self._lock:
-            wire.send(self._connection, {"type": "set", "key": key}, [memoryview(content)])
+            self._connection.sendall(pack(Set(key, content)))
 
     def get(self, key: str) -> bytes:
         """Waits until somebody has set it. Raises OSError: late, or the generation is over."""
@@ -64,13 +67,15 @@ class StoreClient(Store):
 
     def _learn(self, key: str, deadline: float) -> None:
         self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-        wire.send(self._connection, {"type": "get", "key": key, "seen": self._num_seen})
+        self._connection.sendall(pack(Get(key, self._num_seen)))
         is_last = False
         while not is_last:
-            told, value = wire.receive(self._connection)
-            self._values[told["key"]] = bytes(value)
+            told = FROM_STORE.read(*wire.receive(self._connection))
+            if not isinstance(told, Value):
+                raise wire.BadFrame("a value was asked for")
+            self._values[told.key] = told.payload
             self._num_seen += 1
-            is_last = told["is_last"]
+            is_last = told.is_last
 
 
 def connect(address: Sequence[Any], deadline: float) -> socket.socket:
@@ -82,8 +87,8 @@ def connect(address: Sequence[Any], deadline: float) -> socket.socket:
         connection = socket.create_connection((host, port), left_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.send(connection, {"token": secret})
-            wire.receive(connection)
+            connection.sendall(pack(Hello(secret)))
+            FROM_STORE.read(*wire.receive(connection))
             return connection
         except ConnectionError:
             connection.close()

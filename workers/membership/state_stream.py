@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.hello import Hello
 from workers.checkpoint.snapshot import HostMemory, Snapshot
 from workers.distributed.admission import Admission
 from workers.train_state.out_of_memory import says_no_memory
@@ -194,11 +196,11 @@ class PeerServer:
         self._arrived: queue.SimpleQueue[Follower] = queue.SimpleQueue()
         Admission(self._listener, token, self._take, "peer server")
 
-    def _take(self, connection: socket.socket, hello: wire.Header) -> None:
+    def _take(self, connection: socket.socket, hello: Hello) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             watch_host(connection, self._detect_s, is_sender=True)
-            self._arrived.put(Follower(connection, int(hello["worker"])))
+            self._arrived.put(Follower(connection, int(hello.worker)))
             self._wake()
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
@@ -269,7 +271,7 @@ class Following:
         self._connection = socket.create_connection(address, timeout=timeout_s)
         self._connection.settimeout(None)  # a source between steps is silent; its loss closes,
         watch_host(self._connection, detect_s, is_sender=False)  # unless the link is cut
-        wire.send(self._connection, {"type": "hello", "worker": worker, "token": token})
+        self._connection.sendall(pack(Hello(token, worker)))
         threading.Thread(target=self._receive, name="following", daemon=True).start()
 
     def _receive(self) -> None:

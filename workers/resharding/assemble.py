@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.backup.store import DamagedCopy, Key
 from workers.distributed.exchange import gather_json
@@ -247,8 +248,10 @@ class Regather:
 
     def _described_copy(self, holder: BackupAddress, key: Key) -> list[Any] | None:
         with suppress(OSError), connect(holder[1:], self._token, HOLDER_S) as connection:
-            copy = ask(connection, {"type": "describe", "key": list(key)})["copy"]
-            return copy and [copy["state"], [s[:4] for s in copy["slices"]]]
+            copy = ask(connection, Describe(key))
+            if isinstance(copy, Described) and copy.state is not None:
+                kinds = [[s.name, s.dtype, list(s.shape), s.is_sharded] for s in copy.slices]
+                return [copy.state, kinds]
         return None
 
     def _exchange(
@@ -324,11 +327,12 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
     def ask_one(holder: BackupAddress) -> list[list[Any]]:
         try:
             with connect(holder[1:], token, timeout_s) as connection:
-                copies = ask(connection, {"type": "have"})["copies"]
+                have = ask(connection, Have())
         except OSError as error:
             log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
             return []
-        return [[list(holder), *c] for c in copies]
+        copies = have.copies if isinstance(have, Copies) else ()
+        return [[list(holder), *c.key, c.origin, c.world_size, c.size_bytes] for c in copies]
 
     with ThreadPoolExecutor(max(1, len(holders))) as pool:
         return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
