@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic.protocol import wire
-from elastic.protocol.messages import backup, hello, pulse, store, to_controller, to_worker
+from elastic.protocol.messages import backup, hello, peer, pulse, store, to_controller, to_worker
 from elastic.protocol.messages.direction import Direction, header_of, pack
 
 DIRECTIONS: tuple[Direction[Any], ...] = (
@@ -16,6 +16,7 @@ DIRECTIONS: tuple[Direction[Any], ...] = (
     hello.ANSWER,
     backup.TO_BACKUP,
     backup.FROM_BACKUP,
+    peer.TO_FOLLOWER,
     store.TO_STORE,
     store.FROM_STORE,
     pulse.TO_PULSE,

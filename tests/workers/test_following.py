@@ -11,6 +11,8 @@ import torch
 
 from elastic.protocol import wire
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages import peer
+from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.to_worker import Load, LogTo, Sync
 from tests.workers.session_rig import Rig
 from workers.train_state.digest import weights_sha256
@@ -121,7 +123,7 @@ def offer_too_much(listener: socket.socket) -> None:
     """A source whose state is larger than any memory."""
     connection, _ = listener.accept()
     wire.receive(connection)
-    wire.send(connection, {"type": "snapshot", "queued": 0, "tensors": [["w", "float32", [2**46]]]})
+    connection.sendall(pack(peer.State({}, {}, 0, (("w", "float32", (2**46,)),))))
 
 
 def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
 from tests.workers.session_rig import CPU, Rig
 from workers.checkpoint.snapshot import HostMemory
@@ -30,18 +31,18 @@ STEPS_MEANWHILE, STEPS = 4, 6
 @pytest.fixture
 def slow_link(monkeypatch):
     """The first state is on its way until `is_through`; whoever has `begun` to send it waits."""
-    begun, is_through, send_snapshot = (
+    begun, is_through, send_state = (
         threading.Event(),
         threading.Event(),
-        state_stream.send_snapshot,
+        state_stream.send_state,
     )
 
     def slowly(*arguments):
         begun.set()
         assert is_through.wait(LONG_S)
-        send_snapshot(*arguments)
+        send_state(*arguments)
 
-    monkeypatch.setattr(state_stream, "send_snapshot", slowly)
+    monkeypatch.setattr(state_stream, "send_state", slowly)
     monkeypatch.setattr(state_stream, "MAX_QUEUED_BYTES", 0)
     yield begun, is_through
     is_through.set()
@@ -122,9 +123,10 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
     for rig in (source, newcomer):
         rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)
     lag(source, newcomer, slow_link)
-    send_snapshot, took_s = state_stream.send_snapshot, []
+    send_state, took_s = state_stream.send_state, []
 
-    def slowly(connection, snapshot, queued):
+    def slowly(connection, start, queued):
+        snapshot = start.snapshot
         take, began = snapshot.take, time.monotonic()
         pause_s = 1.2 * LIMIT_S / len(snapshot.shapes)
 
@@ -133,10 +135,10 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
             return take(name)
 
         snapshot.take = take_slowly
-        send_snapshot(connection, snapshot, queued)
+        send_state(connection, start, queued)
         took_s.append(time.monotonic() - began)
 
-    monkeypatch.setattr(state_stream, "send_snapshot", slowly)
+    monkeypatch.setattr(state_stream, "send_state", slowly)
     hashes = enter_together(source, newcomer)
     assert hashes[0] == hashes[1]
     assert took_s[0] > LIMIT_S, "else this shows nothing"
@@ -158,14 +160,15 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
-        follower.offer({"type": "update", "step": step}, large)
+        update = peer.Update(step, True, 1.0, 1, (True,), (), (), 0, 0, {})
+        follower.offer(update, large)
     kinds = []
     memory = HostMemory()
     follower._queue.put(None)
     with suppress(OSError):
         while True:
-            header, _ = state_stream.receive_tensors(theirs, memory, lambda: None)
-            kinds.append(header["type"])
+            said, _ = state_stream.receive_tensors(theirs, memory, lambda: None)
+            kinds.append(type(said))
     assert follower.is_lagging
-    assert kinds.count("lags") == 1
-    assert kinds[-1] == "lags"
+    assert kinds.count(peer.Lags) == 1
+    assert kinds[-1] is peer.Lags

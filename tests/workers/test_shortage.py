@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Load
 from tests.workers.places import Place
 from tests.workers.session_rig import Rig, Tiny
@@ -42,7 +43,7 @@ def test_a_newcomer_whose_source_has_no_memory_for_its_copy_is_let_go(what):
     if what == "snapshot":
         follower.begin(Snapshot({}, LARGE), {})
     else:
-        follower.offer({}, LARGE)
+        follower.offer(peer.Update(1, True, 1.0, 1, (True,), (), (), 0, 0, {}), LARGE)
     theirs.settimeout(DEADLINE_S)
     while theirs.recv(2**16):
         pass

@@ -12,6 +12,7 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_controller import Synced, SyncFailed
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.health.vitals import Vitals
@@ -90,19 +91,22 @@ class Copying:
     def _apply(self, following: Following) -> None:
         train_state = self._replica
         while not following.received.empty():
-            header, tensors = following.received.get()
-            if header["type"] == "snapshot":
-                train_state.restore(header, tensors)
-                self._standing.has_state, self._is_lagging = True, False
-                self._on_replaced(header["records"])
-            elif header["type"] == "lags":
-                self._is_lagging = True
-            elif header["step"] == train_state.step + 1:
-                train_state.apply(Update.from_frame(header, tensors, self._device))
-                self._on_followed(header["records"])
-                following.memory.give(tensors)
+            said, tensors = following.received.get()
+            match said:
+                case peer.State():
+                    train_state.restore(said.state, tensors)
+                    self._standing.has_state, self._is_lagging = True, False
+                    self._on_replaced(said.records)
+                case peer.Lags():
+                    self._is_lagging = True
+                case peer.Update() if said.step == train_state.step + 1:
+                    train_state.apply(Update.from_message(said, tensors, self._device))
+                    self._on_followed(said.records)
+                    following.memory.give(tensors)
+                case peer.Update():
+                    pass  # it is part of the state that came
             self._vitals.step = train_state.step
-            if header["queued"] == 0 and not self._standing.is_following:
+            if said.queued == 0 and not self._standing.is_following:
                 self._standing.is_following = True
                 self._link.send(Synced(train_state.step))
 

@@ -204,7 +204,9 @@ class Member:
             log_names=layout.log_names,
         )
         self.records.add(update.step, prepared, vector, vote)
-        self._followers.offer(lambda: update.to_frame(self.records.to_frame(is_newest_enough=True)))
+        self._followers.offer(
+            lambda: update.to_message(self.records.to_frame(is_newest_enough=True))
+        )
         train_state.apply(update)
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause

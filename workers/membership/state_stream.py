@@ -14,13 +14,22 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from elastic.protocol import wire
-from elastic.protocol.messages.direction import pack
+from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.peer import (
+    TO_FOLLOWER,
+    Lags,
+    State,
+    TensorShapes,
+    ToFollower,
+    Update,
+)
 from workers.checkpoint.snapshot import HostMemory, Snapshot
 from workers.distributed.admission import Admission
 from workers.train_state.out_of_memory import says_no_memory
@@ -29,8 +38,6 @@ log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
 """Of updates that a follower has not been sent: one that is further behind lags."""
-LAGS: dict[str, Any] = {"type": "lags"}
-"""Instead of an update: nothing comes any more until a generation takes the follower in."""
 UNKNOWN_S = 60.0
 """Without detect_s: how long a host at the other end may be silent."""
 UNREAD = 10
@@ -51,8 +58,8 @@ def watch_host(connection: socket.socket, detect_s: float | None, *, is_sender: 
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
 
 
-def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> list[list[Any]]:
-    return [[n, str(d).removeprefix("torch."), list(s)] for n, (d, s) in shapes.items()]
+def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> TensorShapes:
+    return tuple((n, str(d).removeprefix("torch."), tuple(s)) for n, (d, s) in shapes.items())
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -60,19 +67,28 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def send_update(connection: socket.socket, header: dict[str, Any], tensors: Tensors) -> None:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The state that a follower begins with, or anew."""
+
+    snapshot: Snapshot
+    records: dict[str, Any]
+    """What is known of its last steps."""
+
+
+def send_update(connection: socket.socket, message: Update | Lags, tensors: Tensors) -> None:
     """tensors: contiguous, on the host."""
     described = describe({n: (t.dtype, t.shape) for n, t in tensors.items()})
     chunks = [as_bytes(t) for t in tensors.values() if t.numel()]
-    wire.send(connection, {**header, "tensors": described}, chunks)
+    wire.send(connection, header_of(replace(message, tensors=described)), chunks)
 
 
-def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) -> None:
+def send_state(connection: socket.socket, start: Start, queued: int) -> None:
     """Tensor by tensor, each copied just before it is sent."""
-    shapes = snapshot.shapes
+    snapshot, shapes = start.snapshot, start.snapshot.shapes
     size_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes.values())
-    header = {**snapshot.header, "queued": queued, "tensors": describe(shapes)}
-    wire.send_header(connection, header, size_bytes)
+    message = State(snapshot.header, start.records, queued, describe(shapes))
+    wire.send_header(connection, header_of(message), size_bytes)
     for name, (_, shape) in shapes.items():
         tensor = snapshot.take(name)
         if shape.numel():
@@ -81,15 +97,15 @@ def send_snapshot(connection: socket.socket, snapshot: Snapshot, queued: int) ->
 
 def receive_tensors(
     connection: socket.socket, memory: HostMemory, on_tensor: Callable[[], None]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    header, _ = wire.receive_header(connection)
+) -> tuple[ToFollower, dict[str, torch.Tensor]]:
+    message = TO_FOLLOWER.read(wire.receive_header(connection)[0])
     tensors: dict[str, torch.Tensor] = {}
-    for name, dtype, shape in header["tensors"]:
-        tensors[name] = memory.take(name, getattr(torch, dtype), shape)
+    for name, dtype, shape in message.tensors:
+        tensors[name] = memory.take(name, getattr(torch, dtype), torch.Size(shape))
         if tensors[name].numel():
             wire.receive_into(connection, as_bytes(tensors[name]))
         on_tensor()
-    return header, tensors
+    return message, tensors
 
 
 class Follower:
@@ -101,7 +117,7 @@ class Follower:
         self._connection = connection
         self._snapshot: Snapshot | None = None
         self._memory = HostMemory()
-        self._queue: queue.SimpleQueue[Snapshot | tuple[dict[str, Any], Tensors] | None] = (
+        self._queue: queue.SimpleQueue[Start | tuple[Update | Lags, Tensors] | None] = (
             queue.SimpleQueue()
         )
         self._queued_bytes = 0
@@ -110,11 +126,10 @@ class Follower:
 
     def begin(self, snapshot: Snapshot, records: dict[str, Any]) -> None:
         """The state to start from, or anew, and what is known of its last steps."""
-        snapshot.header["records"] = records
         self._snapshot, self.is_lagging = snapshot, False
-        self._queue.put(snapshot)
+        self._queue.put(Start(snapshot, records))
 
-    def offer(self, header: dict[str, Any], tensors: Tensors) -> None:
+    def offer(self, update: Update, tensors: Tensors) -> None:
         """Queue a copy of an update, unless it lags."""
         if self._queued_bytes > MAX_QUEUED_BYTES and not self.is_lagging:
             self._lag()
@@ -130,7 +145,7 @@ class Follower:
                 self._queued_bytes += sum(t.nbytes for t in tensors.values())
             for name, tensor in tensors.items():
                 copies[name].copy_(tensor.detach())
-            self._queue.put((header, copies))
+            self._queue.put((update, copies))
 
     def _lag(self) -> None:
         """What waits to be sent will be part of the state that it gets."""
@@ -140,7 +155,7 @@ class Follower:
             'later="it gets the state anew when it is let in, and the others wait for that"',
             self.worker,
         )
-        kept: list[Snapshot | None] = []
+        kept: list[Start | None] = []
         with suppress(queue.Empty):
             while True:
                 item = self._queue.get_nowait()
@@ -150,7 +165,7 @@ class Follower:
                     kept.append(item)
         for item in kept:
             self._queue.put(item)
-        self._queue.put((LAGS, {}))
+        self._queue.put((Lags(), {}))
 
     def _give_back(self, copies: Tensors) -> None:
         """Memory for the next updates."""
@@ -167,12 +182,12 @@ class Follower:
     def _send(self) -> None:
         try:
             while (item := self._queue.get()) is not None:
-                if isinstance(item, Snapshot):
-                    send_snapshot(self._connection, item, self._queue.qsize())
+                if isinstance(item, Start):
+                    send_state(self._connection, item, self._queue.qsize())
                     continue
-                header, tensors = item
-                header = {**header, "queued": self._queue.qsize()}
-                send_update(self._connection, header, tensors)
+                message, tensors = item
+                message = replace(message, queued=self._queue.qsize())
+                send_update(self._connection, message, tensors)
                 self._give_back(tensors)
         except (OSError, MemoryError, RuntimeError) as error:  # it may follow another one
             log.warning('newcomer=%d is fed no more reason="%s"', self.worker, error)
@@ -232,7 +247,7 @@ class Followers:
             if follower.is_lagging and not follower.is_lost:
                 follower.begin(*start())
 
-    def offer(self, describe: Callable[[], tuple[dict[str, Any], Tensors]]) -> None:
+    def offer(self, describe: Callable[[], tuple[Update, Tensors]]) -> None:
         """An update, asked for if there is anybody to take it."""
         self._all = [f for f in self._all if not f.is_lost]
         if self._all:
@@ -254,7 +269,7 @@ class Following:
         detect_s: float | None,
         wake: Callable[[], None],
     ) -> None:
-        self.received: queue.SimpleQueue[tuple[dict[str, Any], dict[str, torch.Tensor]]] = (
+        self.received: queue.SimpleQueue[tuple[ToFollower, dict[str, torch.Tensor]]] = (
             queue.SimpleQueue()
         )
         self.arrived = threading.Event()

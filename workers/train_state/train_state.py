@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from elastic.protocol.messages import peer
 from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.parallel.row_step import on_rows
 from workers.parallel.shards import is_shard, local
@@ -46,21 +47,20 @@ class Update:
     tracked: tuple[str, ...]
     log_names: tuple[str, ...]
 
-    def to_frame(self, records: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Header and the tensors themselves, for followers. records: what is known of the step."""
-        header = {
-            "type": "update",
-            "step": self.step,
-            "is_finite": self.is_finite,
-            "divisor": self.divisor.hex(),
-            "num_microbatches": self.num_microbatches,
-            "used": [int(u) for u in self.used],
-            "tracked": list(self.tracked),
-            "log_names": list(self.log_names),
-            "num_buffers": len(self.buffers),
-            "num_integers": len(self.integers),
-            "records": records,
-        }
+    def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
+        """For followers, with the tensors themselves. records: what is known of the step."""
+        message = peer.Update(
+            step=self.step,
+            is_finite=self.is_finite,
+            divisor=self.divisor,
+            num_microbatches=self.num_microbatches,
+            used=self.used,
+            tracked=self.tracked,
+            log_names=self.log_names,
+            num_buffers=len(self.buffers),
+            num_integers=len(self.integers),
+            records=records,
+        )
         tensors = {
             f"g{i}": g
             for i, (g, is_used) in enumerate(zip(self.gradients, self.used, strict=True))
@@ -68,24 +68,24 @@ class Update:
         }
         tensors |= {f"b{i}": b for i, b in enumerate(self.buffers)}
         tensors |= {f"i{i}": b for i, b in enumerate(self.integers)}
-        return header, tensors
+        return message, tensors
 
     @classmethod
-    def from_frame(
-        cls, header: dict[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
+    def from_message(
+        cls, said: peer.Update, tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> "Update":
         here = {n: t.to(device) for n, t in tensors.items()}
         return cls(
-            step=header["step"],
-            is_finite=header["is_finite"],
-            divisor=float.fromhex(header["divisor"]),
-            num_microbatches=header["num_microbatches"],
-            used=tuple(bool(u) for u in header["used"]),
-            gradients=tuple(here.get(f"g{i}") for i in range(len(header["used"]))),
-            buffers=tuple(here[f"b{i}"] for i in range(header["num_buffers"])),
-            integers=tuple(here[f"i{i}"] for i in range(header["num_integers"])),
-            tracked=tuple(header["tracked"]),
-            log_names=tuple(header["log_names"]),
+            step=said.step,
+            is_finite=said.is_finite,
+            divisor=said.divisor,
+            num_microbatches=said.num_microbatches,
+            used=said.used,
+            gradients=tuple(here.get(f"g{i}") for i in range(len(said.used))),
+            buffers=tuple(here[f"b{i}"] for i in range(said.num_buffers)),
+            integers=tuple(here[f"i{i}"] for i in range(said.num_integers)),
+            tracked=said.tracked,
+            log_names=said.log_names,
         )
 
 

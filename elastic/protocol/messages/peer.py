@@ -1,0 +1,57 @@
+"""What a worker sends who follows it: its state, then what each step changes. Answered by nothing.
+
+The tensors that a message names follow it, one after the other, as they are in memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args
+
+from elastic.protocol.messages.direction import Direction
+
+TensorShapes: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype and shape of each, in the order in which they follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The whole of it, after a step."""
+
+    state: dict[str, Any]
+    """What `TrainState.restore` takes beside the tensors."""
+    records: dict[str, Any]
+    """Steps that are not on record yet, and the newest vote."""
+    queued: int
+    """So many messages wait to be sent after this one."""
+    tensors: TensorShapes
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step changes (workers/train_state/train_state.py): gradients g0, g1, ... by the
+    parameters' order, floating buffers b0, b1, ..., integer buffers i0, i1, ..."""
+
+    step: int
+    is_finite: bool
+    divisor: float
+    num_microbatches: int
+    used: tuple[bool, ...]
+    tracked: tuple[str, ...]
+    log_names: tuple[str, ...]
+    num_buffers: int
+    num_integers: int
+    records: dict[str, Any]
+    queued: int = 0
+    tensors: TensorShapes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lags:
+    """Nothing comes any more until a generation takes the follower in."""
+
+    queued: int = 0
+    tensors: TensorShapes = ()
+
+
+ToFollower: TypeAlias = State | Update | Lags
+
+TO_FOLLOWER: Direction[ToFollower] = Direction(*get_args(ToFollower))
