@@ -36,6 +36,7 @@ from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.target import load_target, parse_arguments
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import ControllerLost, WrongInput, in_words
+from elastic.protocol.membership import counted
 from elastic.store.files import Folder, encode, open_folder
 from elastic.store.journal import read_lines
 from elastic.store.run_directory import RESULT_FIELDS, check_result, check_status
@@ -326,8 +327,8 @@ def status(
     if as_json:
         print(encode(found).decode())
         return 0
-    size = found["world_size"]
-    print(f"{printable(found['phase'])}, generation {found['generation']}, {size} workers")
+    size = counted(found["world_size"], "worker")
+    print(f"{printable(found['phase'])}, generation {found['generation']}, {size}")
     print(f"step {found['step']} of {found['steps']}")
     print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import counted
 from elastic.store.files import Folder, Kinds, check_kinds, first_line, open_folder, read_json
 from elastic.store.journal import LineTail
 from elastic.store.run_directory import check_status
@@ -264,7 +265,7 @@ def drawing(view: View, decisions: tuple[str, ...]) -> Group:
         f"step {view.step}/{view.status['steps']}",
         f"loss {loss_text(view)}",
         f"{view.metrics.get('step_s') or 0.0:.3f} s/step",
-        f"{view.status['phase']}, {num_workers} workers",
+        f"{view.status['phase']}, {counted(num_workers, 'worker')}",
     )
     lines = [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in decisions]
     return Group(head, worker_table(view.status), *lines)

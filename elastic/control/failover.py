@@ -29,7 +29,7 @@ from elastic.control.state import (
     Suspending,
     Waiting,
 )
-from elastic.protocol.membership import Membership, NumberSet
+from elastic.protocol.membership import Membership, NumberSet, counted
 
 IT_ENDED = "it ended"
 """Why a run was to stop whose journal does not say it."""
@@ -50,7 +50,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
         ledger = replace(ledger, step=proven_step(holding, limits))
-    found = f"a new controller: {len(standings)} workers found"
+    found = f"a new controller: {counted(len(standings), 'worker')} found"
     beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):
         if limits.is_sharded:

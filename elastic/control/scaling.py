@@ -28,7 +28,7 @@ from elastic.control.state import (
     Running,
     Waiting,
 )
-from elastic.protocol.membership import Membership, NumberSet, worker_name
+from elastic.protocol.membership import Membership, NumberSet, counted, worker_name
 
 MAX_SOURCES = 64
 """Newcomers of a waiting run are spread over at most so many holders."""
@@ -275,7 +275,7 @@ def form(
     rollers = rollers & NumberSet.of(survivors)
     roll_forward = tuple(rollers)
     vote_of = next((w for w in survivors if w not in rollers), None) if rollers else None
-    reason = f"generation {membership.generation}: {membership.world_size} workers"
+    reason = f"generation {membership.generation}: {counted(membership.world_size, 'worker')}"
     reason += f" at step {ledger.step}"
     if newcomers:
         reason += f", new {names(newcomers)}"

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 worker", "3 workers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def worker_name(worker: int) -> str:
     """The name a person reads (`status.json`, log files) of worker number `worker`."""
     return f"w{worker}"

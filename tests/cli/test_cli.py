@@ -241,7 +241,7 @@ def test_status_says_phase_workers_reason_and_age(run_dir, capsys):
     assert main(["status", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
-        "running, generation 3, 1 workers",
+        "running, generation 3, 1 worker",
         "step 7 of 10",
         "reason: w1 lost, 1 of 2 left",
     ]
