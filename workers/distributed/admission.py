@@ -101,10 +101,11 @@ class Admission:
         """Who shows the token and speaks our version. Raises BadFrame."""
         if not wire.has_token(header, self._token):
             return None
+        if why := other_version(header):
+            print(
+                f'{self._name} refused worker={header.get("worker")} reason="{why}"',
+                file=sys.stderr,
+            )
+            return None
         hello = GREETING.read(header)
-        if not isinstance(hello, Hello):
-            return None
-        if why := other_version(hello):
-            print(f'{self._name} refused worker={hello.worker} reason="{why}"', file=sys.stderr)
-            return None
-        return hello
+        return hello if isinstance(hello, Hello) else None
