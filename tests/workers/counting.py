@@ -16,7 +16,7 @@ class CountingGroup:
         self, group: AnyGroup, name: str = "", sent: dict[str, float] | None = None
     ) -> None:
         self._group, self._name = group, name
-        self.rank, self.world_size = group.rank, group.world_size
+        self._size = group.size()
         self.sent: dict[str, float] = {} if sent is None else sent
         """Bytes by part."""
 
@@ -28,7 +28,7 @@ class CountingGroup:
         return cast(AnyGroup, CountingGroup(part, name, self.sent))
 
     def all_reduce(self, tensor: Tensor) -> Pending:
-        self._count(2 * tensor.nbytes / self.world_size)
+        self._count(2 * tensor.nbytes / self._size)
         return cast(Pending, self._group.all_reduce(tensor))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Pending:
@@ -36,8 +36,8 @@ class CountingGroup:
         return cast(Pending, self._group.all_gather(outputs, tensor))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Pending:
-        others = (t.nbytes for r, t in enumerate(inputs) if r != self.rank)
-        self._count(sum(others) / max(self.world_size - 1, 1))
+        others = (t.nbytes for r, t in enumerate(inputs) if r != self._group.rank())
+        self._count(sum(others) / max(self._size - 1, 1))
         return cast(Pending, self._group.all_to_all(outputs, inputs))
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Pending:
@@ -45,9 +45,9 @@ class CountingGroup:
         return cast(Pending, self._group.all_gather_flat(output, tensor))
 
     def all_to_all_flat(self, output: Tensor, tensor: Tensor, *sizes: Sequence[int]) -> Pending:
-        self._count(tensor.nbytes / self.world_size)
+        self._count(tensor.nbytes / self._size)
         return cast(Pending, self._group.all_to_all_flat(output, tensor, *sizes))
 
     def _count(self, to_each: float) -> None:
-        total = self.sent.get(self._name, 0.0) + to_each * (self.world_size - 1)
+        total = self.sent.get(self._name, 0.0) + to_each * (self._size - 1)
         self.sent[self._name] = total

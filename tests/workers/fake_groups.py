@@ -26,11 +26,17 @@ class Done:
 class Flat:
     """The collectives of flat tensors, by those of lists."""
 
-    rank: int
-    world_size: int
+    _rank: int
+    _size: int
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        return self.all_gather(output.chunk(self.world_size), tensor.clone())
+        return self.all_gather(output.chunk(self._size), tensor.clone())
 
     def all_to_all_flat(
         self,
@@ -39,7 +45,7 @@ class Flat:
         out_sizes: Sequence[int] = (),
         in_sizes: Sequence[int] = (),
     ) -> Any:
-        equal = [tensor.numel() // self.world_size] * self.world_size
+        equal = [tensor.numel() // self._size] * self._size
         received, sent = (
             output.split(list(out_sizes) or equal),
             tensor.split(list(in_sizes) or equal),
@@ -51,23 +57,23 @@ class ThreadGroup(Flat):
     """One rank of a group of threads. Messages are copies, delivered in order per pair."""
 
     def __init__(self, rank: int, mailboxes: list[list["queue.Queue[Tensor]"]]) -> None:
-        self.rank, self.world_size = rank, len(mailboxes)
+        self._rank, self._size = rank, len(mailboxes)
         self._mailboxes = mailboxes  # [receiver][sender]
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Done:
         for receiver, tensor in enumerate(inputs):
-            self._mailboxes[receiver][self.rank].put(tensor.clone())
+            self._mailboxes[receiver][self._rank].put(tensor.clone())
         for sender, output in enumerate(outputs):
-            received = self._mailboxes[self.rank][sender].get(timeout=DEADLINE_S)
+            received = self._mailboxes[self._rank][sender].get(timeout=DEADLINE_S)
             assert received.shape == output.shape
             output.copy_(received)
         return Done()
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Done:
-        return self.all_to_all(outputs, [tensor] * self.world_size)
+        return self.all_to_all(outputs, [tensor] * self._size)
 
     def all_reduce(self, tensor: Tensor) -> Done:
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        parts = [torch.empty_like(tensor) for _ in range(self._size)]
         self.all_gather(parts, tensor)
         tensor.copy_(sum(parts[1:], parts[0]))
         return Done()
@@ -102,11 +108,11 @@ class GlooGroup(Flat):
     """One rank of a default gloo group."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        outputs[self.rank].copy_(inputs[self.rank])
-        others = [r for r in range(self.world_size) if r != self.rank]
+        outputs[self._rank].copy_(inputs[self._rank])
+        others = [r for r in range(self._size) if r != self._rank]
         works = [dist.isend(inputs[r], r) for r in others]
         works += [dist.irecv(outputs[r], r) for r in others]
         return _All(works)

@@ -138,4 +138,4 @@ class Rig:
         """Be a rank of `group` from now on."""
         assert self.session.step == 0  # waits for the first generation
         self.member.group = group
-        self.member.rank, self.member.world_size = group.rank, group.world_size
+        self.member.rank, self.member.world_size = group.rank(), group.size()

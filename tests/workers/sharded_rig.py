@@ -158,12 +158,12 @@ def train(
     """As a session does it, with a vote of what was used."""
     config, work = spec(parallel, reduction), work or Work()
     sharded = train_state.sharded
-    mesh = Mesh(parallel, group.world_size) if sharded is None else sharded.mesh
+    mesh = Mesh(parallel, group.size()) if sharded is None else sharded.mesh
     names = {id(p): n for n, p in train_state.model.named_parameters()}
     parameters = {names[id(p)]: p for p in train_state.parameters}
     reducer = new_reducer(config, train_state, parameters, group, mesh)
-    ids = mesh.ids(NUM_MICROBATCHES, group.rank)
-    num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank)
+    ids = mesh.ids(NUM_MICROBATCHES, group.rank())
+    num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank())
     for _ in range(num_steps):
         reducer.begin()
         train_state.buffers.begin_step()
@@ -216,12 +216,12 @@ def sha256(train_state: TrainState) -> str:
 def save_part(train_state: TrainState, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
     mesh = None if train_state.sharded is None else train_state.sharded.mesh
-    where = (group.rank, group.world_size, mesh)
+    where = (group.rank(), group.size(), mesh)
     snapshot = train_state.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
     boxes = [b for b, _ in share(train_state.tensors(), *where)]
     contents = [snapshot.take(b.name) for b in boxes]
     folder = catalogue_in(place).prepare(train_state.step)
-    name = file_name(generation, group.rank, group.world_size)
+    name = file_name(generation, group.rank(), group.size())
     nothing = memoryview(b"")
     chunks = [as_bytes(t) if t.numel() else nothing for t in contents]
     return write_part(folder, name, boxes, chunks), snapshot.header

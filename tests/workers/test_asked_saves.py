@@ -40,8 +40,8 @@ def test_all_ranks_save_the_same_step_whenever_they_hear_of_it(tmp_path):
         rig.form(generation=1, step=0)
 
     def body(group):
-        rig, is_late = rigs[group.rank], group.rank == 1
-        rig.join(InThread(group.rank, group._mailboxes))
+        rig, is_late = rigs[group.rank()], group.rank() == 1
+        rig.join(InThread(group.rank(), group._mailboxes))
         rig.step()
         if not is_late:
             rig.member.interrupt(asked(1))

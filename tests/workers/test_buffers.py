@@ -46,8 +46,8 @@ def _x(i: int) -> Tensor:
 
 def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatches: int) -> bool:
     """One step as a session makes it; False if buffers had to be tracked first."""
-    ids = microbatch_ids(num_microbatches, group.world_size, group.rank)
-    layout = FlatLayout({}, buffers.floating, group.world_size)
+    ids = microbatch_ids(num_microbatches, group.size(), group.rank())
+    layout = FlatLayout({}, buffers.floating, group.size())
     fold = TreeFold(layout, ids, num_microbatches)
     fold.begin()
     buffers.begin_step()

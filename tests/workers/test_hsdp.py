@@ -101,7 +101,7 @@ def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):
             enter(train_state, group, min(generation, STEPS))
             if generation < STEPS:
                 train(train_state, group, "hsdp:2", 1)
-            hashes.append((sha256(train_state), train_state.sharded.mesh.position(group.rank)))
+            hashes.append((sha256(train_state), train_state.sharded.mesh.position(group.rank())))
         return hashes
 
     found = run_ranks(4, body)

@@ -18,7 +18,7 @@ class Counting:
 
     def __init__(self, group: ThreadGroup) -> None:
         self._group, self.num_launched = group, 0
-        self.rank, self.world_size = group.rank, group.world_size
+        self.rank, self.size = group.rank, group.size
 
     def all_to_all_flat(self, *arguments: Any) -> Any:
         self.num_launched += 1
@@ -58,7 +58,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def reducer_of(model: nn.Module, group: Any, num_microbatches: int) -> tuple[BitwiseReducer, range]:
-    ids = microbatch_ids(num_microbatches, group.world_size, group.rank)
+    ids = microbatch_ids(num_microbatches, group.size(), group.rank())
     buffer = {"b": torch.zeros(3, dtype=torch.float64)}
     parameters = dict(model.named_parameters())
     return BitwiseReducer(parameters, buffer, group, ids, num_microbatches), ids
@@ -157,7 +157,7 @@ def test_a_parameter_with_two_gradients_in_a_backward_is_summed_after_it(monkeyp
 
 class Alone(ThreadGroup):
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
+        self._rank, self._size = 0, 1
 
 
 def test_what_a_gradient_raises_on_its_way_is_raised_where_the_step_is_finished() -> None:

@@ -36,8 +36,8 @@ def test_rank_micro_batch_and_parameter_are_named_when_the_run_stops(reduction):
         rig.form(generation=1, step=0)
 
     def body(group):
-        rig = rigs[group.rank]
-        rig.join(InThread(group.rank, group._mailboxes))
+        rig = rigs[group.rank()]
+        rig.join(InThread(group.rank(), group._mailboxes))
         assert rig.step().committed, "one such step is skipped"
         repeated = rig.step()
         assert not repeated.committed, "the next one would stop the run: it is looked at first"

@@ -64,8 +64,8 @@ def _reference(num_microbatches: int, leaf: int) -> Tensor:
 
 
 def _reduced(group: Any, num_microbatches: int, steps: int = 1) -> list[bytes]:
-    layout = _layout(group.world_size)
-    ids = microbatch_ids(num_microbatches, group.world_size, group.rank)
+    layout = _layout(group.size())
+    ids = microbatch_ids(num_microbatches, group.size(), group.rank())
     fold = TreeFold(layout, ids, num_microbatches)
     flats: list[Tensor] = []
     for _ in range(steps):
@@ -111,7 +111,7 @@ class InFlight:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.rank, self.world_size = group.rank, group.world_size
+        self.rank, self.size = group.rank, group.size
         self.now = self.most = 0
 
     is_settled = False
@@ -161,7 +161,7 @@ def test_a_missing_gradient_counts_as_positive_zero_wherever_its_micro_batch_ran
     layout = FlatLayout({"p": torch.empty(1)}, world_size=2)
 
     def reduced(group: Any) -> list[float]:
-        fold = TreeFold(layout, microbatch_ids(2, group.world_size, group.rank), 2)
+        fold = TreeFold(layout, microbatch_ids(2, group.size(), group.rank()), 2)
         fold.begin()
         for i in fold.ids:
             fold.add(i, [torch.tensor([-0.0])] if i == 0 else [None])

@@ -3,7 +3,6 @@
 import time
 from mmap import PROT_READ, mmap
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
@@ -13,6 +12,7 @@ from torch import nn
 
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
+from tests.workers.fake_groups import ThreadGroup
 from tests.workers.session_rig import Rig, Tiny, abort, form
 from tests.workers.sharded_rig import build, catalogue_in, save_part
 from workers.health.vitals import LAYOUT, PHASES
@@ -91,7 +91,7 @@ def publish(place: str, workload: Tiny) -> str:
     with torch.no_grad():
         for parameter in train_state.parameters:
             parameter.add_(1)
-    groups_of = [SimpleNamespace(rank=r, world_size=FILES) for r in range(FILES)]
+    groups_of = [ThreadGroup(r, [[]] * FILES) for r in range(FILES)]
     saved = [save_part(train_state, group, place, 1) for group in groups_of]
     catalogue_in(place).publish(0, 1, [part for part, _ in saved], saved[0][1], {})
     return weights_sha256(train_state.model)

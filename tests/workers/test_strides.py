@@ -108,7 +108,7 @@ def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, re
         replicas = [build("ddp", reduction, work) for _ in range(world_size)]
 
         def body(group, replicas=replicas):
-            train(replicas[group.rank], group, "ddp", STEPS, reduction, work)
+            train(replicas[group.rank()], group, "ddp", STEPS, reduction, work)
 
         if world_size == 1:
             train(replicas[0], Alone(), "ddp", STEPS, reduction, work)

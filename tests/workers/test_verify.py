@@ -83,12 +83,12 @@ def verified_of(replicas, mesh):
     def body(group):
         link = FakeLink()
         member = SimpleNamespace(
-            train_state=replicas[group.rank],
+            train_state=replicas[group.rank()],
             group=group,
             device=CPU,
             link=link,
             generation=4,
-            spec=SimpleNamespace(worker=10 + group.rank),
+            spec=SimpleNamespace(worker=10 + group.rank()),
             mesh=mesh,
         )
         try:

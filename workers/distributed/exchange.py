@@ -11,11 +11,11 @@ from workers.distributed.process_group import AnyGroup
 
 def gather_json(group: AnyGroup, value: Any, device: torch.device) -> list[Any]:
     """Every rank's JSON value, in rank order. A collective. Raises PeerLost."""
-    if group.world_size == 1:
+    if group.size() == 1:
         return [json.loads(json.dumps(value))]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=device)
-    sizes[group.rank] = text.size
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = text.size
     group.all_reduce(sizes).wait()
     counts = [int(n) for n in sizes.tolist()]
     outputs = [torch.empty(n, dtype=torch.uint8, device=device) for n in counts]

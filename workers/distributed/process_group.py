@@ -116,7 +116,7 @@ class Group:
     ) -> None:
         """store: what the backend was formed over, kept as long as the backend may ask it."""
         self.backend, self.backend_name, self._store = backend, backend_name, store
-        self.rank, self.world_size = rank, world_size
+        self._rank, self._size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = False
         self.on_wait: Callable[[int, str, int, str], None] = lambda number, name, size, part: None
@@ -128,15 +128,21 @@ class Group:
         self.form_part: FormPart | None = None
         """Forms another group over the same store; None: this group has no parts."""
 
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "AnyGroup":
         """The group of some of the ranks, this one among them, in that order; it is given up with
         this one. All of them must ask for it by the same name. Raises PeerLost."""
         if len(ranks) == 1:
             return Alone()
-        if list(ranks) == list(range(self.world_size)):
+        if list(ranks) == list(range(self._size)):
             return self
         assert self.form_part is not None
-        formation = self.form_part(name, list(ranks).index(self.rank), len(ranks))
+        formation = self.form_part(name, list(ranks).index(self._rank), len(ranks))
         self._adopt(formation)
         part = formation.wait(timeout_s)
         part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
@@ -160,7 +166,7 @@ class Group:
         if len({t.numel() for t in outputs}) == 1:
             what = ("all_gather", tensor.numel())
             return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
-        return self.all_to_all(outputs, [tensor] * self.world_size)
+        return self.all_to_all(outputs, [tensor] * self._size)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -244,10 +250,14 @@ class Group:
 class Alone:
     """The group of a single member: nothing to exchange, so it cannot fail."""
 
-    rank, world_size = 0, 1
-
     def __init__(self) -> None:
         self.is_abandoned = False
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Alone":
         return self

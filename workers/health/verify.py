@@ -40,11 +40,11 @@ def verify(member: "Member", every: int) -> None:
     """
     train_state, group = member.train_state, member.group
     assert group is not None
-    if group.world_size == 1 or train_state.step == 0 or train_state.step % every:
+    if group.size() == 1 or train_state.step == 0 or train_state.step % every:
         return
     hashes = fingerprints(train_state)
     mine = torch.tensor([combined(part) for part in hashes], device=member.device)
-    everyones = [torch.empty_like(mine) for _ in range(group.world_size)]
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
     group.all_gather(everyones, mine).wait()
     numbers = [one.tolist() for one in everyones]
     differing = [

@@ -35,7 +35,7 @@ class Collectives:
     ) -> None:
         """gathering: entered while this rank waits for its peers (workers/health/vitals.py)."""
         self._group, self._on_lost, self._gathering = group, on_lost, gathering
-        self.rank, self.world_size = group.rank, group.world_size
+        self.rank, self.world_size = group.rank(), group.size()
         self.sent_bytes = 0
         """What this rank has sent to others."""
         self._order = 0

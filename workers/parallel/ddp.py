@@ -19,5 +19,5 @@ def ddp_reducer(
 ) -> Reducer:
     if spec.reduction == "fast":
         return FastReducer(parameters, buffers, group)
-    ids = mesh.ids(spec.num_microbatches, group.rank)
+    ids = mesh.ids(spec.num_microbatches, group.rank())
     return BitwiseReducer(parameters, buffers, group, ids, spec.num_microbatches)

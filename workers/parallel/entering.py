@@ -53,7 +53,7 @@ def enter_shard(member: "Member", form: Form, pieces: Pieces) -> bool:
             generation=member.generation,
             known_step=member.records.known_step,
         )
-        frame = member.records.to_frame() if group.rank == 0 else None
+        frame = member.records.to_frame() if group.rank() == 0 else None
         member.records.learn(gather_json(group, frame, member.device)[0])
     except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
         sharded.forget()

@@ -49,7 +49,7 @@ class FsdpReducer:
         self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
         self._usage = Usage(model, self._parameters)
         self._replicas, self._num_shards = replicas, mesh.num_shards
-        self._all_ids = mesh.ids_of_replica(num_microbatches, mesh.replica(group.rank))
+        self._all_ids = mesh.ids_of_replica(num_microbatches, mesh.replica(group.rank()))
         self._round = 0
         self._folds = [
             _GroupFold(fsdp_group, replicas, self._all_ids, num_microbatches)
@@ -136,7 +136,7 @@ class _GroupFold:
         self.group, self._replicas = group, replicas
         self._params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         self._stack: CarryStack | ReplicaStack = CarryStack(num_microbatches)
-        if replicas.world_size > 1 and self._params:
+        if replicas.size() > 1 and self._params:
             like, size = self._like().new_empty(0, device=group.device), sum(self._sizes())
             self._stack = ReplicaStack(like, size, replicas, ids, num_microbatches)
         self._has_many_uses = False
@@ -174,7 +174,7 @@ class _GroupFold:
             return
         if is_bitwise:
             root = self._stack.root()
-        elif self._replicas.world_size > 1:
+        elif self._replicas.size() > 1:
             root = [self._summed()]
         else:
             return  # FSDP2 has put it there

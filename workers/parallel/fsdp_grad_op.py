@@ -44,7 +44,7 @@ class FsdpGradOpReducer:
         self._indices = [i for i, p in enumerate(self._parameters) if id(p) in by_id]
         self._params: list[Any] = [by_id[id(p)] for p in sharded.values()]
         self._layout = FlatLayout(self._pieces(sharded))
-        ids = mesh.ids(num_microbatches, group.rank)
+        ids = mesh.ids(num_microbatches, group.rank())
         # In fast mode a single leaf holds the sum of all passes.
         self._fold = TreeFold(self._layout, ids if is_bitwise else range(1), num_microbatches)
         for module in model.modules():
@@ -91,7 +91,7 @@ class FsdpGradOpReducer:
         self._model.release()
         gradients = [scalars.get(i) for i in range(len(self._parameters))]
         for part, flat in zip(self._layout.parts, self._to_owners(), strict=True):
-            mine = part.leaves[self._leaves_of(part.leaves, self._group.rank)]
+            mine = part.leaves[self._leaves_of(part.leaves, self._group.rank())]
             sizes = [self._layout.shapes[i].numel() for i in mine]
             for leaf, rows in zip(mine, flat.split(sizes), strict=True):
                 param = self._params[leaf % len(self._params)]
@@ -126,7 +126,7 @@ class FsdpGradOpReducer:
 
     def _to_owners(self) -> list[Tensor]:
         """Per part: this rank's rows of the sum over all ids, flat."""
-        sums, world_size = self._fold.sums(), self._group.world_size
+        sums, world_size = self._fold.sums(), self._group.size()
         if world_size == 1:
             return self._fold.release_root()
         blocks = [(Block(0, rank),) for rank in range(world_size)]
@@ -152,7 +152,7 @@ class FsdpGradOpReducer:
     ) -> Tensor:
         cut = [flats[part][: sum(sizes)].split(sizes) for flats in partials]
         sent = [torch.cat([of_block[rank] for of_block in cut]) for rank in range(len(sizes))]
-        size = sizes[self._group.rank]
+        size = sizes[self._group.rank()]
         received = [sent[0].new_empty(len(of_rank) * size) for of_rank in blocks]
         self._group.all_to_all(received, sent).wait()
         if size == 0:

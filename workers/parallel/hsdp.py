@@ -34,7 +34,7 @@ class ReplicaStack:
         self._size, self._replicas, self._ids = size, replicas, ids
         self._num_microbatches = num_microbatches
         slice_ = {"slice": like.new_empty(1).expand(size)}
-        layout = FlatLayout(slice_, world_size=replicas.world_size)
+        layout = FlatLayout(slice_, world_size=replicas.size())
         self._fold = TreeFold(layout, ids, num_microbatches)
         self.begin()
 

@@ -71,7 +71,7 @@ class Pieces:
         if self._round is not None:
             self._end_round()
         num_done = 0
-        while num_done < self._group.world_size:
+        while num_done < self._group.size():
             self._begin_round(is_done=True)
             num_done = self._end_round()
 

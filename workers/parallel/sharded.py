@@ -180,13 +180,13 @@ class Sharded:
         kinds = {c.kind for c in references}
         if kinds:
             kind = "checkpoint" if "checkpoint" in kinds else "initial"
-            self._take_reference(Ownership(kind, step), catalogue, mesh, group.rank, pieces)
+            self._take_reference(Ownership(kind, step), catalogue, mesh, group.rank(), pieces)
         else:
             known_step = step if known_step is None else known_step
             step, origin = self._take_rows(claims, step, known_step, mesh, group, pieces)
         self._generation = generation
-        position = mesh.position(group.rank)
-        self.holding = Ownership("rows", step, position, group.world_size, origin)
+        position = mesh.position(group.rank())
+        self.holding = Ownership("rows", step, position, group.size(), origin)
         self._group = group
         if shards is not None:
             self.collectives = Collectives(shards, on_lost, gathering)
@@ -194,7 +194,7 @@ class Sharded:
         self._replica.norm_of = self._norm
 
     def _new_mesh(self, group: AnyGroup) -> Mesh:
-        mesh = Mesh(self._spec.parallel, group.world_size)
+        mesh = Mesh(self._spec.parallel, group.size())
         if not is_hybrid(self._spec.parallel):
             return mesh
         return placed(mesh, gather_json(group, self._spec.node, self.model.device))
@@ -203,7 +203,7 @@ class Sharded:
         """The groups of the two axes; the shards' is returned, None if this rank stands by. Raises
         PeerLost."""
         self.collectives = self._replicas = None
-        rank, timeout_s = group.rank, self._spec.join_timeout_s
+        rank, timeout_s = group.rank(), self._spec.join_timeout_s
         if mesh.is_standby(rank):
             return None
         train_state, shard = mesh.replica(rank), mesh.shard(rank)
@@ -277,7 +277,7 @@ class Sharded:
         pieces.begin()  # the last exchange is over, and what came is no garbage of an abort
         self._live, self._memory = {}, found.memory
         self._is_untouched = False
-        self._place(mesh, group.rank, found.rows)
+        self._place(mesh, group.rank(), found.rows)
         shapes = {k.name: k.shape for k in found.kinds if k.is_sharded}
         self._install(found.header, found.rows, shapes)
         self.is_held = found.is_held
@@ -352,7 +352,7 @@ class Sharded:
         buffers = self._replica.buffers.floating
         num_microbatches = self._spec.num_microbatches
         is_bitwise = self._spec.reduction == "bitwise"
-        if mesh.is_standby(group.rank):
+        if mesh.is_standby(group.rank()):
             return StandbyReducer(parameters, buffers, group, mesh, num_microbatches)
         if self._spec.parallel == "fsdp-grad-op":
             return FsdpGradOpReducer(
@@ -387,13 +387,13 @@ class Sharded:
             return
         nothing = torch.empty(0, dtype=torch.uint8, device=self.model.device)
         first, size = mesh.ranks()[0], sum(t.nbytes for t in like)
-        gathered = [nothing.new_empty(size if r == first else 0) for r in range(group.world_size)]
+        gathered = [nothing.new_empty(size if r == first else 0) for r in range(group.size())]
         mine = nothing
-        if group.rank == first:
+        if group.rank() == first:
             flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.integers]
             mine = torch.cat(flat)
         group.all_gather(gathered, mine).wait()
-        if mesh.is_standby(group.rank):
+        if mesh.is_standby(group.rank()):
             parts = gathered[first].split([t.nbytes for t in like])
             pairs = zip(parts, like, strict=True)
             buffers.take_integers([p.clone().view(t.dtype).view(t.shape) for p, t in pairs])
@@ -402,15 +402,15 @@ class Sharded:
         """The 2-norm over the rows of all ranks, in the order of one rank. A collective."""
         assert self._group is not None
         group, mesh = self._group, self.mesh
-        is_first = mesh.position(group.rank) == 0
+        is_first = mesh.position(group.rank()) == 0
         is_mine = [  # every row counts once, and every scalar
-            mesh.replica(group.rank) == 0 if is_shard(g) else is_first for g in gradients
+            mesh.replica(group.rank()) == 0 if is_shard(g) else is_first for g in gradients
         ]
         counted = [local(g) for g, counts in zip(gradients, is_mine, strict=True) if counts]
         host = self.model.host
         mine = row_squares([g.to(host) for g in counted]).to(self.model.device)
         rows = [g.shape[0] if g.dim() else 1 for g in gradients]
-        sizes = [[len(mesh.own_rows(n, r)) for n in rows] for r in range(group.world_size)]
+        sizes = [[len(mesh.own_rows(n, r)) for n in rows] for r in range(group.size())]
         gathered = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
         group.all_gather(gathered, mine).wait()
         parts = [gathered[rank].split(sizes[rank]) for rank in mesh.ranks()]

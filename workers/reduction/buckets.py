@@ -52,7 +52,7 @@ class GradientBuckets:
         self._pending: list[Pending] = []
         self._error: Exception | None = None
         self._buffer_sums: Tensor | None = None
-        if group.world_size > 1:
+        if group.size() > 1:
             self._buckets = [_Bucket(m, self._parameters) for m in self._cut(bucket_bytes)]
             self._bucket_of = {i: b for b in self._buckets for i in b.members}
             self._hooks = [self._hook(i, p) for i, p in enumerate(self._parameters)]
@@ -101,7 +101,7 @@ class GradientBuckets:
         where there is none; else a parameter without gradient has zeros.
         """
         self._is_armed = False
-        if self._group.world_size == 1:
+        if self._group.size() == 1:
             for name, p in zip(self._names, self._parameters, strict=True):
                 refuse_sparse(name, p.grad)
             return [p.grad for p in self._parameters], self._buffer_sums

@@ -126,7 +126,7 @@ class BitwiseReducer:
     ) -> None:
         self._parameters = tuple(parameters.values())
         self._group, self._num_microbatches = group, num_microbatches
-        self._layout = FlatLayout(parameters, buffers, group.world_size)
+        self._layout = FlatLayout(parameters, buffers, group.size())
         self._fold = TreeFold(self._layout, ids, num_microbatches)
         self._used = [False] * len(self._parameters)
         self._result: Flats | None = None
@@ -136,9 +136,7 @@ class BitwiseReducer:
         """None: no backward has been seen. False: one gave a parameter two gradients, so that its
         first one says nothing."""
         self._hooks = (
-            [self._hook(i, p) for i, p in enumerate(self._parameters)]
-            if group.world_size > 1
-            else []
+            [self._hook(i, p) for i, p in enumerate(self._parameters)] if group.size() > 1 else []
         )
 
     def begin(self) -> None:
@@ -176,7 +174,7 @@ class BitwiseReducer:
         else:
             self._fold.add(microbatch_id, [*gradients, *buffers])
         if self._may_overlap is None:
-            self._may_overlap = self._group.world_size > 1
+            self._may_overlap = self._group.size() > 1
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

@@ -21,7 +21,7 @@ def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
 
     The result belongs to the caller, who divides it. Raises PeerLost.
     """
-    if group.world_size == 1:
+    if group.size() == 1:
         return fold.release_root()
     return TreeReduction(group, fold, num_microbatches).finish()
 
@@ -36,13 +36,13 @@ class TreeReduction:
     def __init__(self, group: Group, fold: TreeFold, num_microbatches: int) -> None:
         """Before `finish` only the pieces that were given to `launch` need be folded."""
         assert num_microbatches == fold.num_microbatches
-        world_size, self._group = group.world_size, group
+        world_size, self._group = group.size(), group
         sums = fold.sums()
         self._blocks = [
             blocks_of(microbatch_ids(num_microbatches, world_size, rank), num_microbatches)
             for rank in range(world_size)
         ]
-        assert list(self._blocks[group.rank]) == [block for block, _ in sums]
+        assert list(self._blocks[group.rank()]) == [block for block, _ in sums]
         self._partials = [flats for _, flats in sums]
         self._result = fold.release_first()
         self.pieces = [
@@ -100,15 +100,15 @@ class _Exchange:
         self, group: Group, blocks: list[tuple[Block, ...]], partials: list[Tensor], result: Tensor
     ) -> None:
         self._group, self._blocks, self._result = group, blocks, result
-        self._share = share = result.numel() // group.world_size
+        self._share = share = result.numel() // group.size()
         received = [len(b) * share for b in blocks]
         self._received = result.new_empty(sum(received))
         if len(partials) > 1:
-            by_owner = [p.view(group.world_size, share) for p in partials]
+            by_owner = [p.view(group.size(), share) for p in partials]
             self._sent = torch.stack(by_owner, dim=1).view(-1)
         else:
             self._sent = partials[0]
-        sent = [len(partials) * share] * group.world_size
+        sent = [len(partials) * share] * group.size()
         self.pending = group.all_to_all_flat(self._received, self._sent, received, sent)
 
     @torch.no_grad()

@@ -149,7 +149,7 @@ class Regather:
 
     def _ask_holders(self, timeout_s: float) -> None:
         found: list[Any] = []
-        if self._group.rank == 0:
+        if self._group.rank() == 0:
             found = copies_in(self._holders, self._token, timeout_s)
         for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
             self._group, found, self._device
@@ -233,7 +233,7 @@ class Regather:
                 log.error("step=%d this rank's own copy is damaged and not used", offer.label.step)
                 self._damaged.add(i)
         self._pieces.begin()
-        if self._group.rank == speaker:
+        if self._group.rank() == speaker:
             if source.copy is None:
                 header, kinds = self._offers[source.index].describe()
                 said = [header, [k.to_json() for k in kinds]]
@@ -280,7 +280,7 @@ class Regather:
                 log.error('a copy is not used reason="%s"', error)
                 failed.append(index)
 
-        me = self._group.rank
+        me = self._group.rank()
         own = {i: self._offers[s.index] for i, s in enumerate(sources) if s.owner == me}
         twins = {i: self._twin(o).tensors for i, o in own.items() if not freed}
         mine = {i: {**twins.get(i, {}), **o.tensors} for i, o in own.items()}

@@ -112,10 +112,10 @@ def exchange(
     found: dict[str, Tensor] = {}
     if freed is None:  # all at first, or what comes and goes meanwhile leaves holes between them
         on_host = device.type == "cpu"
-        found = memory.take(kinds, new, group.rank) if on_host else {}
+        found = memory.take(kinds, new, group.rank()) if on_host else {}
         for kind in kinds:
             if kind.name not in found:
-                found[kind.name] = kind.empty(kind.rows(new, group.rank), device)
+                found[kind.name] = kind.empty(kind.rows(new, group.rank()), device)
     wanted: dict[int, list[tuple[TensorLayout, range, Tensor]]] = {}
     rooms = _Room(device), _Room(device)
     for batch in _batches(kinds):
@@ -179,7 +179,7 @@ def _exchange_batch(
     wanted: dict[int, list[tuple[TensorLayout, range, Tensor]]],
 ) -> None:
     """rooms: for what is sent and for what is received."""
-    me, owners = group.rank, sources.owners
+    me, owners = group.rank(), sources.owners
     outgoing: list[list[Tensor]] = [[] for _ in range(new.world_size)]
     incoming: list[list[Tensor]] = [[] for _ in range(new.world_size)]
     for kind, moves in batch:
