@@ -201,7 +201,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a round's number is believed although its generation was given up",
-        "workers/parallel/pieces.py",
+        "workers/distributed/pieces.py",
         "        if self._group.is_abandoned:  # an",
         "        if False:  # an",
         "tests/workers/test_pieces.py",

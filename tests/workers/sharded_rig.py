@@ -15,14 +15,14 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import share
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.membership.state_stream import as_bytes
-from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Ownership
 from workers.parallel.strategy import new_reducer
 from workers.step.randomness import seed_microbatch
 from workers.train_state.build import build_replica
 from workers.train_state.digest import weights_sha256
+from workers.train_state.tensors import as_bytes
 from workers.train_state.train_state import TrainState, Update
 
 CPU = torch.device("cpu")

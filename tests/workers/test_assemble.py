@@ -9,8 +9,8 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.backup import Slice
 from workers.backup.server import BackupServer
 from workers.backup.store import Copy, Key, crc32
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
-from workers.parallel.pieces import Pieces
 from workers.parallel.shards import RowsLost
 from workers.resharding import assemble
 from workers.resharding.assemble import Regather, is_whole

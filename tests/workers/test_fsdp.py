@@ -20,8 +20,9 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
-from workers.parallel.shards import RowsLost, TensorLayout, local
+from workers.parallel.shards import RowsLost, TensorLayout
 from workers.resharding.transfer import Move, ShardCoord, moves_of
+from workers.train_state.tensors import local
 
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")

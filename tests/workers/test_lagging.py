@@ -14,13 +14,13 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
 from tests.workers.session_rig import CPU, Rig
-from workers.checkpoint.snapshot import HostMemory
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
 from workers.membership import state_stream
 from workers.parallel import entering
-from workers.parallel.pieces import Pieces
 from workers.train_state.digest import weights_sha256
+from workers.train_state.snapshot import HostMemory
 
 LONG_S = 60.0
 LIMIT_S = 6.0

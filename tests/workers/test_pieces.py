@@ -17,9 +17,9 @@ from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
 from tests.workers.sharded_rig import build, raise_it
 from tests.workers.test_restoring import ReadBy, publish
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Group
 from workers.health.vitals import Vitals
-from workers.parallel.pieces import Pieces
 from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
 

@@ -26,8 +26,8 @@ from tests.workers.sharded_rig import (
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone, AnyGroup
-from workers.parallel.shards import local
 from workers.resharding.transfer import give_back
+from workers.train_state.tensors import local
 from workers.train_state.train_state import TrainState
 
 WIDTH, BLOCKS = 254, 2

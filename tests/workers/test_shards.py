@@ -10,11 +10,11 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
-from workers.parallel.blocks import blocks_of
 from workers.parallel.row_step import ELEMENTWISE, on_rows
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import is_shard, local
+from workers.train_state.blocks import blocks_of
 from workers.train_state.build import build_replica
+from workers.train_state.tensors import is_shard, local
 
 ROWS, WIDTH = 59, 17
 SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}

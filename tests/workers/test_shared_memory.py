@@ -21,7 +21,7 @@ from elastic.protocol.messages.direction import pack
 from workers.backup.server import BackupServer, ask, connect, read_rows
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
-from workers.membership.state_stream import as_bytes
+from workers.train_state.tensors import as_bytes
 
 SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
 SLICES = (Slice("w", "int32", (8, 2), True, 2, 4, 32), Slice("n", "float32", (), False, 0, 1, 4))

@@ -14,10 +14,10 @@ from tests.workers.session_rig import Rig, Tiny
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.backup.client import BackupClient
-from workers.checkpoint.snapshot import Snapshot
 from workers.membership.state_stream import Follower
 from workers.parallel.sharded import Ownership
 from workers.train_state.out_of_memory import OutOfMemory
+from workers.train_state.snapshot import Snapshot
 
 DEADLINE_S = 120.0
 LARGE = {"w": torch.empty(2**46, device="meta")}

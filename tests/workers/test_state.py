@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 from elastic.protocol.errors import WrongInput
-from workers.checkpoint.snapshot import Snapshot
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture, decode, encode, restore
+from workers.train_state.snapshot import Snapshot
 
 
 class Tied(nn.Module):

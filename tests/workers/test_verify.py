@@ -21,9 +21,9 @@ from workers.health.verify import (
     verify,
 )
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import local
 from workers.train_state import serialization
 from workers.train_state.build import build_replica
+from workers.train_state.tensors import local
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])

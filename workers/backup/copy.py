@@ -14,9 +14,9 @@ from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
-from workers.checkpoint.snapshot import Snapshot
-from workers.membership.state_stream import as_bytes
-from workers.parallel.shards import TensorLayout, kinds_of, local
+from workers.parallel.shards import TensorLayout, kinds_of
+from workers.train_state.snapshot import Snapshot
+from workers.train_state.tensors import as_bytes, local
 from workers.train_state.train_state import TrainState
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.messages.backup import Shared
-from workers.checkpoint.snapshot import Arena, aligned
+from workers.train_state.snapshot import Arena, aligned
 
 _serials = itertools.count()
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import open_folder, sync_directory, write_local
 from workers.checkpoint.stream import CheckpointReader, Reference, filled, size_bytes
-from workers.membership.state_stream import as_bytes
+from workers.train_state.tensors import as_bytes
 
 Notes = list[str]
 """What an export leaves out, a line each."""

@@ -18,8 +18,8 @@ from elastic.store.checkpoint_files import Box, write_part
 from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
 from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
-from workers.membership.state_stream import as_bytes
 from workers.train_state.digest import plain_name, tensor_bytes
+from workers.train_state.tensors import as_bytes
 from workers.train_state.train_state import TrainState
 from workers.train_state.trial import step_undone
 

@@ -22,11 +22,10 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
-from workers.checkpoint.snapshot import Arena, Snapshot
 from workers.membership.link import ControllerLink
-from workers.membership.state_stream import as_bytes
 from workers.membership.step_log import Standing
-from workers.parallel.shards import is_shard, local
+from workers.train_state.snapshot import Arena, Snapshot
+from workers.train_state.tensors import as_bytes, is_shard, local
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)

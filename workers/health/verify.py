@@ -15,8 +15,8 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller
 from workers.distributed.exchange import gather_json
-from workers.parallel.shards import is_shard, local
 from workers.train_state import serialization
+from workers.train_state.tensors import is_shard, local
 
 if TYPE_CHECKING:
     from workers.membership.member import Member

@@ -15,11 +15,11 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_controller import Synced, SyncFailed
 from elastic.protocol.worker_spec import WorkerSpec
+from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
 from workers.membership.link import ControllerLink
 from workers.membership.standing import Standing
 from workers.membership.state_stream import Following
-from workers.parallel.pieces import Pieces
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.train_state import TrainState, Update
 

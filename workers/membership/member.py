@@ -35,8 +35,8 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.backup.client import BackupClient
 from workers.checkpoint.saver import Saver
-from workers.checkpoint.snapshot import Snapshot
 from workers.distributed import process_group
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
@@ -46,10 +46,10 @@ from workers.membership.standing import Standing
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.parallel.entering import enter_shard, pieces_of
-from workers.parallel.pieces import Pieces
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
+from workers.train_state.snapshot import Snapshot
 from workers.train_state.train_state import TrainState, Update
 
 log = logging.getLogger(__name__)

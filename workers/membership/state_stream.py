@@ -30,9 +30,10 @@ from elastic.protocol.messages.peer import (
     ToFollower,
     Update,
 )
-from workers.checkpoint.snapshot import HostMemory, Snapshot
 from workers.distributed.admission import Admission
 from workers.train_state.out_of_memory import says_no_memory
+from workers.train_state.snapshot import HostMemory, Snapshot
+from workers.train_state.tensors import as_bytes
 
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
@@ -60,11 +61,6 @@ def watch_host(connection: socket.socket, detect_s: float | None, *, is_sender: 
 
 def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> TensorShapes:
     return tuple((n, str(d).removeprefix("torch."), tuple(s)) for n, (d, s) in shapes.items())
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)

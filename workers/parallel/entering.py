@@ -12,7 +12,7 @@ from elastic.protocol.errors import DamagedCheckpoint, PeerLost
 from elastic.protocol.messages.to_controller import Connected, SyncFailed
 from elastic.protocol.messages.to_worker import Form
 from workers.distributed.exchange import gather_json
-from workers.parallel.pieces import Pieces
+from workers.distributed.pieces import Pieces
 from workers.parallel.shards import RowsLost
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.parallel.served_pass import ServedPass
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import local
 from workers.parallel.usage import Usage
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import CarryStack
+from workers.train_state.tensors import local
 
 
 class FsdpReducer:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
-from workers.parallel.shards import is_shard, like, local
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
+from workers.train_state.tensors import is_shard, like, local
 
 
 class ReplicaStack:

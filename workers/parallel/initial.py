@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
-from workers.parallel.shards import is_shard, local
 from workers.step.randomness import seed_module
+from workers.train_state.tensors import is_shard, local
 from workers.train_state.train_state import TrainState
 
 

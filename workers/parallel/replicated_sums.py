@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.shards import is_shard
 from workers.reduction.tree import Block, fold_blocks
+from workers.train_state.tensors import is_shard
 
 
 class ReplicatedSums:

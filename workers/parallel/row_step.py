@@ -12,7 +12,7 @@ from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks_of_all
 from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks_of_all
 
-from workers.parallel.shards import is_shard, like, local
+from workers.train_state.tensors import is_shard, like, local
 
 ELEMENTWISE = (
     optim.SGD,

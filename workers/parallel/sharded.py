@@ -22,15 +22,15 @@ from elastic.store.remote import patiently
 from workers.backup.client import BackupClient
 from workers.checkpoint.load import find_newest, read_tensors
 from workers.distributed.exchange import gather_json
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial
-from workers.parallel.pieces import Pieces
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import is_shard, kinds_of, like, local, pattern_of
+from workers.parallel.shards import kinds_of, pattern_of
 from workers.reduction.norm import norm_of_rows, row_squares
 from workers.reduction.reducers import Reducer
 from workers.resharding.assemble import Offer, Regather, StateVersion, newest_whole
@@ -39,6 +39,7 @@ from workers.resharding.transfer import ShardCoord
 from workers.resharding.whole import whole_on_first
 from workers.train_state import serialization
 from workers.train_state.digest import hash_of
+from workers.train_state.tensors import is_shard, like, local
 from workers.train_state.train_state import TrainState
 
 

@@ -23,9 +23,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 
 from elastic.protocol.errors import WrongInput
 from workers.distributed.device_mesh import shard_mesh
-from workers.parallel.blocks import blocks_of
 from workers.parallel.collectives import Collectives, ParameterGather
 from workers.step.precision import keeps_precision
+from workers.train_state.blocks import blocks_of
 from workers.train_state.strides import is_channels_last
 
 

@@ -1,7 +1,6 @@
-"""Shards as values: which rows of a tensor a rank holds, and the tensor that says so.
+"""Shards as values: which rows of a tensor a rank holds.
 
-A sharded tensor is a DTensor over dim 0; torch's DTensor is not imported here, because replicated
-runs need not pay for it. Wrapping a model is sharded_model.py's.
+The tensors themselves are train_state/tensors.py's, wrapping a model is sharded_model.py's.
 """
 
 from collections.abc import Mapping
@@ -12,23 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, or the tensor itself; shares its memory."""
-    return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
-
-
-def is_shard(tensor: Tensor) -> bool:
-    return hasattr(tensor, "_local_tensor")
-
-
-def like(rows: Tensor, sharded: Tensor) -> Tensor:
-    """`rows` as a tensor that is sharded as `sharded` is and has its global shape."""
-    spec = cast(Any, sharded)._spec
-    meta = spec.tensor_meta._replace(dtype=rows.dtype)
-    kind = cast(Any, type(sharded.data))
-    return kind(rows, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+from workers.train_state.tensors import is_shard
 
 
 class RowsLost(Exception):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.shards import is_shard
+from workers.train_state.tensors import is_shard
 
 
 class Usage:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.shards import local
 from workers.reduction.buckets import GradientBuckets
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
 from workers.reduction.tree_reduction import TreeReduction, reduce_tree
+from workers.train_state.tensors import local
 
 ARRIVED_BYTES = 1 << 20
 """Of gradients that are folded together: a call for each costs more than it saves."""

@@ -22,10 +22,10 @@ from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.backup.store import DamagedCopy, Key
 from workers.distributed.exchange import gather_json
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.membership.state_stream import as_bytes, watch_host
-from workers.parallel.pieces import Pieces
-from workers.parallel.shards import RowsLost, TensorLayout, is_shard
+from workers.membership.state_stream import watch_host
+from workers.parallel.shards import RowsLost, TensorLayout
 from workers.resharding.host_memory import RowMemory
 from workers.resharding.transfer import (
     COPY,
@@ -36,6 +36,7 @@ from workers.resharding.transfer import (
     give_back,
     moves_of,
 )
+from workers.train_state.tensors import as_bytes, is_shard
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0

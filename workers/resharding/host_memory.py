@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
-from workers.checkpoint.snapshot import aligned
 from workers.parallel.shards import TensorLayout
+from workers.train_state.snapshot import aligned
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.shards import TensorLayout, local
+from workers.parallel.shards import TensorLayout
 from workers.resharding.host_memory import RowMemory
+from workers.train_state.tensors import local
 
 PIECE_BYTES = 2 * 2**20
 PIECES = 32

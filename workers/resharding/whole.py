@@ -5,7 +5,7 @@ from torch import Tensor
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.shards import local
+from workers.train_state.tensors import local
 
 
 def whole_on_first(tensor: Tensor, mesh: Mesh, group: AnyGroup, device: torch.device) -> Tensor:

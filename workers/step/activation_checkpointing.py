@@ -1,7 +1,7 @@
 """Activation checkpointing: a block keeps its inputs only, and its backward runs it once more.
 
 Randomness and buffers are those of the first run, so no bit depends on it. Which modules are
-blocks is parallel/blocks.py's.
+blocks is train_state/blocks.py's.
 """
 
 import functools

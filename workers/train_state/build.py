@@ -10,12 +10,12 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import is_sharded
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.parallel.blocks import blocks_of
 from workers.parallel.initial import Initial, initialise_modules, settle_small
 from workers.parallel.row_step import ELEMENTWISE
 from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.step.randomness import seed_microbatch
+from workers.train_state.blocks import blocks_of
 from workers.train_state.strides import is_dense
 from workers.train_state.train_state import TrainState
 

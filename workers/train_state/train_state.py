@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from elastic.protocol.messages import peer
-from workers.checkpoint.snapshot import Arena, HostMemory, Snapshot
 from workers.parallel.row_step import on_rows
-from workers.parallel.shards import is_shard, local
 from workers.reduction.norm import clip_coefficient, global_norm
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
 from workers.train_state import serialization
+from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
 from workers.train_state.strides import laid_out
+from workers.train_state.tensors import is_shard, local
 
 if TYPE_CHECKING:
     from workers.parallel.sharded import Sharded

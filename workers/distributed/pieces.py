@@ -2,7 +2,7 @@
 done in pieces, so that it has no deadline as a whole.
 
 Each piece is a sign of life, and between two of them the member looks at whether the generation is
-given up. What is done is sharded.py's, initial.py's and resharding/assemble.py's.
+given up. What is done is of no concern here.
 """
 
 import time
