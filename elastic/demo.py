@@ -30,7 +30,7 @@ POLL_S = 0.05
 SAY_EVERY = 20  # steps, where there is no terminal
 CHARLM = "workers.workloads.charlm:CharLM"
 ONE_BIT_OFF = "workers.workloads.charlm:OneBitOff"
-PHASES = ("detect_s", "fence_s", "waiting_s", "form_s", "state_s", "first_step_s", "total_s")
+PHASES = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s", "total_s")
 
 JSON = dict[str, Any]
 

@@ -148,6 +148,7 @@ def recoveries(rows: list[dict[str, Any]]) -> str:
     parts: list[str] = []
     for i, row in enumerate(rows):
         x, y = 150.0, 4 + 20 * i
+        row = {**row, "form_s": row["form_s"] - row["waiting_s"]}  # the part that has no bar yet
         parts.append(label(4, y + 11, f"{' '.join(row['workers'])} {row['cause']}"))
         for phase, color in PHASES.items():
             if row.get(phase):
@@ -189,8 +190,8 @@ def key(colors: dict[str, str], used: dict[str, Any]) -> str:
 # --- tables --------------------------------------------------------------------
 FAULT_COLUMNS = ("strike", "what", "worker", "at_s", "step", "result", "cause")
 FAULT_TIMES = (
-    *("detect_s", "fence_s", "waiting_s", "form_s", "restore_s", "first_step_s"),
-    *("total_s", "next_step_s", "lost_steps"),
+    *("detect_s", "fence_s", "form_s", "restore_s", "first_step_s", "total_s"),
+    *("waiting_s", "next_step_s", "lost_steps"),
 )
 
 

@@ -121,6 +121,7 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
     add up to `total_s`. Without a loss only `next_step_s` is known."""
     row: dict[str, Any] = {
         **{key: value for key, value in asdict(done).items() if key not in ABOUT},
+        "step": step_at(done, story),
         "at_s": done.at - story.timeline.began,
         "next_step_s": next_step_s(done.at, story.metrics),
     }
@@ -140,20 +141,29 @@ def cost(done: Done, story: Story) -> dict[str, Any]:
         return {**row, "result": "lost outside a generation"}
     phases = phases_after(loss, episode, story.timeline)
     total_s = row["detect_s"] + sum(phases.values())
+    healed_at = episode.healed_at
+    row["waiting_s"] = story.timeline.seconds_of(WAITING, loss.at, healed_at)
     lost_steps = episode.recovery.lost_steps
     result = {"result": "recovered", "total_s": total_s, "lost_steps": lost_steps}
     return {**row, **phases, "next_step_s": total_s, **result}
 
 
+def step_at(done: Done, story: Story) -> int:
+    """Committed steps by then. What the injector saw is older where no controller has written the
+    status meanwhile."""
+    lines = [line for line in (*story.metrics, *story.rolled_back) if line["time"] <= done.at]
+    return max(lines, key=lambda line: line["time"])["step"] if lines else done.step
+
+
 def phases_after(loss: WorkerLost, episode: Episode, line: Timeline) -> dict[str, float]:
     """From this loss on: a later one in the same recovery shares what comes after it."""
     recovery = episode.recovery
-    form_at = episode.healed_at - recovery.form_s - recovery.state_s - recovery.first_step_s
+    forming_s = recovery.form_s - recovery.waiting_s
+    form_at = episode.healed_at - forming_s - recovery.state_s - recovery.first_step_s
     waiting_s = line.seconds_of(WAITING, loss.at, form_at)
     return {
         "fence_s": max(0.0, form_at - loss.at - waiting_s),
-        "waiting_s": waiting_s,
-        "form_s": recovery.form_s,
+        "form_s": forming_s + waiting_s,
         "restore_s": recovery.state_s,
         "first_step_s": recovery.first_step_s,
     }

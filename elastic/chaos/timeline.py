@@ -6,10 +6,11 @@ The rule that gives a second its bucket is elastic/control/accounting.py's, so t
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from elastic.control.accounting import Account, Recovery, account, losses_in, open_account
 from elastic.control.commands import Retire
-from elastic.control.events import DrainNotice, Loaded, WorkerLost, WorkerReady
+from elastic.control.events import Committed, DrainNotice, Loaded, WorkerLost, WorkerReady
 from elastic.control.replay import Entry, Started
 from elastic.control.state import Active, Decision, Finished, Phase
 from elastic.control.transition import start, transition
@@ -134,7 +135,7 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
     for entry in entries:
         before, known = decision, so_far
         decision = transition(before.ledger, before.phase, entry.event, head.limits)
-        so_far = account(known, entry.event, before.phase, before.ledger.generation, decision)
+        so_far = account(known, entry.event, before, decision)
         found = losses_in(entry.event, before.phase)
         follow_workers(line, entry, decision, found)
         line.losses += found
@@ -143,6 +144,8 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
             line.notices.append(entry.event)
         roll_back(line, entry, before, decision)
         line.spans += spans_of(known, so_far, before.phase)
+        if isinstance(entry.event, Committed):
+            line.spans = told_late(line.spans, known, so_far)
         if len(so_far.recoveries) > len(known.recoveries):
             line.episodes.append(Episode(so_far.recoveries[-1], tuple(losses), entry.event.at))
         if so_far.healing is None:
@@ -158,6 +161,7 @@ def spans_of(before: Account, after: Account, phase: Phase) -> list[Span]:
     members = phase.membership.workers if isinstance(phase, Active) else ()
     grown = {b: seconds - dict(before.badput)[b] for b, seconds in after.badput}
     moved_s = grown.pop(ROLLED_BACK)  # seconds that have their place in time already
+    moved_s += min(0.0, *grown.values())  # those of a step that is told late have, too
     productive_s = after.goodput_s - before.goodput_s + moved_s
     parts = [(PRODUCTIVE, productive_s), ("retried", grown.pop("retried")), *grown.items()]
     spans: list[Span] = []
@@ -170,6 +174,21 @@ def spans_of(before: Account, after: Account, phase: Phase) -> list[Span]:
     if spans:  # so that the next one begins exactly here
         spans[-1] = replace(spans[-1], ended=after.since)
     return spans
+
+
+def told_late(spans: list[Span], before: Account, after: Account) -> list[Span]:
+    """A step turned out to have been committed in a time that was given up: it was productive."""
+    began, ended = before.given_up.began, after.given_up.began
+    if ended <= began:
+        return spans
+    parts: list[Span] = []
+    for span in spans:
+        cut = [at for at in (began, ended) if span.began < at < span.ended]
+        for part_began, part_ended in pairwise((span.began, *cut, span.ended)):
+            is_step = part_began >= began and part_ended <= ended
+            part = replace(span, began=part_began, ended=part_ended)
+            parts.append(replace(part, bucket=PRODUCTIVE, step=after.step) if is_step else part)
+    return parts
 
 
 def roll_back(line: Timeline, entry: Entry, before: Decision, decision: Decision) -> None:

@@ -8,7 +8,10 @@ behind take their (mean) time from goodput to "rolled_back".
 
 Losses between the first and the next committed step are one recovery: cause and detection are the
 first one's, "fence" lasts until the last Form before that step and so contains attempts that were
-given up; the part of it that was spent on waiting for capacity is "waiting".
+given up. Waiting for enough workers, or for one of them to have the state, belongs to "form".
+
+A step that was committed before its generation was given up, but is told later (its controller had
+died), is work of then, and no first step after the loss.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +47,7 @@ BUCKETS: tuple[Bucket, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The phases of one recovery, in seconds; they add up to `total_s`."""
+    """One recovery, in seconds: its five phases add up to `total_s`."""
 
     cause: str
     detect_s: float
@@ -55,7 +58,7 @@ class Recovery:
     total_s: float
     lost_steps: int
     waiting_s: float = 0.0
-    """For enough workers, and for one of them to have the state; between `fence_s` and `form_s`."""
+    """Part of `form_s`: for enough workers, and for one of them to have the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,16 @@ class Healing:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A time that went to `bucket` when a generation was given up. Reports of steps that it had
+    committed may come later: the time is theirs, from `began` on."""
+
+    bucket: Bucket = "retried"
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     began: float
     since: float
@@ -86,6 +99,7 @@ class Account:
     lost_steps: int = 0
     recoveries: tuple[Recovery, ...] = ()
     healing: Healing | None = None
+    given_up: GivenUp = GivenUp()
 
     @property
     def wall_s(self) -> float:
@@ -105,13 +119,9 @@ def open_account(at: float) -> Account:
     return Account(began=at, since=at)
 
 
-def account(
-    so_far: Account, event: Event, phase: Phase, generation: int, decision: Decision
-) -> Account:
-    """Add what `event` did to a run in `phase` of `generation`. Ticks without news may be left out.
-
-    `generation` is the ledger's before the event.
-    """
+def account(so_far: Account, event: Event, before: Decision, decision: Decision) -> Account:
+    """Add what `event` did to a run as it was `before`. Ticks without news may be left out."""
+    phase, generation = before.phase, before.ledger.generation
     if isinstance(phase, Finished):
         return so_far
     now = max(event.at, so_far.since)
@@ -123,8 +133,10 @@ def account(
         entry = roll_back(entry, decision.ledger.step)
     has_stepped = False
     if isinstance(event, Committed) and is_new_step(entry, event, phase, generation):
-        has_stepped = True
+        has_stepped = event.step > before.ledger.step
         entry = replace(entry, step=event.step)
+        if not has_stepped:
+            entry = hear_late(entry, event.step_s)
         if isinstance(phase, Running | Pausing):
             entry = replace(entry, goodput_s=entry.goodput_s + now - entry.since, since=now)
     if type(decision.phase) is not type(phase) or decision.ledger.generation != generation:
@@ -158,6 +170,8 @@ def hear_loss(entry: Account, event: Event, phase: Phase, now: float) -> Account
     if not lost or isinstance(phase, Ending) or entry.healing:
         return entry
     last_seen = min(max(lost[0].last_seen, entry.began), now)
+    if isinstance(event, Adopted):  # nobody had looked: all that is known are the steps
+        last_seen = entry.since
     return replace(entry, healing=Healing(lost[0].cause, last_seen, now))
 
 
@@ -165,6 +179,21 @@ def is_new_step(entry: Account, event: Committed, phase: Phase, generation: int)
     """A new line of metrics.jsonl, not one repeated after a regroup or said too late."""
     is_current = isinstance(phase, Active) and event.generation == generation
     return is_current and event.step > entry.step
+
+
+def hear_late(entry: Account, step_s: float) -> Account:
+    """A step had been committed before its generation was given up: that was work. Whoever was lost
+    had lived until then, where a controller's death has hidden its last sign of life."""
+    given_up, healing = entry.given_up, entry.healing
+    seconds = max(0.0, min(step_s, given_up.ended - given_up.began))
+    if healing and given_up.bucket == "recovering":
+        healing = replace(healing, last_seen=min(healing.lost_at, healing.last_seen + seconds))
+    return replace(
+        spend(entry, given_up.bucket, -seconds),
+        goodput_s=entry.goodput_s + seconds,
+        given_up=replace(given_up, began=given_up.began + seconds),
+        healing=healing,
+    )
 
 
 def roll_back(entry: Account, step: int) -> Account:
@@ -197,13 +226,15 @@ def leave_phase(entry: Account, event: Event, phase: Phase, next_: Phase, now: f
             bucket = "waiting" if entry.healing or entry.step > entry.first_step else "starting"
             entry = wait_healing(entry, now)
         case ((Running() | Pausing()), (Suspending() | Waiting() | Finished())):
-            return give_up_step(entry, event, now)
+            return give_up_step(entry, event, phase, now)
         case Pausing(), Forming():
             bucket = forming_bucket(entry)
         case ((Running() | Pausing() | Ending()), _):
             bucket = "ending"
         case _:
             bucket = "recovering"
+    if isinstance(event, Adopted):  # the journal does not say what was done meanwhile
+        entry = replace(entry, given_up=GivenUp(bucket, entry.since, now))
     return replace(spend(entry, bucket, now - entry.since), since=now)
 
 
@@ -221,12 +252,16 @@ def forming_bucket(entry: Account) -> Bucket:
     return "growing" if entry.step > entry.first_step else "starting"
 
 
-def give_up_step(entry: Account, event: Event, now: float) -> Account:
+def give_up_step(entry: Account, event: Event, phase: Phase, now: float) -> Account:
     """A step was under way: until the lost worker's last sign of life it was work."""
-    silent_s = now - event.last_seen if isinstance(event, WorkerLost) else 0.0
-    silent_s = min(max(silent_s, 0.0), now - entry.since)
-    entry = spend(entry, "retried", now - entry.since - silent_s)
-    return replace(spend(entry, "recovering", silent_s), since=now)
+    silent_since, given_up = now, GivenUp("retried", entry.since, now)
+    if isinstance(event, WorkerLost):
+        silent_since = min(max(event.last_seen, entry.since), now)
+        given_up = GivenUp("retried", entry.since, silent_since)
+    elif isinstance(event, Adopted) and losses_in(event, phase):
+        silent_since, given_up = entry.since, GivenUp("recovering", entry.since, now)
+    entry = spend(entry, "retried", silent_since - entry.since)
+    return replace(spend(entry, "recovering", now - silent_since), since=now, given_up=given_up)
 
 
 def heal(
@@ -260,10 +295,9 @@ def close(entry: Account, healing: Healing, now: float) -> Account:
     parts = (
         healing.lost_at - healing.last_seen,
         form_at - healing.lost_at - waiting_s,
-        formed_at - form_at - state_s,
+        formed_at - form_at - state_s + waiting_s,
         state_s,
         max(0.0, now - formed_at),
     )
-    total_s = sum(parts) + waiting_s
-    recovery = Recovery(healing.cause, *parts, total_s, healing.lost_steps, waiting_s)
+    recovery = Recovery(healing.cause, *parts, sum(parts), healing.lost_steps, waiting_s)
     return replace(entry, recoveries=(*entry.recoveries, recovery), healing=None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic.control.accounting import Account, Healing, Recovery, account, open_account
+from elastic.control.accounting import Account, GivenUp, Healing, Recovery, account, open_account
 from elastic.control.events import Event
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.state import Decision, Limits
@@ -17,7 +17,7 @@ from elastic.protocol.encoding import decode, encode, registry
 from elastic.protocol.errors import WrongInput, in_words
 from elastic.store.journal import lines_backwards
 
-TYPES = {**JOURNAL_TYPES, **registry(Account, Healing, Recovery)}
+TYPES = {**JOURNAL_TYPES, **registry(Account, GivenUp, Healing, Recovery)}
 
 
 class DecisionLog(NamedTuple):
@@ -97,8 +97,7 @@ def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | No
     for entry in entries:
         before = decision
         decision = transition(before.ledger, before.phase, entry.event, limits)
-        generation = before.ledger.generation
-        so_far = account(so_far, entry.event, before.phase, generation, decision)
+        so_far = account(so_far, entry.event, before, decision)
     lost_steps = head["lost_steps"] + sum(line.get("rolled_back", 0) for line in lines)
     metrics: dict[str, Any] = {}
     for _, raw in lines_backwards(directory / "metrics.jsonl"):

@@ -218,9 +218,7 @@ class Recorder:
         if isinstance(event, e.PartFailed):
             self.trouble.hear_save(event.step, event.message)
         if event is not None and before is not None:
-            self.account = account(
-                self.account, event, before.phase, before.ledger.generation, decision
-            )
+            self.account = account(self.account, event, before, decision)
         if event is not None and not is_news(event, decision):
             return
         self._events += 1

@@ -26,6 +26,7 @@ from elastic.chaos.traces import Drop, read_trace
 from elastic.cli.app import main
 from elastic.control.accounting import account, open_account
 from elastic.control.events import (
+    Adopted,
     Committed,
     DrainNotice,
     Ended,
@@ -40,6 +41,7 @@ from elastic.control.events import (
 )
 from elastic.control.events import Done as LoopDone
 from elastic.control.replay import Entry, Started
+from elastic.control.standing import Standing
 from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import encode
@@ -84,6 +86,15 @@ ALL_LOST: list[Event] = [
     Joined(3, 0, 0.0, 11.0),
     Committed(3, 2, 1.0, 12.0),
 ]
+
+ADOPTED: list[Event] = [
+    Adopted((Standing(0, "stopped", 2, 0, 2, 3),), 9.0),
+    Suspended(4, 0, 3, False, False, 9.5),
+    Joined(5, 0, 0.0, 10.0),
+    Committed(5, 3, 0.5, 10.0),
+    Committed(5, 4, 1.0, 11.0),
+]
+"""The controller dies, then rank 1, which has voted for step 3 at 8.0."""
 
 
 def journal(events: list[Event], at: float = 0.0) -> list[Started | Entry]:
@@ -270,18 +281,39 @@ def test_every_second_of_every_rank_is_in_one_bucket():
     assert [sum(line.rank_buckets(rank).values()) for rank in (0, 1)] == pytest.approx([11, 11])
 
 
-@pytest.mark.parametrize("tail", [[*LOSS, *END], ALL_LOST])
+@pytest.mark.parametrize("tail", [[*LOSS, *END], ALL_LOST, ADOPTED])
 def test_the_buckets_are_those_of_result_json(tail):
     decision, so_far = start(LIMITS, 0.0), open_account(0.0)
     for event in [*BEGIN, *tail]:
         before = decision
         decision = transition(before.ledger, before.phase, event, LIMITS)
-        so_far = account(so_far, event, before.phase, before.ledger.generation, decision)
+        so_far = account(so_far, event, before, decision)
     expected = {**so_far.badput_s, PRODUCTIVE: so_far.goodput_s}
     line = follow([journal([*BEGIN, *tail])], so_far.since)
     assert sum(line.buckets().values()) == pytest.approx(sum(expected.values()))
     rest = {b: s for b, s in line.buckets().items() if b not in (PRODUCTIVE, ROLLED_BACK)}
     assert rest == pytest.approx({b: s for b, s in expected.items() if b in rest})
+
+
+def test_a_step_that_is_told_late_was_productive_when_it_was_done():
+    line = follow([journal([*BEGIN, *ADOPTED])], 11.0)
+    assert spans_are_seamless(line)
+    after = [(s.bucket, s.step, s.began, s.ended) for s in line.spans if s.began >= 7.5]
+    assert after == [
+        (PRODUCTIVE, 3, 7.5, 8.0),
+        ("recovering", 0, 8.0, 9.0),
+        ("recovering", 0, 9.0, 9.5),
+        ("recovering", 0, 9.5, 10.0),
+        (PRODUCTIVE, 4, 10.0, 11.0),
+    ]
+
+
+def test_a_fault_is_said_to_be_at_the_step_that_was_committed_by_then(tmp_path):
+    """No controller had written the status since step 2."""
+    folder = write_run(tmp_path / "run", [*BEGIN, *ADOPTED], [replace(KILLED, at=8.3)])
+    write_metrics(tmp_path / "run", "metrics.jsonl", {1: 6.0, 2: 7.0, 3: 8.0, 4: 11.0})
+    [fault] = report(read_story(folder))["faults"]
+    assert fault["step"] == 3
 
 
 def test_steps_that_were_fallen_back_behind_were_not_productive():
@@ -370,7 +402,7 @@ def test_waiting_for_capacity_is_told_apart_from_the_fence(tmp_path):
     found = report(read_story(folder))
     [fault], [recovery] = found["faults"], found["recoveries"]
     assert (fault["fence_s"], fault["waiting_s"]) == pytest.approx((0.0, 2.0))
-    phases = ("detect_s", "fence_s", "waiting_s", "form_s", "restore_s", "first_step_s")
+    phases = ("detect_s", "fence_s", "form_s", "restore_s", "first_step_s")
     assert sum(fault[p] for p in phases) == pytest.approx(fault["total_s"])
     assert recovery["waiting_s"] == found["buckets"]["waiting"] == pytest.approx(2.0)
     text = page(read_story(folder), found)

@@ -42,7 +42,7 @@ def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, referenc
     assert_equals_reference(run, end, reference(steps=200, clip_norm=1.0))
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"] * 2
     for recovery in end["result"]["recoveries"]:
-        parts = ("detect_s", "fence_s", "waiting_s", "form_s", "state_s", "first_step_s")
+        parts = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
         assert sum(recovery[p] for p in parts) == pytest.approx(recovery["total_s"])
     assert leftovers(pids) == []
 

@@ -52,7 +52,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
     assert seconds == pytest.approx([report["wall_s"]] * 3, rel=0.005)
     for name, spent_s in end["result"]["badput"].items():
         assert report["buckets"].get(name, 0.0) == pytest.approx(spent_s, abs=0.05), name
-    phases = ("detect_s", "fence_s", "waiting_s", "form_s", "restore_s", "first_step_s")
+    phases = ("detect_s", "fence_s", "form_s", "restore_s", "first_step_s")
     for fault in report["faults"]:
         if fault["result"] == "recovered":
             assert sum(fault[p] for p in phases) == pytest.approx(fault["total_s"])

@@ -56,7 +56,7 @@ def play(events: list[Event], limits: Limits = LIMITS) -> tuple[Account, Decisio
     for event in events:
         before = decision
         decision = transition(before.ledger, before.phase, event, limits)
-        so_far = account(so_far, event, before.phase, before.ledger.generation, decision)
+        so_far = account(so_far, event, before, decision)
     return so_far, decision
 
 
@@ -115,7 +115,7 @@ def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
     assert so_far.goodput_s == 0.5
     (recovery,) = so_far.recoveries
     assert (recovery.cause, recovery.lost_steps, recovery.total_s) == ("process_died", 2, 4.0)
-    assert (recovery.fence_s, recovery.waiting_s) == (0.0, 3.0)
+    assert (recovery.fence_s, recovery.form_s, recovery.waiting_s) == (0.0, 3.5, 3.0)
 
 
 def test_waiting_for_capacity_is_no_part_of_the_fence():
@@ -141,7 +141,7 @@ def test_waiting_for_capacity_is_no_part_of_the_fence():
         detect_s=0.25,
         fence_s=0.25 + 0.75,  # until both were lost, and the generation that was given up
         waiting_s=2.5 + 1.25,
-        form_s=0.5,
+        form_s=0.5 + 2.5 + 1.25,
         state_s=0.0,
         first_step_s=0.5,
         total_s=6.0,
@@ -160,7 +160,8 @@ def test_ticks_without_news_may_be_left_out():
     phase: Phase = Running(Membership(1, (0,)))
     so_far = open_account(0.0)
     ledger = Ledger(generation=1)
-    assert account(so_far, Tick(5.0), phase, 1, Decision(ledger, phase)) == so_far
+    same = Decision(ledger, phase)
+    assert account(so_far, Tick(5.0), same, same) == so_far
 
 
 def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
@@ -174,7 +175,57 @@ def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
             Committed(5, 3, 1.0, 11.0),
         ]
     )
-    assert [(r.cause, r.total_s) for r in so_far.recoveries] == [("process_died", 2.0)]
+    (recovery,) = so_far.recoveries
+    assert (recovery.cause, recovery.detect_s) == ("process_died", 1.5)  # since the journal's last
+    assert recovery.total_s == 3.5
+
+
+def test_steps_without_a_controller_are_work_and_no_first_step_of_a_recovery():
+    """Two steps of 0.5 s were committed before a worker was lost, too: at 8.0 and 8.5."""
+    late = [Committed(5, 3, 0.5, 10.0), Committed(5, 4, 0.5, 10.0)]
+    so_far, _ = play(
+        [
+            *BEGIN,
+            Adopted((Standing(0, "stopped", 2, 0, 2, 4),), 9.0),
+            Suspended(4, 0, 4, False, False, 9.5),
+            Joined(5, 0, 0.0, 10.0),
+            *late,
+            Committed(5, 5, 1.0, 11.0),
+        ],
+        replace(LIMITS, steps=9),
+    )
+    (recovery,) = so_far.recoveries
+    assert recovery == Recovery(
+        cause="process_died",
+        detect_s=0.5,  # since the last step that the lost one has voted for
+        fence_s=0.5,
+        form_s=0.5,
+        state_s=0.0,
+        first_step_s=1.0,
+        total_s=2.5,
+        lost_steps=0,
+    )
+    assert so_far.goodput_s == 3.0 + 1.0 + 1.0
+    assert "retried" not in so_far.badput_s
+    assert so_far.badput_s["recovering"] == 0.5 + 0.5 + 0.5
+    assert so_far.goodput_s + sum(so_far.badput_s.values()) == 11.0
+
+
+def test_a_committed_step_that_its_successors_tell_is_not_the_first_after_a_loss():
+    """The lowest rank was lost before it could tell of step 3."""
+    so_far, _ = play(
+        [
+            *BEGIN,
+            WorkerLost(0, "process_died", last_seen=9.0, at=9.25),
+            Suspended(2, 1, 3, False, False, 9.5),
+            Joined(3, 0, 0.0, 10.0),
+            Committed(3, 3, 1.0, 10.0),
+            Committed(3, 4, 1.0, 11.0),
+        ]
+    )
+    assert [(r.first_step_s, r.total_s) for r in so_far.recoveries] == [(1.0, 2.0)]
+    assert so_far.goodput_s == 3.0 + 1.0 + 1.0
+    assert so_far.badput_s["retried"] == 0.5
 
 
 HUNG = WorkerLost(1, "hung", 500.0, 500.0)

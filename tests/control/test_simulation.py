@@ -10,7 +10,7 @@ from elastic.control.accounting import Account, account, open_account
 from elastic.control.commands import Form
 from elastic.control.pool import lobby
 from elastic.control.replay import Entry, Started, is_news, replay
-from elastic.control.state import Active, Finished, Ledger, Limits, Phase, Suspending
+from elastic.control.state import Active, Decision, Finished, Ledger, Limits, Phase, Suspending
 from elastic.control.transition import start, transition
 from tests.control.fake_cluster import LATE_S, FakeCluster
 from tests.control.fake_worker import Faults
@@ -82,7 +82,7 @@ def simulate(
         if (decision.commands or type(decision.phase) is not type(phase)) and not decision.reason:
             raise AssertionError(f"no reason for {decision}")
         if is_news(event, decision):
-            entry = account(entry, event, phase, ledger.generation, decision)
+            entry = account(entry, event, Decision(ledger, phase), decision)
             journal.append(Entry(event, decision.commands, decision.reason))
         cluster.heard_step = max(cluster.heard_step, ledger.step, decision.ledger.step)
         ledger, phase, commands, reason = decision
@@ -136,9 +136,9 @@ def check_end(run: Run) -> None:
     assert min(s for _, s in run.account.badput) > -1e-9
     for recovery in run.account.recoveries:
         parts = (recovery.detect_s, recovery.fence_s, recovery.form_s, recovery.state_s)
-        others = (recovery.waiting_s, recovery.first_step_s)
-        assert min(*parts, *others) >= 0, recovery
-        assert sum(parts) + sum(others) == pytest.approx(recovery.total_s)
+        assert min(*parts, recovery.first_step_s, recovery.waiting_s) >= -1e-9, recovery
+        assert sum(parts) + recovery.first_step_s == pytest.approx(recovery.total_s)
+        assert recovery.waiting_s <= recovery.form_s + 1e-9
 
 
 def scenario(seed: int) -> tuple[Limits, Faults]:
