@@ -20,6 +20,8 @@ PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:[1-9]\d*|pp:[1-9]\d*")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
+SLIP = re.compile(r"(s3|gs|gcs|abfss?|hdfs|viewfs|https?|file)(?::/*|//+)(?=[^/])")
+"""A URI without one of its three marks, which would be a folder of this machine."""
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -128,6 +130,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.storage is not None and "://" not in self.storage and self.storage:
+            if slip := SLIP.match(self.storage):
+                meant = f"{slip[1]}://{self.storage[slip.end() :]}"
+                raise ValueError(
+                    f"storage {self.storage!r} is no URI: write {meant!r}, or './...' for a folder"
+                )
             place = str(Path(self.storage).expanduser().absolute())
             object.__setattr__(self, "storage", place)
         self._check_sizes()

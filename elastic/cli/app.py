@@ -247,7 +247,7 @@ def train(
     except RunFailed as failure:
         if progress is not None:
             progress.close()
-        print_failure(failure)
+        print_failure(failure, target.folder)
         return failure.result, FAILED
     finally:
         if progress is not None:

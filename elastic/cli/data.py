@@ -16,7 +16,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from elastic.cli.progress import printable
-from elastic.driver.redaction import hidden_in
+from elastic.driver.redaction import hidden_in, other_secrets
+from elastic.driver.resume import plain
 from elastic.protocol.errors import BadData, WrongInput
 from elastic.store.files import Folder, check_kinds, open_folder, read_json
 from elastic.store.journal import read_records
@@ -122,8 +123,7 @@ def check(
         raise WrongInput(f"{run_dir} has no committed step yet: nothing to check")
     place = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
     arguments = {**config["arguments"], **parse_arguments(settings or ())}
-    if hidden := hidden_in(arguments):
-        raise WrongInput(f"{hidden[0]!r} is secret and not on record: give --set {hidden[0]}=...")
+    check_secrets(config, arguments)
     text = target_text(config)
     if not trust and not is_own(folder):
         raise WrongInput(
@@ -157,6 +157,14 @@ def check(
         f"epoch{'s' * (found.epochs != 1)}{size}, no row lost, repeated or out of order"
     )
     return 0
+
+
+def check_secrets(config: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """WrongInput unless `arguments` have all of the run's secrets."""
+    if hidden := hidden_in(arguments):
+        raise WrongInput(f"{hidden[0]!r} is secret and not on record: give --set {hidden[0]}=...")
+    if others := other_secrets(config, plain(arguments)):
+        raise WrongInput(f"the argument {others[0]!r}, a secret, is not the one of the run")
 
 
 def left_out_words(record: "FeedRecord") -> str:

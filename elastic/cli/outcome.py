@@ -1,21 +1,58 @@
 """The end of a run, in a few lines for a person."""
 
+import re
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.store.remote import shown_uri
 
+ROOT = re.escape(str(Path(__file__).resolve().parents[2]))
 
-def print_failure(failure: BaseException) -> None:
-    """The reason, and the user's own traceback where the user's code raised."""
+
+FRAME = re.compile(r'  File "([^"]+)", line \d+')
+OURS = re.compile(rf"(?:site-packages|^{ROOT})/(?:elastic|workers)/(?!workloads/)")
+SHIPPED = re.compile(r"/[^\s\"]*/_ray_pkg_\w+(?=/)")
+"""The folder of TARGET as Ray unpacks it on a node."""
+
+
+def print_failure(failure: BaseException, folder: Path | None = None) -> None:
+    """The reason, and before it the user's own traceback where the user's code raised.
+
+    folder: TARGET's, by which frames of its copies on nodes are shown.
+    """
     cause = failure.__cause__
+    reason, _, text = str(failure).partition("\n")
     if isinstance(cause, UserError):
-        print(cause.traceback_text.rstrip(), file=sys.stderr)
-    elif cause is not None and not isinstance(cause, WrongInput):  # which the reason tells
-        traceback.print_exception(cause)
-    print(f"elastic: the run failed: {failure}", file=sys.stderr)
+        text = cause.traceback_text
+    elif cause is not None and not text and not isinstance(cause, WrongInput):  # the reason tells
+        text = "".join(traceback.format_exception(cause))
+    if lines := without_repeat(of_user(text, folder), reason):
+        print("\n".join(lines), file=sys.stderr)
+    print(f"elastic: the run failed: {reason}", file=sys.stderr)
+
+
+def of_user(text: str, folder: Path | None) -> list[str]:
+    """The lines of a traceback without our own frames; all of them if it has no others."""
+    kept: list[str] = []
+    is_kept, has_others = True, False
+    for line in text.rstrip().splitlines():
+        if frame := FRAME.match(line):
+            is_kept = OURS.search(frame[1]) is None
+            has_others = has_others or is_kept
+        elif not line.startswith("    "):
+            is_kept = True
+        if is_kept:
+            kept.append(line)
+    lines = kept if has_others else text.rstrip().splitlines()
+    return lines if folder is None else [SHIPPED.sub(str(folder), line) for line in lines]
+
+
+def without_repeat(lines: list[str], reason: str) -> list[str]:
+    """Without the exception, where the reason ends with it."""
+    return lines[:-1] if lines and reason.endswith(lines[-1]) else lines
 
 
 def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None) -> None:
@@ -34,7 +71,7 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         f"recoveries, {result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
     )
     for r in recoveries:
-        phases = ("detect", "fence", "waiting", "form", "state", "first_step", "total")
+        phases = ("detect", "fence", "form", "state", "first_step", "total")
         times = " ".join(
             f"{phase} {1000 * r[f'{phase}_s']:.0f} ms" for phase in phases if f"{phase}_s" in r
         )

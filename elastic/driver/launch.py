@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -30,9 +30,11 @@ from elastic.protocol.errors import WrongInput
 from elastic.store.files import (
     first_line,
     leave_probe,
+    missing_folders,
     open_folder,
     place_of,
     reach_folder,
+    remove_empty,
     remove_probe,
 )
 from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri
@@ -143,6 +145,7 @@ def run_config(
     named = {**config.to_json(), "storage": storage, "name": name}
     content = resume.config_json(named, target, arguments, versions(), source)
     place = place_of(storage, name)
+    missing = [Path(storage)] if config.storage is None else missing_folders(storage)
     folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
     past = asked(storage, partial(resume.await_last_processes, folder_of_run))
     match resume.compare(place, past, content):
@@ -155,21 +158,20 @@ def run_config(
             print(note, file=sys.stderr)
         case _:
             pass
-    check_writable(storage)
     if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
         raise WrongInput(
             f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
             "evaluate(self, session); define it, or leave eval_every out"
         )
-    record: dict[str, Any] = {
-        "storage": storage,
-        "name": name,
-        "content": content,
-        "earlier_generations": asked(
-            storage, partial(resume.newest_generation, folder_of_run, past)
-        ),
-    }
     try:
+        check_writable(storage)
+        newest = asked(storage, partial(resume.newest_generation, folder_of_run, past))
+        record: dict[str, Any] = {
+            "storage": storage,
+            "name": name,
+            "content": content,
+            "earlier_generations": newest,
+        }
         answer = run_on_ray(
             workload,
             config,
@@ -180,9 +182,7 @@ def run_config(
             detach=detach,
         )
     finally:
-        if config.storage is None:
-            with suppress(OSError):  # there is a run in it
-                Path(storage).rmdir()
+        remove_empty(missing)
     if answer is None:
         return Result(outcome="detached", badput={}, recoveries=[], run_directory=place)
     if answer["storage_warning"]:

@@ -84,6 +84,20 @@ def hidden_in(arguments: dict[str, Any]) -> list[str]:
     return sorted(name for name, value in arguments.items() if _has_hidden(value))
 
 
+def other_secrets(config: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
+    """Secrets among `arguments` (JSON) that are not those of the run whose config.json it is."""
+    new = redacted({"target": config.get("target"), "arguments": arguments}).get("secrets", {})
+    return changed_secrets(config.get("secrets"), new)
+
+
+def changed_secrets(past: Any, new: dict[str, str]) -> list[str]:
+    """past: what config.json has under `secrets`, if anything."""
+    if not isinstance(past, dict):
+        return []
+    known = cast("dict[str, Any]", past)
+    return sorted(name for name in new if name in known and known[name] != new[name])
+
+
 def _has_hidden(value: Any) -> bool:
     if isinstance(value, list):
         return any(_has_hidden(item) for item in cast("list[Any]", value))

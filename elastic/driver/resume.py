@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from elastic.driver.redaction import redacted
+from elastic.driver.redaction import changed_secrets, redacted
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.timeouts import timeouts_of
 from elastic.store.claim import has_ended, is_gone
@@ -159,10 +159,8 @@ def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Settings that may not change between two parts of one run, each with both values."""
     found: list[str] = []
     past = redacted(past)  # of an earlier version it may have all
-    secrets = past.get("secrets", {}), new.get("secrets", {})
-    if isinstance(secrets[0], dict):
-        names = sorted(n for n in secrets[1] if n in secrets[0] and secrets[0][n] != secrets[1][n])
-        found += [f"the argument {name!r}, a secret, is another one now" for name in names]
+    names = changed_secrets(past.get("secrets"), new.get("secrets", {}))
+    found += [f"the argument {name!r}, a secret, is another one now" for name in names]
     may_differ = MAY_DIFFER
     if past.get("reduction") == "bitwise":
         may_differ -= DECIDES_BITS

@@ -316,6 +316,28 @@ def leave_probe(place: str) -> Probe:
     return probe
 
 
+def missing_folders(place: str) -> list[Path]:
+    """Local folders that would have to be made for this one, the innermost first. WrongInput if
+    none can be made: it is below a file."""
+    local, missing = open_folder(place).local, list[Path]()
+    while local is not None and not os.path.isdir(local):
+        if os.path.lexists(local):
+            what = "is a file" if os.path.isfile(local) else "is no folder"
+            raise WrongInput(
+                f"storage {place!r} cannot be written: {local} {what}; choose another folder"
+            )
+        missing.append(local)
+        local = local.parent
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """What was made for a run that came to nothing. Whoever has put something there keeps it."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 def sees_probe(probe: Probe) -> bool:
     """Asked on another node. OSError if the storage does not answer there."""
     try:

@@ -77,6 +77,9 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", "nowhere.py:Job", *SIZES], "there is no file"),
         (["run", "workers.workloads.digits:Nope", *SIZES], "has no class Nope; it has Digits"),
         (["run", DIGITS, *SIZES, "--storage", "nosuch://x"], "'nosuch://x' cannot be used"),
+        (["run", DIGITS, *SIZES, "--storage", "s3//b/runs"], "no URI: write 's3://b/runs'"),
+        (["run", DIGITS, *SIZES, "--storage", "gs:/b"], "no URI: write 'gs://b'"),
+        (["run", DIGITS, *SIZES, "--storage", f"{__file__}/runs"], "cannot be written: "),
         (["status", "nowhere"], "nowhere is no run directory: it has no config.json"),
         (["watch", "nowhere"], "nowhere is no run directory"),
         (["replay", "nowhere"], "nowhere is no run directory"),
@@ -218,6 +221,39 @@ def test_a_failure_shows_the_users_own_traceback_then_the_reason(capsys):
         "KeyError: 'y'",
         "elastic: the run failed: step 3: loss raised",
     ]
+
+
+def test_a_failure_shows_no_frame_of_ours_and_says_the_exception_once(capsys):
+    """As a worker on another node tells it, where Ray has unpacked the folder of TARGET."""
+    ours = Path(elastic.cli.outcome.__file__).parents[2] / "workers/worker.py"
+    there = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_0a1b/job.py"
+    text = (
+        "w0: before its first step: RuntimeError: no such layer\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{ours}", line 112, in _tell_of_errors\n    train()\n'
+        '  File "/x/site-packages/workers/train_state/build.py", line 142, in build_model\n'
+        "    model = workload.build_model()\n            ^^^^^^\n"
+        f'  File "{there}", line 6, in build_model\n    raise RuntimeError("no such layer")\n'
+        "RuntimeError: no such layer\n"
+    )
+    failure = RunFailed(text, Result(outcome="failed", badput={}, recoveries=[]))
+    failure.__cause__ = RuntimeError("no such layer")
+    print_failure(failure, Path("/home/me/job"))
+    assert capsys.readouterr().err.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "/home/me/job/job.py", line 6, in build_model',
+        '    raise RuntimeError("no such layer")',
+        "elastic: the run failed: w0: before its first step: RuntimeError: no such layer",
+    ]
+
+
+def test_wrong_input_leaves_no_folder_behind(tmp_path, capsys):
+    """Ray is asked for after the storage has been tried."""
+    storage = tmp_path / "new" / "runs"
+    arguments = ["--storage", str(storage), "--address", "127.0.0.1:1"]
+    assert main(["run", DIGITS, *SIZES, *arguments]) == 2
+    assert "no Ray cluster answers" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_input_of_a_run_that_has_trained_is_a_failure_with_its_result(capsys):

@@ -15,6 +15,7 @@ from elastic.data import parquet
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
 from elastic.data.record import open_record
+from elastic.driver.redaction import redacted
 
 TARGET = """
 import elastic
@@ -175,6 +176,21 @@ def test_check_knows_map_style_datasets(folder, tmp_path, capsys):
     run = record(tmp_path, folder, SampleOrder(ROWS, 4).rows(0, STEPS * BATCH), name="MapStyle")
     assert main(["data", "check", str(run)]) == 0
     assert "2 whole epochs of 70 rows" in capsys.readouterr().out
+
+
+def test_check_compares_the_secrets_that_it_is_given(folder, tmp_path, capsys):
+    from workers.data.order import SampleOrder
+
+    run = record(tmp_path, folder, SampleOrder(ROWS, 4).rows(0, STEPS * BATCH), name="MapStyle")
+    config = json.loads((run / "config.json").read_text())
+    config["arguments"] = {"path": str(folder), "api_key": "right"}
+    (run / "config.json").write_text(json.dumps(redacted(config)))
+    given = ["data", "check", str(run), "--set"]
+    assert main([*given, "api_key=wrong"]) == 2
+    said = "the argument 'api_key', a secret, is not the one of the run"
+    assert said in capsys.readouterr().err
+    assert main([*given, "api_key=right"]) == 2
+    assert "does not fit" in capsys.readouterr().err  # this workload takes none: it was let through
 
 
 def test_check_says_what_changed_in_the_data(folder, tmp_path, capsys):
