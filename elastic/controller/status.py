@@ -72,3 +72,12 @@ def result_of(
         "badput": account.badput_s,
         "recoveries": [asdict(r) for r in account.recoveries],
     }
+
+
+def what_is_lost(step: int, checkpoint: int) -> str:
+    """By a run that ends at once after `step` committed steps, as the end of a sentence."""
+    if step <= checkpoint:
+        return ""
+    first = checkpoint + 1
+    steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
+    return f"; {steps} in no checkpoint and will be done again"

@@ -19,7 +19,7 @@ from elastic.control.transition import start
 from elastic.controller import loop
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of, worker_spec
-from elastic.controller.status import result_of, status_of
+from elastic.controller.status import result_of, status_of, what_is_lost
 from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
@@ -120,9 +120,8 @@ class Supervisor:
     async def run(self) -> dict[str, Any]:
         self.recorder.writer.loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
-        end_now = functools.partial(self.cluster.cancel, "stopped")
         note = functools.partial(self.recorder.note, "data")
-        self.actor.listen(stop=self.cluster.request_stop, end_now=end_now, note=note)
+        self.actor.listen(stop=self.cluster.request_stop, end_now=self._end_now, note=note)
         timeouts = timeouts_of(self.config.detect_s)
         self._pings = self.cluster.in_background(
             self.cluster.stores.watch(timeouts.rendezvous_s, timeouts.controller_s)
@@ -243,6 +242,11 @@ class Supervisor:
 
     def _fail(self, why: str) -> None:
         self.cluster.cancel("failed", why)
+
+    def _end_now(self, why: str) -> None:
+        """Nothing is saved any more: the reason says what that costs."""
+        step = self.decision.ledger.step if self.decision is not None else 0
+        self.cluster.cancel("stopped", why + what_is_lost(step, self.recorder.committed or 0))
 
     def _replace(self, worker: int, why: str) -> None:
         now = self._now()

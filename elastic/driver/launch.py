@@ -326,7 +326,8 @@ class Onlooker:
 
     def look(self) -> None:
         line = self._driver.waits_for
-        need = line.partition(";")[0]  # what others have left changes all the time
+        need, _, rest = line.partition(";")  # what others have left changes all the time
+        need += rest.partition(";")[2]
         if line and need != self._told:
             self._told = need
             print(f"elastic: {line}", file=sys.stderr)

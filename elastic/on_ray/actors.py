@@ -44,6 +44,9 @@ FIND_S = 2.0
 DRIVER_LEASE_S = 5.0
 """Without a word from the driver for this long the run ends (unless it is detached)."""
 DRIVER_WATCH_S = 0.5
+SAVE_ALONE_S = 2.0
+"""How long a run whose driver has died may take to save its last step: with the lease, and with
+what its processes need to end, it is gone within 10 s."""
 STOP_ALONE_S = timeouts_of(None).lease_s
 """How long a run that finds no hangs may take to stop once its driver is gone."""
 EXIT_TO_START_ANEW = 1
@@ -153,7 +156,11 @@ class ControllerActor:
             self._heard = min(now, self._heard + frozen_s)  # its words wait to be read
         self._is_abandoned = True
         why = "the driver is gone"
-        if self._is_stopping:  # `ray job stop` kills it after 3 s, which no long step waits for
+        if not self._is_stopping:
+            self._wish("stop", why)
+            await asyncio.sleep(SAVE_ALONE_S)
+            why += f", and the run did not stop within {SAVE_ALONE_S:g} s"
+        else:  # `ray job stop` kills it after 3 s, which no long step waits for
             if self._order["config"].detect_s is not None:  # what hangs is found
                 return
             await asyncio.sleep(STOP_ALONE_S)

@@ -46,24 +46,34 @@ def is_by_hand(machines: Sequence[Machine], report: bytes | None) -> bool:
     return bool(nodes) and all(name.startswith(BY_HAND) for name in nodes)
 
 
-def refuse_unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) -> None:
-    """WrongInput if no machine is large enough for a worker and nothing adds any. A cluster without
-    a single machine of the kind is not complete yet: the run waits."""
+def unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) -> str:
+    """Why no machine takes a worker, if none is large enough and nothing adds any; else empty. A
+    cluster without a single machine of the kind is not complete yet."""
     kind = list(need.amounts)[-1]
     of_kind = [machine for machine in machines if machine.resources.get(kind, 0) > 0]
     if not of_kind or any(need.fits(m) for m in of_kind) or not is_by_hand(machines, report):
-        return
+        return ""
     largest = max(of_kind, key=lambda m: m.resources.get("CPU", 0))
     has = " and ".join(f"{largest.resources.get(k, 0):g} {k}s" for k in need.amounts)
-    raise WrongInput(
+    return (
         f"a worker needs {need}, and none of the cluster's {len(machines)} nodes is that large: "
-        f"the largest has {has}, and nothing adds nodes; lower --cpus-per-worker, or start a "
-        "larger node"
+        f"the largest has {has}, and nothing adds nodes"
     )
 
 
+def refuse_unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) -> None:
+    """WrongInput if the run would wait for ever."""
+    if why := unfillable(need, machines, report):
+        raise WrongInput(f"{why}; lower --cpus-per-worker, or start a larger node")
+
+
 def report() -> bytes | None:
-    return cast(Any, internal_kv)._internal_kv_get(REPORT)
+    """None as well where the head does not answer: then nothing is certain."""
+    try:
+        return cast(Any, internal_kv)._internal_kv_get(REPORT)
+    except Exception as error:  # of a private API
+        log.warning('nodes=unknown reason="%s: %s"', type(error).__name__, first_line(error))
+        return None
 
 
 def nothing() -> None:

@@ -22,7 +22,7 @@ from elastic.protocol.messages.hello import (
     other_version,
 )
 from elastic.protocol.messages.pulse import FROM_PULSE, Question, Said
-from elastic.protocol.messages.to_controller import TO_CONTROLLER, Heard, Report
+from elastic.protocol.messages.to_controller import TO_CONTROLLER, Heard, LastWords, Report
 from elastic.protocol.messages.to_worker import ToWorker, Word
 from elastic.protocol.outbox import Outbox
 from elastic.protocol.wire import HELLO_S, has_token
@@ -140,6 +140,7 @@ class LinkServer:
         if why := other_version(header):
             log.error('worker=%s refused reason="%s"', worker_name(worker), why)
             writer.write(pack(Leave(why)))
+            self._on_report(worker, LastWords(why))  # else only its death would be known
             return None
         hello = GREETING.read(header)
         return hello if isinstance(hello, Hello) else None

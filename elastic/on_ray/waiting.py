@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import ray
 
+from elastic.on_ray.autoscaling import report, unfillable
 from elastic.on_ray.machines import Machine, Need, machines
 from elastic.on_ray.slots import Slot
 from elastic.store.files import first_line
@@ -35,6 +36,8 @@ class Offer:
 
     machines: tuple[Machine, ...]
     free: dict[str, float]
+    report: bytes | None = None
+    """See elastic/on_ray/autoscaling.py."""
 
     def lacks(self, need: Need) -> bool:
         """Whether not even one more worker can have a place."""
@@ -43,13 +46,15 @@ class Offer:
 
 
 def offer_now() -> Offer:
-    return Offer(tuple(machines()), cast("dict[str, Any]", ray.available_resources()))
+    return Offer(tuple(machines()), cast("dict[str, Any]", ray.available_resources()), report())
 
 
 def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
     """The line."""
     workers = "1 worker" if num_missing == 1 else f"{num_missing} workers"
-    return f"waiting for a place for {workers} of {need}; {inventory(offer, need)}"
+    line = f"waiting for a place for {workers} of {need}; {inventory(offer, need)}"
+    why = unfillable(need, offer.machines, offer.report)  # a node may have left since the start
+    return f"{line}; {why}: start a larger one" if why else line
 
 
 def inventory(offer: Offer, need: Need) -> str:

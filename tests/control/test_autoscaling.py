@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
-from elastic.on_ray.autoscaling import can_add_gpus
+from elastic.on_ray.autoscaling import can_add_gpus, report
 
 
 @pytest.fixture
@@ -33,3 +33,12 @@ def test_a_ray_that_has_no_such_call_tells_nothing(demands, monkeypatch, caplog)
     assert can_add_gpus() is None
     assert 'gpus=unknown reason="AttributeError: ' in caplog.text
     assert demands == ["made", "cancelled"]
+
+
+def test_a_head_that_is_away_tells_nothing_of_nodes_made_by_hand(monkeypatch, caplog):
+    def away(key):
+        raise RuntimeError("the head is away")
+
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", away)
+    assert report() is None
+    assert "the head is away" in caplog.text

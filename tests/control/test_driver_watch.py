@@ -6,16 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.controller.status import what_is_lost
 from elastic.on_ray import actors
 from elastic.on_ray.actors import ControllerActor
 
 
-def left_alone(*, detect_s: float | None, is_stopping: bool) -> list[str]:
-    """-> why the run is ended at once; nothing: it ends by itself."""
+def left_alone(
+    *, detect_s: float | None, is_stopping: bool, asked: list[str] | None = None
+) -> list[str]:
+    """-> why the run is ended at once; nothing: it ends by itself. asked: gets why to stop."""
     actor, ended = object.__new__(ControllerActor), []  # its constructor asks Ray who it is
     actor._order = {"config": SimpleNamespace(detect_s=detect_s)}
     actor._wishes, actor._is_stopping, actor._heard = (
-        {"end_now": ended.append},
+        {"end_now": ended.append, "stop": ([] if asked is None else asked).append},
         is_stopping,
         -math.inf,
     )
@@ -24,8 +27,25 @@ def left_alone(*, detect_s: float | None, is_stopping: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("detect_s", [None, 3.0])
-def test_a_run_whose_driver_dies_is_ended_at_once(detect_s):
-    assert left_alone(detect_s=detect_s, is_stopping=False) == ["the driver is gone"]
+def test_a_run_whose_driver_dies_may_save_its_last_step_before_it_is_ended(detect_s, monkeypatch):
+    assert actors.DRIVER_LEASE_S + actors.DRIVER_WATCH_S + actors.SAVE_ALONE_S < 8
+    monkeypatch.setattr(actors, "SAVE_ALONE_S", 0.01)
+    asked: list[str] = []
+    why = left_alone(detect_s=detect_s, is_stopping=False, asked=asked)
+    assert asked == ["the driver is gone"]
+    assert why == ["the driver is gone, and the run did not stop within 0.01 s"]
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoint", "said"),
+    [
+        (7, 7, ""),
+        (8, 7, "; step 8 is in no checkpoint and will be done again"),
+        (9, 0, "; steps 1 to 9 are in no checkpoint and will be done again"),
+    ],
+)
+def test_a_run_that_ends_at_once_says_what_is_lost(step, checkpoint, said):
+    assert what_is_lost(step, checkpoint) == said
 
 
 def test_a_run_that_stops_already_goes_on_to_its_end(monkeypatch):

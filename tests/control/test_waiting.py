@@ -1,6 +1,8 @@
 """What a run says that has too few places for its workers; without Ray."""
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +40,20 @@ def test_a_place_is_lacking_where_no_machine_is_large_enough_whatever_is_free():
     assert BUSY.lacks(ONE_CPU)
     assert EMPTY.lacks(ONE_GPU)
     assert Offer((machine(CPU=4),) * 2, {"CPU": 8}).lacks(Need(8, 0))
+
+
+def test_the_line_says_so_if_nothing_can_fill_the_wish_any_more():
+    """The large node has left, and all that is there was started by hand."""
+    report = json.dumps({"autoscaler_report": {"active_nodes": {"node_1": 1}}}).encode()
+    small = machine(CPU=4)
+    before = Offer((small, machine(CPU=16)), {"CPU": 0}, report)
+    after = Offer((small,), {"CPU": 0}, report)
+    assert "nothing adds nodes" not in waits_for(1, Need(8, 0), before)
+    assert waits_for(1, Need(8, 0), after).endswith(
+        "(0 free); a worker needs 8 CPUs, and none of the cluster's 1 nodes is that large: the "
+        "largest has 4 CPUs, and nothing adds nodes: start a larger one"
+    )
+    assert "nothing adds nodes" not in waits_for(1, Need(8, 0), replace(after, report=None))
 
 
 def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:

@@ -2,6 +2,8 @@
 the same controller."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,7 +15,7 @@ from elastic.on_ray import links
 from elastic.protocol import wire
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import ANSWER, VERSION, Hello, Leave, Unknown
-from elastic.protocol.messages.to_controller import Introduction, PartSaved
+from elastic.protocol.messages.to_controller import Introduction, LastWords, PartSaved
 from elastic.protocol.messages.to_worker import Word
 from tests.workers.links_rig import (
     MADE,
@@ -28,7 +30,7 @@ from tests.workers.links_rig import (
     until,
 )
 from workers.membership import link as links_end
-from workers.membership.link import ControllerLink
+from workers.membership.link import EXIT_WITHOUT_CONTROLLER, ControllerLink
 
 
 @pytest.fixture
@@ -347,3 +349,26 @@ def test_a_worker_of_another_version_is_told_so_in_one_line(hello):
     assert f"it speaks version {hello.get('version')} " in answer.reason
     assert f"version {VERSION}" in answer.reason
     assert not controller.links.is_connected(3)
+    until(lambda: controller.heard == [LastWords(answer.reason)])  # for the run's reason
+
+
+def test_a_worker_of_another_version_leaves_with_the_controllers_line():
+    """Its own end, in a process of its own: it never looks for another controller."""
+    controller = Controller()
+    script = (
+        "import time\n"
+        "from dataclasses import replace\n"
+        "from workers.membership import link\n"
+        "from elastic.protocol.messages.hello import Hello\n"
+        "link.Hello = lambda *given, **named: replace(Hello(*given, **named), version=99)\n"
+        f"link.ControllerLink({controller.address!r}, token='secret', worker=3, silence_s=60,"
+        " lease_s=60, find=lambda: print('searched'), on_command=print, on_found=print)\n"
+        "time.sleep(600)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    (reason,) = (said.why for said in controller.heard)
+    assert (done.returncode, done.stdout) == (EXIT_WITHOUT_CONTROLLER, "")
+    assert done.stderr == f'leaving reason="{reason}"\n'
+    assert "it speaks version 99 of the protocol" in reason
