@@ -2,30 +2,37 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elastic.config import RunConfig
+from elastic.control.commands import Discard, Publish
 from elastic.control.events import Cancelled
 from elastic.control.transition import start
+from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of
 from elastic.on_ray.cluster import RayCluster
-from elastic.protocol.messages.to_controller import Loaded
+from elastic.protocol.messages.to_controller import Loaded, PartSaved
 from elastic.store import run_directory
 from elastic.store.before import Before
-from elastic.store.catalogue import Damage
+from elastic.store.catalogue import Catalogue, Damage, file_name
+from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.remote import StoreAway
 from tests.cli.test_cli import RESULT, STATUS
 from tests.object_store import FaultProxy, S3Server, uri
+from tests.store.saves import part_of, tensors
 from tests.store.test_run_directory import metrics, samples
 
 NOTHING: Any = None
@@ -234,9 +241,7 @@ def test_an_opening_under_way_when_the_run_ends_is_undone_as_well(tmp_path):
 def test_a_store_that_stays_away_ends_the_run_with_a_line_and_no_internal_error(place, s3):
     async def run() -> list[Any]:
         opened = recorder(place, (0.0,))
-        host: Any = SimpleNamespace(
-            on_evaluation=NOTHING, on_unprotected=NOTHING, on_loaded=opened.open_at
-        )
+        host: Any = SimpleNamespace(record=opened, on_unprotected=NOTHING, open_at=opened.open_at)
         cluster = RayCluster("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
         cluster.workers[0] = slot = SimpleNamespace(state="loading")  # type: ignore
         cluster._loading = 0
@@ -370,5 +375,35 @@ def test_a_successor_of_a_controller_that_had_no_sound_worker_yet_sweeps_torn_sa
         await successor.open_at(0, [])
         assert torn.exists()
         await close(successor)
+
+    asyncio.run(run())
+
+
+def test_a_save_is_published_from_the_parts_that_ranks_have_reported_and_workers_hear_of_it(
+    tmp_path: Path,
+):
+    """Said twice, and in any order; what is given up is told, too, and leaves nothing."""
+
+    async def run() -> None:
+        opened, told = recorder(str(tmp_path)), list[tuple[int, bool]]()
+        opened.publisher = publisher = Publisher(opened.writer, lambda *said: told.append(said))
+        await opened.open_at(0, [])
+        catalogue = Catalogue(open_folder(str(tmp_path / "r" / "checkpoints")))
+        pieces = part_of(tensors(1), 0, 1)
+        contents = (memoryview(np.ascontiguousarray(value)) for _, value in pieces)
+        boxes, name = [box for box, _ in pieces], file_name(1, 0, 1)
+        part = write_part(catalogue.prepare(3), name, boxes, contents)
+        said = {"file": asdict(part.file), "tensors": [asdict(t) for t in part.tensors]}
+        payload = json.dumps({"part": said, "state": {}, "is_pinned": False}).encode()
+        for _ in range(2):
+            publisher.hear(PartSaved(1, 0, 3, payload))
+        publisher.conclude(Publish(1, 3))
+        await settled(opened)
+        assert (opened.committed, catalogue.steps(), told) == (3, [3], [(3, True)])
+        publisher.hear(PartSaved(1, 0, 5, payload))
+        publisher.conclude(Discard(1, 5))
+        await settled(opened)
+        assert (opened.committed, told[1:]) == (3, [(5, False)])
+        await close(opened)
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -163,7 +163,7 @@ def check_secrets(config: dict[str, Any], arguments: dict[str, Any]) -> None:
     """WrongInput unless `arguments` have all of the run's secrets."""
     if hidden := hidden_in(arguments):
         raise WrongInput(f"{hidden[0]!r} is secret and not on record: give --set {hidden[0]}=...")
-    if others := other_secrets(config, plain(arguments)):
+    if others := other_secrets(config, cast("dict[str, Any]", plain(arguments))):
         raise WrongInput(f"the argument {others[0]!r}, a secret, is not the one of the run")
 
 

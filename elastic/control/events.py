@@ -1,9 +1,14 @@
-"""Events of the controller: what happened. `generation` is present iff a member says it."""
+"""Events of the controller: what happened. `generation` is present iff a member says it.
+
+`event_of` makes them of what members report.
+"""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from elastic.control.detection.patience import Place
 from elastic.control.standing import Standing
+from elastic.protocol.messages import to_controller as r
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,3 +254,52 @@ Event = (
     | Report
     | Tick
 )
+
+Eventful: TypeAlias = (
+    r.Synced
+    | r.SyncFailed
+    | r.DrainNotice
+    | r.Connected
+    | r.Joined
+    | r.Paused
+    | r.Kept
+    | r.Suspended
+    | r.CollectiveFailed
+    | r.Done
+    | r.Ended
+    | r.PartSaved
+    | r.PartFailed
+    | r.StillSaving
+)
+
+
+def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
+    match report:
+        case r.Synced():
+            return Synced(worker, at)
+        case r.SyncFailed(reason):
+            return SyncFailed(worker, reason, at)
+        case r.DrainNotice(cause, notice_s):
+            return DrainNotice(worker, cause, at + notice_s, at)
+        case r.Connected(generation, rank):
+            return Connected(generation, rank, at)
+        case r.Joined(generation, rank, state_s, step):
+            return Joined(generation, rank, state_s, at, step)
+        case r.Paused(generation, rank, step):
+            return Paused(generation, rank, step, at)
+        case r.Kept(generation, rank):
+            return Kept(generation, rank, at)
+        case r.Suspended(generation, rank, step, is_prepared, is_between_steps):
+            return Suspended(generation, rank, step, is_prepared, is_between_steps, at)
+        case r.CollectiveFailed(generation, rank, message, is_refused):
+            return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
+        case r.Done(generation, rank, step):
+            return Done(generation, rank, step, at)
+        case r.Ended(generation, rank, weights_sha256):
+            return Ended(generation, rank, weights_sha256, at)
+        case r.PartSaved(generation, rank, step):
+            return PartSaved(generation, rank, step, at)
+        case r.PartFailed(generation, rank, step, message):
+            return PartFailed(generation, rank, step, message, at)
+        case r.StillSaving(generation, rank):
+            return StillSaving(generation, rank, at)

@@ -1,16 +1,23 @@
 """The controller's side of checkpoints: it publishes, retires, and sets damaged ones aside.
 
-All of it runs in the writer's thread: a decision never waits for storage. Who writes the parts is
-workers/checkpoint/saver.py; which save is whole is elastic/control/checkpointing.py's.
+`Publisher` is the event loop's side; `Checkpoints` works in the writer's thread, as a decision
+never waits for storage. Who writes the parts is workers/checkpoint/saver.py; which save is whole is
+elastic/control/checkpointing.py's.
 """
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from elastic.control.commands import Discard, Publish
+from elastic.controller.storage_health import Unpublished
+from elastic.controller.writer import Writer
 from elastic.protocol.manifest import part_from_json
+from elastic.protocol.messages.to_controller import PartSaved
 from elastic.store.catalogue import PINNED, Catalogue, Damage, launch_of
 from elastic.store.files import first_line
 from elastic.store.remote import patiently
@@ -24,8 +31,38 @@ Ask = Callable[[Callable[[], Any]], Any]
 """Gives what the function gives, as `patiently`."""
 
 
-class Unpublished(OSError):
-    """A checkpoint that all ranks have written, but whose manifest could not be."""
+class Publisher:
+    """What ranks report of their parts, until their save is whole or given up."""
+
+    def __init__(self, writer: Writer, tell: Callable[[int, bool], None]) -> None:
+        """tell: the workers learn whether the checkpoint of a step is published."""
+        self._writer, self._tell = writer, tell
+        self.checkpoints: Checkpoints | None = None
+        """Once the run directory is open."""
+        self._parts: dict[tuple[int, int], dict[int, Content]] = {}
+        """Per generation and step, by rank."""
+
+    def hear(self, report: PartSaved) -> None:
+        """It may be said again."""
+        save = report.generation, report.step
+        self._parts.setdefault(save, {})[report.rank] = json.loads(report.payload)
+
+    def conclude(self, command: Publish | Discard) -> None:
+        """Publish a save, or remove what it has written."""
+        assert self.checkpoints is not None
+        generation, step = command.generation, command.step
+        parts = list(self._parts.pop((generation, step), {}).values())
+        if isinstance(command, Discard):
+            self._writer.write(self.checkpoints.discard, generation, step)
+            self._tell(step, self.checkpoints.committed == step)  # repeated parts
+            return
+        publishing = self._writer.write(self.checkpoints.publish, generation, step, parts)
+        publishing.add_done_callback(partial(self._on_published, step))
+
+    def _on_published(self, step: int, publishing: "Future[Any]") -> None:
+        error = publishing.exception()
+        self._writer.trouble.hear_published(step, "" if error is None else first_line(error))
+        self._writer.loop.call_soon_threadsafe(self._tell, step, error is None)
 
 
 class Checkpoints:

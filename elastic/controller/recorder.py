@@ -17,7 +17,7 @@ from elastic.control.replay import is_news
 from elastic.control.state import Decision, Limits
 from elastic.controller.curves import Curves
 from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read_past
-from elastic.controller.publisher import Checkpoints
+from elastic.controller.publisher import Checkpoints, Publisher
 from elastic.controller.writer import Writer
 from elastic.protocol.errors import WrongInput
 from elastic.store.before import Before, look_at
@@ -55,16 +55,16 @@ class Recorder:
         """now: Unix time. fail: end the run, for a reason. tell_of_save: the workers learn whether
         the checkpoint of a step is published. pauses_s: between tries, while storage is away."""
         self.order, self.limits = order, limits
-        self._now, self._fail, self._tell_of_save = now, fail, tell_of_save
+        self._now, self._fail = now, fail
         self.place = place_of(order["storage"], order["name"])
         """The run directory, whether it exists already or not."""
         self.directory: RunDirectory | None = None
         self._before: Before | None = None
         """What the run directory held when it was opened; None once a worker was sound."""
-        self.checkpoints: Checkpoints | None = None
         self._curves: Curves | None = None
         self.writer = Writer(self._storage_failed, fail)
         self.trouble = self.writer.trouble
+        self.publisher = Publisher(self.writer, tell_of_save)
         self.account = open_account(now())
         self.lost_steps = 0
         self.last_metrics: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class Recorder:
         await self._run(self._go_back, step)
         self._count_from(step)
         await self._run(checkpoints.open, step, damaged, self._ask)
-        self.checkpoints, self._before = checkpoints, None
+        self.publisher.checkpoints, self._before = checkpoints, None
         return self.place
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
@@ -163,9 +163,9 @@ class Recorder:
             return None
         self.directory, past = opened
         self._told_step = self.directory.last_step
-        self.checkpoints = self._make_checkpoints(self.directory)
+        checkpoints = self.publisher.checkpoints = self._make_checkpoints(self.directory)
         has_formed = past.decision.ledger.num_generations > 0  # else it has perhaps not opened them
-        take_over = functools.partial(self.checkpoints.take_over, is_open=has_formed)
+        take_over = functools.partial(checkpoints.take_over, is_open=has_formed)
         await run(self.writer.executor, take_over)
         self.account, self.lost_steps = past.account, past.lost_steps
         self.last_metrics = past.last_metrics
@@ -253,6 +253,10 @@ class Recorder:
         self.writer.write(self.directory.record_step, line["metrics"], line["samples"])
         self.writer.write(self._draw, line["metrics"])
 
+    async def settle(self) -> None:
+        """Until everything that was told so far, checkpoints too, is in the run directory."""
+        await self.writer.settle()
+
     @property
     def safe_step(self) -> int:
         """Steps whose record this process's death cannot take along."""
@@ -292,6 +296,10 @@ class Recorder:
 
     # --- checkpoints --------------------------------------------------------------------
     @property
+    def checkpoints(self) -> Checkpoints | None:
+        return self.publisher.checkpoints
+
+    @property
     def committed(self) -> int | None:
         """Step of the newest checkpoint."""
         return self.checkpoints.committed if self.checkpoints else None
@@ -309,18 +317,3 @@ class Recorder:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self._now(), "checkpoint": fields})
-
-    def publish(self, generation: int, step: int, parts: list[dict[str, Any]]) -> None:
-        assert self.checkpoints is not None
-        publishing = self.writer.write(self.checkpoints.publish, generation, step, parts)
-        publishing.add_done_callback(functools.partial(self._on_published, step))
-
-    def _on_published(self, step: int, publishing: "Future[Any]") -> None:
-        error = publishing.exception()
-        self.trouble.hear_published(step, "" if error is None else first_line(error))
-        self.writer.loop.call_soon_threadsafe(self._tell_of_save, step, error is None)
-
-    def discard(self, generation: int, step: int) -> None:
-        assert self.checkpoints is not None
-        self.writer.write(self.checkpoints.discard, generation, step)
-        self._tell_of_save(step, self.checkpoints.committed == step)  # repeated parts

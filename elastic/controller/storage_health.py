@@ -4,6 +4,10 @@ Whether a run may go on after it is decided elsewhere (control/transition.py, su
 """
 
 
+class Unpublished(OSError):
+    """A checkpoint that all ranks have written, but whose manifest could not be."""
+
+
 class StorageTrouble:
     """Failed saves and failed writes, and their causes."""
 

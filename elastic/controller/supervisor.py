@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from elastic.config import RunConfig
 from elastic.control import events as e
 from elastic.control import state as s
+from elastic.control.detection.patience import Costly
 from elastic.control.state import Decision
 from elastic.control.transition import start
 from elastic.controller import loop
+from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of, worker_spec
 from elastic.controller.status import result_of, status_of, what_is_lost
@@ -27,7 +29,6 @@ from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.failover import Failover
 from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
-from elastic.on_ray.host import Host
 from elastic.on_ray.machines import Need
 from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
@@ -79,7 +80,7 @@ class Supervisor:
         self._last_reason = ""
         self.decision: Decision | None = None
         self._now = unix_clock()
-        self.recorder = recorder = Recorder(
+        self.record = recorder = Recorder(
             order,
             self.limits,
             now=self._now,
@@ -92,24 +93,7 @@ class Supervisor:
             rendezvous=rendezvous,
             head=head,
             now=self._now,
-            host=Host(
-                spawn=self._spawn,
-                begin_rendezvous=functools.partial(actors.start_rendezvous, order["run_id"]),
-                spec_of=self._spec_of,
-                place=recorder.place,
-                settle=recorder.writer.settle,
-                on_loaded=self._on_loaded,
-                on_rolled_back=recorder.roll_back,
-                on_publish=recorder.publish,
-                on_discard=recorder.discard,
-                on_step=recorder.record_step,
-                recorded_step=lambda: recorder.safe_step,
-                on_stacks=recorder.keep_stacks,
-                on_evaluation=functools.partial(recorder.note, "evaluation"),
-                on_unprotected=self._on_unprotected,
-                costly=lambda: self.decision.ledger.costly if self.decision else (),
-                on_slow=functools.partial(recorder.note, "slow"),
-            ),
+            host=self,
         )
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
@@ -118,9 +102,9 @@ class Supervisor:
             self.cluster.holders.turn_on(order["run_id"])
 
     async def run(self) -> dict[str, Any]:
-        self.recorder.writer.loop = asyncio.get_running_loop()
+        self.record.writer.loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
-        note = functools.partial(self.recorder.note, "data")
+        note = functools.partial(self.record.note, "data")
         self.actor.listen(stop=self.cluster.request_stop, end_now=self._end_now, note=note)
         timeouts = timeouts_of(self.config.detect_s)
         self._pings = self.cluster.in_background(
@@ -153,7 +137,7 @@ class Supervisor:
             places.cancel()
             self._is_over = True
             self._status_due.set()
-        recorder, result = self.recorder, self._result(finished)
+        recorder, result = self.record, self._result(finished)
         recorder.note("own_s", self.stragglers.own_s)
         await recorder.close(self._status, result)
         return {
@@ -180,12 +164,12 @@ class Supervisor:
         self.cluster.stores.rendezvous.forget.remote()
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(None, actors.find_workers, self.order["run_id"])
-        past = await self.recorder.reopen()
+        past = await self.record.reopen()
         if past is None:  # it died before there was anything on record
             decision = start(self.limits, self._now(), self.order["earlier_generations"])
             self._record(None, decision)
         else:
-            directory = self.recorder.directory
+            directory = self.record.directory
             assert directory is not None
             self.decision = decision = past.decision
             has_formed = decision.ledger.num_generations > 0
@@ -199,8 +183,13 @@ class Supervisor:
         self.cluster.takeover = None
         return decision.ledger, decision.phase, event
 
+    @property
+    def publisher(self) -> Publisher:
+        return self.record.publisher
+
     # --- workers ------------------------------------------------------------------
-    def _spawn(self, worker: int) -> Any:
+    def spawn(self, worker: int) -> Any:
+        """The pending actor of worker number n."""
         is_gpu = self.order["device"] == "cuda"
         return actors.spawn_worker(
             run_id=self.order["run_id"],
@@ -220,24 +209,35 @@ class Supervisor:
         self.actor.waits_for = line
         self._status_due.set()
 
-    def _spec_of(self, worker: int) -> WorkerSpec:
-        where = self._controller_address, self.recorder.place
+    def begin_rendezvous(self) -> Any:
+        """Its actor; the one of before, if that lives."""
+        return actors.start_rendezvous(self.order["run_id"])
+
+    def costly(self) -> tuple[Costly, ...]:
+        """Where usual times say nothing now, by the ledger."""
+        return self.decision.ledger.costly if self.decision else ()
+
+    def spec_of(self, worker: int) -> WorkerSpec:
+        where = self._controller_address, self.record.place
         return worker_spec(self.config, self.order, worker, *where, self.cluster.has_formed)
 
-    async def _on_loaded(self, step: int, damaged: list[Damage]) -> str:
-        self.actor.place = await self.recorder.open_at(step, damaged)
+    async def open_at(self, step: int, damaged: list[Damage]) -> str:
+        """The first worker's checks passed, or a later one starts again from an earlier step: the
+        run directory stands at that step, the damaged checkpoints set aside. Gives its place."""
+        self.actor.place = await self.record.open_at(step, damaged)
         self.actor.has_begun = True
         return self.actor.place
 
     async def _show_start(self) -> None:
         """Whoever looks sees that the run waits for its workers."""
-        self.actor.place = await self.recorder.open()
+        self.actor.place = await self.record.open()
 
     def _tell_of_save(self, step: int, is_published: bool) -> None:
         self.cluster.tell_of_save(step, is_published)
 
-    def _on_unprotected(self, fields: dict[str, Any]) -> None:
-        self.recorder.note("unprotected", fields)
+    def on_unprotected(self, fields: dict[str, Any]) -> None:
+        """Peer memory does not have the newest rows of all members, or has them again."""
+        self.record.note("unprotected", fields)
         self._status_due.set()
 
     def _fail(self, why: str) -> None:
@@ -246,7 +246,7 @@ class Supervisor:
     def _end_now(self, why: str) -> None:
         """Nothing is saved any more: the reason says what that costs."""
         step = self.decision.ledger.step if self.decision is not None else 0
-        self.cluster.cancel("stopped", why + what_is_lost(step, self.recorder.committed or 0))
+        self.cluster.cancel("stopped", why + what_is_lost(step, self.record.committed or 0))
 
     def _replace(self, worker: int, why: str) -> None:
         now = self._now()
@@ -257,7 +257,7 @@ class Supervisor:
         """Every event and what was decided."""
         before, self.decision = self.decision, decision
         self._last_reason = decision.reason or self._last_reason  # the next may come before a look
-        self.recorder.record(event, before, decision)
+        self.record.record(event, before, decision)
         if decision.reason:
             log.info(
                 'generation=%d step=%d phase=%s reason="%s"',
@@ -269,7 +269,7 @@ class Supervisor:
     async def _keep_status(self) -> None:
         while not self._is_over:
             if self.decision is not None:
-                self.recorder.write_status(self._status())
+                self.record.write_status(self._status())
             try:
                 await asyncio.wait_for(self._status_due.wait(), STATUS_EVERY_S)
             except TimeoutError:
@@ -285,7 +285,7 @@ class Supervisor:
             self.decision,
             self.cluster.workers,
             steps=self.config.steps,
-            committed_checkpoint=self.recorder.committed,
+            committed_checkpoint=self.record.committed,
             node_ip=self._host,
             reason=self._reason(self.decision),
         )
@@ -294,13 +294,13 @@ class Supervisor:
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
         said = (self._last_reason, self.stragglers.reason, self.cluster.protection.reason)
-        now = self.actor.waits_for, self.recorder.trouble.now
+        now = self.actor.waits_for, self.record.trouble.now
         return "; ".join(filter(None, (*said, *now)))
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None
-        said = (self.recorder.last_metrics.get("loss"), self.recorder.lost_steps)
-        return result_of(finished, self.decision, self.recorder.account, *said)
+        said = (self.record.last_metrics.get("loss"), self.record.lost_steps)
+        return result_of(finished, self.decision, self.record.account, *said)
 
     async def close(self) -> None:
         await self.cluster.close()
@@ -309,4 +309,4 @@ class Supervisor:
             self._pings.cancel()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, end_feed, self.order["run_id"])
-        self.recorder.writer.executor.shutdown(wait=True)
+        self.record.writer.executor.shutdown(wait=True)

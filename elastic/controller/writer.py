@@ -9,8 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from elastic.controller.publisher import Unpublished
-from elastic.controller.storage_health import StorageTrouble
+from elastic.controller.storage_health import StorageTrouble, Unpublished
 from elastic.store.files import first_line
 from elastic.store.remote import shown_uri
 from elastic.store.run_directory import RunDirectory

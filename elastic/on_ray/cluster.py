@@ -26,16 +26,15 @@ from elastic.on_ray.background import Background
 from elastic.on_ray.backup_servers import BackupServers
 from elastic.on_ray.backup_status import Protection
 from elastic.on_ray.broken_links import wait_for_return
+from elastic.on_ray.cluster_view import Host
 from elastic.on_ray.commits import Commits
 from elastic.on_ray.diagnosis import Diagnosis
 from elastic.on_ray.evaluations import Evaluations
 from elastic.on_ray.failover import Failover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
-from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
-from elastic.on_ray.reports import STATES, Eventful, event_of, interruption
-from elastic.on_ray.saves import Saves
 from elastic.on_ray.slots import (
+    STATES,
     Slot,
     end_process,
     note_place,
@@ -91,10 +90,9 @@ class RayCluster:
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
         self.takeover: Failover | None = None
-        self._saves = Saves(self.host)
         self._inquiry = Diagnosis(self)
         self.commits = Commits(self._record_step)
-        self.evaluations = Evaluations(self.host.on_evaluation)
+        self.evaluations = Evaluations(partial(self.host.record.note, "evaluation"))
         self.protection = Protection(self.host.on_unprotected, self.now)
         seams = self.in_background, self.head, self.workers, self.links, self.protection.hear_lost
         self.holders = BackupServers(self.token, self.detect_s, *seams, self.now)
@@ -119,14 +117,14 @@ class RayCluster:
                 for worker in workers:
                     self.retire(worker)
             case c.Publish() | c.Discard():
-                self._saves.conclude(command)
+                self.host.publisher.conclude(command)
 
     async def _begin_rendezvous(self) -> ActorHandle[Any]:
         return await asyncio.wrap_future(self.head.start(self.host.begin_rendezvous))
 
     async def _load(self, worker: int) -> None:
-        await self.host.settle()
-        self.links.send(worker, t.Load(self.host.place, self.recorded_step))
+        await self.host.record.settle()
+        self.links.send(worker, t.Load(self.host.record.place, self.recorded_step))
 
     def _sync(self, worker: int, source: int) -> None:
         address = self.workers[source].peer_address if source in self.workers else None
@@ -140,7 +138,7 @@ class RayCluster:
         if isinstance(command, c.Abort | c.Recall):
             self._untold = None
         for rank, worker in enumerate(membership.workers):
-            self.links.send(worker, interruption(command, rank, is_unheard=is_unheard))
+            self.links.send(worker, c.interruption(command, rank, is_unheard=is_unheard))
         if isinstance(command, c.Abort | c.Recall):
             self.commits.give_up(generation)
             self.stores.open(generation + 1)
@@ -225,7 +223,7 @@ class RayCluster:
         generation = form.membership.generation
         async with self._falling:  # one at a time, each to its end
             if form.step < self.recorded_step:
-                await self.host.on_loaded(form.step, [])
+                await self.host.open_at(form.step, [])
                 self.recorded_step = form.step
         if self._untold is not form:
             return
@@ -358,7 +356,7 @@ class RayCluster:
             record.last_seen = self.now()
         record.step = max(record.step, heartbeat.step)
         record.memory = heartbeat.memory
-        step = min(self.recorded_step, self.host.recorded_step())
+        step = min(self.recorded_step, self.host.record.safe_step)
         self.links.send(worker, t.Word(step, self.commits.formed))
         self._inquiry.hear_beat(worker)
 
@@ -404,7 +402,7 @@ class RayCluster:
             case _:
                 self._on_event(worker, record, report)
 
-    def _on_event(self, worker: int, record: Slot, report: Eventful) -> None:
+    def _on_event(self, worker: int, record: Slot, report: e.Eventful) -> None:
         """What the decisions learn of."""
         match report:
             case r.Joined():
@@ -416,11 +414,11 @@ class RayCluster:
                 self._inquiry.hear_answer(worker)
                 self.evaluations.hear_last(worker, report.evaluation)
             case r.PartSaved():
-                self._saves.hear(report)
+                self.host.publisher.hear(report)
             case _:
                 pass
         record.state = STATES.get(type(report), record.state)
-        self.say(event_of(worker, report, self.now()))
+        self.say(e.event_of(worker, report, self.now()))
 
     def _on_ready(self, worker: int, record: Slot, report: r.Ready) -> None:
         record.locate(report.process)
@@ -434,7 +432,7 @@ class RayCluster:
     def _on_loaded(self, worker: int, record: Slot, report: r.Loaded) -> None:
         async def open_then_say() -> None:
             damaged = [Damage(step, what) for step, what in report.damaged]
-            self.log_folder = folder = await self.host.on_loaded(report.step, damaged)
+            self.log_folder = folder = await self.host.open_at(report.step, damaged)
             self.recorded_step = report.step
             self.commits.vote = None
             for other in self.workers:
@@ -476,7 +474,7 @@ class RayCluster:
             self._roll_back(step - 1)  # so has a controller that died before storage heard of it
         if step == self.recorded_step + 1:
             self.recorded_step, self._recorded_generation = step, done_by
-            self.host.on_step(line)
+            self.host.record.record_step(line)
             self.say(e.Committed(generation, step, step_s, self.now()))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
@@ -484,7 +482,7 @@ class RayCluster:
     def _roll_back(self, step: int) -> None:
         self.evaluations.go_back(step)
         self.recorded_step = step
-        self.host.on_rolled_back(step)
+        self.host.record.roll_back(step)
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

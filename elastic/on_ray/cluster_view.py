@@ -1,15 +1,72 @@
-"""`ClusterView`: what those who watch the workers see of the `RayCluster`."""
+"""What parts of this room see of others: `ClusterView` of the `RayCluster`, `Host` of the run.
+
+The run is put together in elastic/controller/supervisor.py, which may import this room.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ray.actor import ActorHandle
+
 from elastic.control import events as e
-from elastic.control.detection.patience import Place
+from elastic.control.commands import Discard, Publish
+from elastic.control.detection.patience import Costly, Place
 from elastic.on_ray.backup_servers import BackupServers
-from elastic.on_ray.host import Host
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
+from elastic.protocol.messages.to_controller import PartSaved
+from elastic.store.catalogue import Damage
+
+
+class Record(Protocol):
+    """See elastic/controller/recorder.py."""
+
+    place: str
+
+    async def settle(self) -> None: ...
+
+    def roll_back(self, step: int) -> None: ...
+
+    def record_step(self, line: dict[str, Any]) -> None: ...
+
+    @property
+    def safe_step(self) -> int: ...
+
+    def note(self, kind: str, fields: dict[str, Any]) -> None: ...
+
+    def keep_stacks(self, texts: dict[str, str]) -> "Future[Any] | None": ...
+
+
+class Publisher(Protocol):
+    """See elastic/controller/publisher.py."""
+
+    def hear(self, report: PartSaved) -> None: ...
+
+    def conclude(self, command: Publish | Discard) -> None: ...
+
+
+class Host(Protocol):
+    """See elastic/controller/supervisor.py."""
+
+    @property
+    def record(self) -> Record: ...
+
+    @property
+    def publisher(self) -> Publisher: ...
+
+    def spawn(self, worker: int) -> ActorHandle[Any]: ...
+
+    def begin_rendezvous(self) -> ActorHandle[Any]: ...
+
+    def spec_of(self, worker: int) -> Any: ...
+
+    async def open_at(self, step: int, damaged: list[Damage]) -> str: ...
+
+    def on_unprotected(self, fields: dict[str, Any]) -> None: ...
+
+    def costly(self) -> tuple[Costly, ...]: ...
 
 
 class ClusterView(Protocol):

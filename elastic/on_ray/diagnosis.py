@@ -137,7 +137,8 @@ class Diagnosis:
         slow += f"{patience_s:g} s: {why}"
         log.warning('step=%d slow="%s"', place.step, slow)
         said = {"worker": worker_name(worker), "lost": lost, "patience_s": patience_s}
-        self._cluster.host.on_slow({"step": place.step, "phase": place.phase, **said, "why": why})
+        slow = {"step": place.step, "phase": place.phase, **said, "why": why}
+        self._cluster.host.record.note("slow", slow)
 
     def _dial_silent(self, watches: dict[int, Watch], now: float, detect_s: float) -> None:
         """While others are heard. Who died during a cut of our own link is spared as if it were cut
@@ -284,7 +285,7 @@ class Diagnosis:
         deadline, answer_s = time.monotonic() + limit_s, 0.8 * limit_s
         try:
             await self._ask(members, answer_s, StacksAsked(0.8 * answer_s))
-            saving = self._cluster.host.on_stacks(self._texts(said, members, answer_s))
+            saving = self._cluster.host.record.keep_stacks(self._texts(said, members, answer_s))
             if saving is not None:
                 left_s = max(0.0, deadline - time.monotonic())
                 await asyncio.wait([asyncio.wrap_future(saving)], timeout=left_s)

@@ -19,12 +19,21 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from elastic.control.detection.hang import Watch
-from elastic.protocol.messages.to_controller import Process
+from elastic.protocol.messages import to_controller as r
 
 ENDING_GRACE_S = 3.0
 DEAD = "The actor is dead because"
 """So begins, among other lines, what Ray knows of a death that is not the actor's own doing."""
 MAX_WHY_CHARS = 400
+STATES: dict[type, str] = {
+    r.Synced: "ready",
+    r.SyncFailed: "standby",
+    r.Joined: "training",
+    r.Paused: "paused",
+    r.Suspended: "suspended",
+    r.Done: "done",
+}
+"""What a report says about the worker's state in status.json."""
 SHORT = 0.1
 """If no more than this part of what a process had or could get was left, it may have died of it."""
 
@@ -65,7 +74,7 @@ class Slot:
         if not self.actor.cancel():
             self.actor.add_done_callback(end_made)
 
-    def locate(self, process: Process) -> None:
+    def locate(self, process: r.Process) -> None:
         """Where its process is, as it says itself."""
         self.node_id, self.node_ip = process.node_id, process.node_ip
         self.pid, self.device = process.pid, process.device

@@ -44,7 +44,7 @@ class Cluster:
         }
         self.reached, self.time = reached or {}, 20.0
         self.answering, self.deaf = answering, deaf
-        self.links = self.host = self
+        self.links = self.host = self.record = self
         self.inquiry = Diagnosis(self)  # pyright: ignore[reportArgumentType]
         self.places: tuple[Costly, ...] = ()
         self.happened: list = []
@@ -65,7 +65,7 @@ class Cluster:
             asyncio.get_running_loop().call_soon(self.inquiry.hear, worker, answer)
         return worker not in self.deaf
 
-    def on_stacks(self, texts: dict[str, str]) -> Future:
+    def keep_stacks(self, texts: dict[str, str]) -> Future:
         self.happened.append({name: text.splitlines()[1:] for name, text in texts.items()})
         done = Future()
         done.set_result(None)
@@ -74,7 +74,7 @@ class Cluster:
     def costly(self) -> tuple[Costly, ...]:
         return self.places
 
-    def on_slow(self, fields: dict) -> None:
+    def note(self, kind: str, fields: dict) -> None:
         self.happened.append(fields)
 
     def say(self, event) -> None:

@@ -40,7 +40,8 @@ def reported(report: to_controller.Report | str, *, state: str, recorded_step: i
 
     async def run() -> list[Any]:
         host: Any = SimpleNamespace(
-            on_evaluation=NOTHING, on_unprotected=NOTHING, on_rolled_back=went_back.append
+            on_unprotected=NOTHING,
+            record=SimpleNamespace(note=print, roll_back=went_back.append),
         )
         cluster = WithoutRay("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
         cluster.has_formed, cluster.recorded_step = True, recorded_step
@@ -104,7 +105,7 @@ class Forming:
 
 
 def forming(**host: Any) -> Forming:
-    told = {"on_evaluation": NOTHING, "on_unprotected": NOTHING, **host}
+    told = {"record": SimpleNamespace(note=print), "on_unprotected": NOTHING, **host}
     rendezvous: Any = Rendezvous()
     seams: Any = SimpleNamespace(**told)
     scene = Forming(WithoutRay("t", 3.0, rendezvous, NOTHING, seams, lambda: 5.0), rendezvous)
@@ -291,7 +292,7 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
         await goes_on.wait()
 
     async def run() -> None:
-        scene = forming(on_loaded=on_loaded)
+        scene = forming(open_at=on_loaded)
         scene.cluster.recorded_step = 9
         await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 60)
         scene.rendezvous.answer(1)

@@ -146,11 +146,12 @@ def workers_say(run: RunDirectory, steps: range) -> None:
     """To a controller that has taken over."""
 
     async def hear() -> None:
-        host = SimpleNamespace(
-            on_rolled_back=run.roll_back,
-            on_step=lambda said: run.record_step(said["metrics"], said["samples"]),
-            on_evaluation=None, on_unprotected=None,
-        )  # fmt: skip
+        kept = SimpleNamespace(
+            roll_back=run.roll_back,
+            record_step=lambda said: run.record_step(said["metrics"], said["samples"]),
+            note=print,
+        )
+        host = SimpleNamespace(record=kept, on_unprotected=None)
         clock = asyncio.get_running_loop().time
         calls = HeadCalls()
         cluster = RayCluster("token", 3.0, cast(Any, None), calls, cast(Any, host), clock)
