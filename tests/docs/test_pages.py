@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.bench.walks import measure, steps_of
 from tests.docs.pages import (
     DOCS,
     FOLDERS,
@@ -24,8 +25,9 @@ from tests.docs.pages import (
 MAX_README_LINES, MAX_WORDS = 140, 30
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 PATH = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[^`\s]*)`")
-WALK_STEP = re.compile(r"^\d+\. `([^`]+\.py)`: (`[^`]+`(?:,\s+`[^`]+`)*)\.\s", re.M)
 WALKS = ("A training step", "A failure", "A join", "A checkpoint save", "A resume")
+LIMITS = {"A training step": (15, 434), "A failure": (14, 909), "A checkpoint save": (9, 414)}
+"""Files that a reader needs, and lines of the functions."""
 
 
 def anchor(heading: str) -> str:
@@ -114,13 +116,8 @@ def test_the_pages_say_of_gpus_what_the_results_say():
 # --- the walks --------------------------------------------------------------------------
 def walks() -> dict[str, list[tuple[str, list[str]]]]:
     """Of each walk of docs/architecture.md its steps: a file, and functions in it."""
-    _, *parts = re.split(r"^### ", (DOCS / "architecture.md").read_text(), flags=re.M)
-    found = {part.partition("\n")[0]: WALK_STEP.findall(part) for part in parts}
-    return {
-        name: [(path, re.findall(r"`([^`]+)`", functions)) for path, functions in steps]
-        for name, steps in found.items()
-        if name in WALKS
-    }
+    found = re.findall(r"^### (.*)$", (DOCS / "architecture.md").read_text(), re.M)
+    return {name: steps_of(name) for name in found if name in WALKS}
 
 
 def test_there_are_five_walks_and_every_item_is_a_step():
@@ -138,6 +135,22 @@ def test_what_a_walk_names_is_there(name: str):
         assert functions, f"{path} without a function"
         missing = set(functions) - defined_in(ROOT / path)
         assert not missing, f"{path} has no {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_walk_grows_no_longer(name: str):
+    """Limits go down only. What the project is after is 7 files, 15 files and 1,300 lines, 12."""
+    walk, (files, lines) = measure(name), LIMITS[name]
+    assert len(walk.files) <= files, walk.files
+    assert walk.lines <= lines
+
+
+def test_a_manifest_is_four_hops_from_the_decision():
+    """transition, cluster, publisher, catalogue."""
+    files = [path for path, _ in steps_of("A checkpoint save")]
+    assert (
+        len(files[files.index("elastic/control/transition.py") :]) <= 5
+    )  # and checkpointing's rule
 
 
 # --- examples -----------------------------------------------------------------------------
