@@ -18,27 +18,30 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic.cli import chaos, checkpoint, checkpoint_compare, checkpoint_exchange, data, stop
+from elastic.cli import (
+    chaos,
+    checkpoint,
+    checkpoint_compare,
+    checkpoint_exchange,
+    data,
+    journal,
+    stop,
+)
 from elastic.cli.absence import Absence, said_of
+from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outcome import print_failure, print_outcome
 from elastic.cli.progress import (
     LOOK_REMOTE_EVERY_S,
     Progress,
-    decision_line,
-    is_told,
     printable,
     worker_table,
 )
 from elastic.config import FaultPolicy, RunConfig
-from elastic.control.replay import JOURNAL_TYPES, Started
-from elastic.control.replay import replay as replay_journal
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.target import load_target, parse_arguments
-from elastic.protocol.encoding import decode
-from elastic.protocol.errors import ControllerLost, WrongInput, in_words
+from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.protocol.membership import counted
-from elastic.store.files import Folder, encode, open_folder
-from elastic.store.journal import read_lines
+from elastic.store.files import Folder, encode
 from elastic.store.run_directory import RESULT_FIELDS, check_result, check_status
 
 if TYPE_CHECKING:
@@ -62,9 +65,6 @@ checkpoint.app.add_typer(checkpoint_compare.app)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(data.app, name="data")
 app.command()(stop.stop)
-RunDir = Annotated[
-    str, typer.Argument(metavar="RUN_DIR", help="<storage>/<name>, a folder or a URI.")
-]
 
 
 def print_version(is_asked: bool) -> None:
@@ -378,50 +378,5 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
-@app.command()
-def replay(run_dir: RunDir) -> int:
-    """Decide everything again from the journal; exit status 1 if a decision differs."""
-    lines = read_lines(open_run(run_dir), "journal.jsonl")
-    entries = [line for line in lines if "entry" in line]
-    if not entries:
-        raise WrongInput(f"{run_dir} has no decision in its journal yet: nothing to replay")
-    for text in told_lines(run_dir, entries):
-        print(text)
-    mismatches = replay_entries(run_dir, [line["entry"] for line in entries])
-    for mismatch in mismatches:
-        print(f"elastic: {mismatch}", file=sys.stderr)
-    verdict = f"{len(mismatches)} differ" if mismatches else "every decision is the same again"
-    print(f"{len(entries)} journal entries replayed: {verdict}")
-    return FAILED if mismatches else 0
-
-
-def replay_entries(run_dir: str, encoded: list[Any]) -> list[str]:
-    """What would be decided otherwise now; a journal has one part per start of its run."""
-    parts: list[list[Any]] = []
-    try:
-        for entry in encoded:
-            value = decode(entry, JOURNAL_TYPES)
-            if isinstance(value, Started) or not parts:
-                parts.append([])
-            parts[-1].append(value)
-        return [str(mismatch) for part in parts for mismatch in replay_journal(part)]
-    except Exception as error:  # a decision takes the types of its event's fields for granted
-        what = in_words(error) if not isinstance(error, ValueError) else str(error)
-        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error
-
-
-def told_lines(run_dir: str, entries: list[dict[str, Any]]) -> list[str]:
-    """The decisions that have a reason, for a person."""
-    try:
-        told = [line for line in entries if is_told(line)]
-        return [f"{x['at'] - entries[0]['at']:10.3f} s  {decision_line(x)}" for x in told]
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"a decision is damaged: {in_words(error)}"
-        raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error
-
-
-def open_run(run_dir: str) -> Folder:
-    folder = open_folder(run_dir)
-    if not folder.exists("config.json"):
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    return folder
+app.command()(journal.replay)
+app.command()(journal.story)
