@@ -101,8 +101,13 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        columns = (TextColumn("{task.description:>14}"), BarColumn(40), MofNCompleteColumn())
-        self.progress = Progress(*columns, TextColumn("{task.fields[news]}"), console=console)
+        self.progress = Progress(
+            TextColumn("{task.description:>14}"),
+            BarColumn(40),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[news]}"),
+            console=console,
+        )
         self.bars: dict[str, TaskID] = {}
 
     def show(self, job: Job, status: JSON) -> None:

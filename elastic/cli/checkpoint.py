@@ -92,7 +92,7 @@ def ls(run_dir: RunDir) -> int:
             table.add_row(str(step), *["-"] * 6, f"DAMAGED: {text_of(error.what)}")
             continue
         saved = datetime.fromtimestamp(catalogue.of_step(step).modified(MANIFEST) or 0)
-        counts = (decimal(m.size_bytes), str(len(m.files)), str(len(m.tensors)), str(m.generation))
+        counts = [decimal(m.size_bytes), *map(str, (len(m.files), len(m.tensors), m.generation))]
         pinned = "yes" if m.about.get(PINNED) else ""
         table.add_row(str(step), f"{saved:%Y-%m-%d %H:%M:%S}", *counts, pinned, "good")
     Console().print(table)
@@ -159,8 +159,8 @@ def read_manifest(catalogue: Catalogue, step: int) -> Manifest:
 def progress_bar(what: str, size_bytes: int | None) -> Generator[Callable[[int], object]]:
     """On stderr; gives the function that is told of bytes. size_bytes: None where unknown."""
     size = FileSizeColumn() if size_bytes is None else DownloadColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), size, TransferSpeedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+    text, console = TextColumn("{task.description}"), Console(file=sys.stderr)
+    with Progress(text, BarColumn(), size, TransferSpeedColumn(), console=console) as progress:
         task = progress.add_task(what, total=size_bytes)
         yield lambda count: progress.advance(task, count)
         progress.update(task, completed=size_bytes)  # headers and checksums were read, too

@@ -75,8 +75,8 @@ def print_difference(found: "Difference", places: list[str]) -> None:
     if found.unequal:
         table = Table("tensor", "elements that differ", "of", "largest difference")
         for tensor in found.unequal:
-            counts = (str(tensor.num_different), str(tensor.num_elements))
-            table.add_row(text_of(tensor.name), *counts, f"{tensor.max_abs:.3g}")
+            differing, most = str(tensor.num_different), f"{tensor.max_abs:.3g}"
+            table.add_row(text_of(tensor.name), differing, str(tensor.num_elements), most)
         Console().print(table)
     for part in found.others:
         print(f"differs apart from tensors: {printable(part)}")

@@ -292,12 +292,15 @@ def close(entry: Account, healing: Healing, now: float) -> Account:
     formed_at = max(form_at, now if healing.formed_at is None else healing.formed_at)
     state_s = min(healing.state_s, formed_at - form_at)
     waiting_s = min(healing.waiting_s, form_at - healing.lost_at)
-    parts = (
-        healing.lost_at - healing.last_seen,
-        form_at - healing.lost_at - waiting_s,
-        formed_at - form_at - state_s + waiting_s,
-        state_s,
-        max(0.0, now - formed_at),
+    recovery = Recovery(
+        cause=healing.cause,
+        detect_s=healing.lost_at - healing.last_seen,
+        fence_s=form_at - healing.lost_at - waiting_s,
+        form_s=formed_at - form_at - state_s + waiting_s,
+        state_s=state_s,
+        first_step_s=max(0.0, now - formed_at),
+        total_s=max(formed_at, now) - healing.last_seen,
+        lost_steps=healing.lost_steps,
+        waiting_s=waiting_s,
     )
-    recovery = Recovery(healing.cause, *parts, sum(parts), healing.lost_steps, waiting_s)
     return replace(entry, recoveries=(*entry.recoveries, recovery), healing=None)

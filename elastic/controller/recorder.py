@@ -147,10 +147,9 @@ class Recorder:
                 f"storage {where!r} is not visible from the controller's node; "
                 "choose a folder that every node sees, or a URI"
             )
-        where = self.order["storage"], self.order["name"]
-        launch = self.order["run_id"]
-        before = self._ask(lambda: look_at(reach_folder(where[0]).at(where[1])))
-        directory = self._ask(functools.partial(RunDirectory, *where, launch=launch))
+        storage, name, launch = self.order["storage"], self.order["name"], self.order["run_id"]
+        before = self._ask(lambda: look_at(reach_folder(storage).at(name)))
+        directory = self._ask(lambda: RunDirectory(storage, name, launch=launch))
         self._before = before
         self._ask(functools.partial(directory.begin, self.order["content"]))
         return directory

@@ -32,6 +32,7 @@ from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.machines import Need
 from elastic.on_ray.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
@@ -173,8 +174,9 @@ class Supervisor:
             assert directory is not None
             self.decision = decision = past.decision
             has_formed = decision.ledger.num_generations > 0
-            where = directory.place, directory.last_step, past.last_metrics
-            self.cluster.take_over(*where, has_formed=has_formed)
+            self.cluster.take_over(
+                directory.place, directory.last_step, past.last_metrics, has_formed=has_formed
+            )
             self.actor.place, self.actor.has_begun = directory.place, has_formed
             self.cluster.evaluations.recorded = past.last_evaluation
         self.cluster.takeover = takeover = Failover(self.cluster, found)
@@ -218,8 +220,14 @@ class Supervisor:
         return self.decision.ledger.costly if self.decision else ()
 
     def spec_of(self, worker: int) -> WorkerSpec:
-        where = self._controller_address, self.record.place
-        return worker_spec(self.config, self.order, worker, *where, self.cluster.has_formed)
+        return worker_spec(
+            self.config,
+            self.order,
+            worker,
+            self._controller_address,
+            self.record.place,
+            self.cluster.has_formed,
+        )
 
     async def open_at(self, step: int, damaged: list[Damage]) -> str:
         """The first worker's checks passed, or a later one starts again from an earlier step: the
@@ -233,7 +241,8 @@ class Supervisor:
         self.actor.place = await self.record.open()
 
     def _tell_of_save(self, step: int, is_published: bool) -> None:
-        self.cluster.tell_of_save(step, is_published)
+        for worker in tuple(self.cluster.workers):
+            self.cluster.links.send(worker, SaveConcluded(step, is_published))
 
     def on_unprotected(self, fields: dict[str, Any]) -> None:
         """Peer memory does not have the newest rows of all members, or has them again."""
@@ -261,8 +270,10 @@ class Supervisor:
         if decision.reason:
             log.info(
                 'generation=%d step=%d phase=%s reason="%s"',
-                *(decision.ledger.generation, decision.ledger.step),
-                *(type(decision.phase).__name__.lower(), decision.reason),
+                decision.ledger.generation,
+                decision.ledger.step,
+                type(decision.phase).__name__.lower(),
+                decision.reason,
             )
             self._status_due.set()
 
@@ -299,8 +310,13 @@ class Supervisor:
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:
         assert self.decision is not None
-        said = (self.record.last_metrics.get("loss"), self.record.lost_steps)
-        return result_of(finished, self.decision, self.record.account, *said)
+        return result_of(
+            finished,
+            self.decision,
+            self.record.account,
+            self.record.last_metrics.get("loss"),
+            self.record.lost_steps,
+        )
 
     async def close(self) -> None:
         await self.cluster.close()

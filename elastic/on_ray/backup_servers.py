@@ -81,6 +81,7 @@ class BackupServers:
         self,
         token: str,
         detect_s: float | None,
+        *,
         in_background: Background,
         head: HeadCalls,
         slots: Mapping[int, Slot],

@@ -94,8 +94,16 @@ class RayCluster:
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(partial(self.host.record.note, "evaluation"))
         self.protection = Protection(self.host.on_unprotected, self.now)
-        seams = self.in_background, self.head, self.workers, self.links, self.protection.hear_lost
-        self.holders = BackupServers(self.token, self.detect_s, *seams, self.now)
+        self.holders = BackupServers(
+            self.token,
+            self.detect_s,
+            in_background=self.in_background,
+            head=self.head,
+            slots=self.workers,
+            links=self.links,
+            on_lost=self.protection.hear_lost,
+            now=self.now,
+        )
 
     # --- commands -----------------------------------------------------------------
     async def execute(self, command: c.Command) -> None:
@@ -270,10 +278,6 @@ class RayCluster:
         """The run is on record, by a controller before this one."""
         self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, has_formed
         self._recorded_generation = last_metrics.get("generation")
-
-    def tell_of_save(self, step: int, is_published: bool) -> None:
-        for worker in tuple(self.workers):
-            self.links.send(worker, t.SaveConcluded(step, is_published))
 
     def retire(self, worker: int) -> None:
         """End a worker's process, whatever state it is in; no loss is reported."""

@@ -116,12 +116,12 @@ class Diagnosis:
         newest = max((w.heartbeat.step for w in watches.values()), default=0)
         self._ended = forget(self._ended, newest - 1)
         costly = (*self._cluster.host.costly(), *self._ended)
-        seen = self._asked, self._cut
-        for w, why in suspects(watches.values(), now, detect_s, *seen, costly):
+        for w, why in suspects(watches.values(), now, detect_s, self._asked, self._cut, costly):
             cause = cause_of(watches[w], now, detect_s)
             found[w] = Suspect(cause, why, slow_in(watches[w], now, detect_s))
         if costly:
-            for w, why in all_suspects(tuple(watches.values()), now, detect_s, *seen, ()):
+            everyone = tuple(watches.values())
+            for w, why in all_suspects(everyone, now, detect_s, self._asked, self._cut, ()):
                 self._tell_of_patience(watches[w], why, costly)
         return found
 

@@ -297,7 +297,9 @@ class RunDirectory:
             return None
         log.warning(
             'step=%d reason="the lines of steps %d to %d are lost: the run goes on without them"',
-            *(step, first, last),
+            step,
+            first,
+            last,
         )
         self.last_step = self._written_step = step
         return first, last

@@ -122,7 +122,16 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
     async def run():
         start = lambda coroutine: work.append(asyncio.ensure_future(coroutine))  # noqa: E731
         heard = {1: SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=99.9))}
-        holders = BackupServers("t", DETECT_S, start, None, heard, None, None, lambda: 100.0)
+        holders = BackupServers(
+            "t",
+            DETECT_S,
+            in_background=start,
+            head=None,
+            slots=heard,
+            links=None,
+            on_lost=None,
+            now=lambda: 100.0,
+        )
         if not is_frozen:
             holders._waits = PATIENT
         holders._addresses["node0"] = address
@@ -144,7 +153,16 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
     frozen = FrozenHolder()
     slot = SimpleNamespace(node_id="node0", watch=SimpleNamespace(heard_at=0.0))
     slots = {1: slot}
-    holders = BackupServers("t", DETECT_S, None, None, slots, None, None, lambda: 100.0)
+    holders = BackupServers(
+        "t",
+        DETECT_S,
+        in_background=None,
+        head=None,
+        slots=slots,
+        links=None,
+        on_lost=None,
+        now=lambda: 100.0,
+    )
 
     async def run():
         looking = asyncio.ensure_future(holders._look_again("node0", frozen.at[1:], SILENCE))
@@ -166,7 +184,16 @@ def test_a_silent_holder_is_spared_while_its_nodes_workers_are_silent_too(monkey
 @pytest.mark.parametrize("end", [EOFError("closed"), ConnectionResetError("reset")])
 def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
     holder = BackupServer("127.0.0.1", "t")
-    holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+    holders = BackupServers(
+        "t",
+        DETECT_S,
+        in_background=None,
+        head=None,
+        slots={},
+        links=None,
+        on_lost=None,
+        now=lambda: 100.0,
+    )
 
     async def run():
         reader, writer = await holders._dial_again(holder.address, end)
@@ -183,7 +210,16 @@ def test_a_holder_whose_connection_has_ended_is_dialled_again(end):
 def test_a_holder_that_closed_and_refuses_is_gone_and_one_that_was_reset_has_time(end, after_s):
     holder = BackupServer("127.0.0.1", "t")
     holder.close()
-    holders = BackupServers("t", DETECT_S, None, None, {}, None, None, lambda: 100.0)
+    holders = BackupServers(
+        "t",
+        DETECT_S,
+        in_background=None,
+        head=None,
+        slots={},
+        links=None,
+        on_lost=None,
+        now=lambda: 100.0,
+    )
     began = time.monotonic()
     with pytest.raises(type(end), match=str(end)):
         asyncio.run(holders._dial_again(holder.address, end))
