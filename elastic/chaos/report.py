@@ -89,7 +89,7 @@ def report(story: Story) -> dict[str, Any]:
         "faults": [cost(done, story) for done in story.done],
         "recoveries": [
             {
-                "at_s": episode.losses[0].last_seen - line.began if episode.losses else None,
+                "at_s": episode.healed_at - episode.recovery.total_s - line.began,
                 "workers": [worker_name(loss.worker) for loss in episode.losses],
                 **asdict(episode.recovery),
             }
