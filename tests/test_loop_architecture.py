@@ -53,7 +53,8 @@ BESIDE_THE_LOOP = {
 }
 CALLERS = {
     "on_ray/actors.py ControllerActor.start_anew",  # in an executor
-    "controller/supervisor.py Supervisor._spawn",  # in HeadCalls
+    "controller/supervisor.py Supervisor.spawn",  # in HeadCalls
+    "controller/supervisor.py Supervisor.begin_rendezvous",  # in HeadCalls
     *BESIDE_THE_LOOP,
     *ELSEWHERE,
 }

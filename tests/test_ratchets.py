@@ -20,7 +20,7 @@ ORDER = (
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
 NUM_UPWARD = 23
 CYCLES = {"elastic": 0, "workers": 2}
-LONG_SIGNATURES = {"elastic": 1, "workers": 10}
+LONG_SIGNATURES = {"elastic": 0, "workers": 10}
 WIDE_CLASSES = {"elastic": 11, "workers": 9}
 PACKED_TUPLES = {"elastic": 0, "workers": 9}
 

@@ -121,7 +121,7 @@ class FeedActor:
         folder, here = self._order.folder, ray.get_runtime_context().current_actor
         self._patience.asked(key, time.monotonic())
         ask = self._task.remote
-        rows, told = ask(folder, self._plan, here, key.epoch, key.window, left_out, checksums)
+        rows, told = ask(folder, self._plan, here, key, left_out, checksums)
         try:
             return Read(rows, *await told)
         except RayTaskError as error:
@@ -204,15 +204,14 @@ def read_task(
     folder: str | None,
     plan: bytes,
     feed: ActorHandle[Any],
-    epoch: int,
-    window: int,
+    key: WindowKey,
     left_out: tuple[int, ...],
     checksums: dict[int, int],
 ) -> tuple[WindowRows, tuple[int, int, list[Skipped], Mapping[int, int]]]:
     """A Ray task: a window's rows, and apart from them what the feed must know. Ray begins it again
     for as long as its process dies, so it asks first."""
     see_folder(folder)
-    found = _local_plan(plan, folder)
+    found, epoch, window = _local_plan(plan, folder), key.epoch, key.window
     deaths: int | None = 0
     with suppress(RayError):
         deaths = ray.get(cast(Any, feed).began.remote(epoch, window), timeout=BEGIN_S)
