@@ -10,10 +10,10 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
+from workers.parallel.build import build_strategy
 from workers.parallel.row_step import ELEMENTWISE, on_rows
 from workers.parallel.sharded_model import ShardedModel
 from workers.train_state.blocks import blocks_of
-from workers.train_state.build import build_replica
 from workers.train_state.tensors import is_shard, local
 
 ROWS, WIDTH = 59, 17
@@ -117,7 +117,7 @@ def test_an_optimizer_that_a_shard_would_mislead_is_refused_at_start(make, reduc
             return make(params)
 
     with pytest.raises(WrongInput, match=reason):
-        build_replica(Other(), dataclasses.replace(spec("fsdp"), reduction=reduction), CPU)
+        build_strategy(Other(), dataclasses.replace(spec("fsdp"), reduction=reduction), CPU)
 
 
 def test_blocks_are_members_of_lists_that_share_no_parameter_with_others() -> None:

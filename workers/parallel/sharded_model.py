@@ -47,7 +47,7 @@ class ShardedModel:
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
         _check(model)
-        self.model, self.device = model, device
+        self.model, self.device, self.keeps_parameters = model, device, keeps_parameters
         mesh = shard_mesh(device, 0, 1)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
