@@ -21,7 +21,7 @@ from workers.health.verify import (
     verify,
 )
 from workers.parallel.ddp import build_replica
-from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.train_state import serialization
 from workers.train_state.tensors import local
 

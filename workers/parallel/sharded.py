@@ -27,11 +27,11 @@ from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
+from workers.parallel.fsdp2_private.row_step import check_shardable, step_on_rows
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial, settle_small
-from workers.parallel.row_step import check_shardable, step_on_rows
-from workers.parallel.sharded_model import ShardedModel
 from workers.parallel.shards import kinds_of, pattern_of
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import norm_of_rows, row_squares
@@ -401,9 +401,8 @@ class Sharded:
         """Where sharded, what the forward has gathered."""
         leaves: dict[str, Tensor] = dict(parameters)
         names = {id(p): name for name, p in parameters.items()}
-        for param in self.model.params():
-            name = names.get(id(param.sharded_param))
-            whole = getattr(param, "_unsharded_param", None)
+        for param in self.model.parameters:
+            name, whole = names.get(id(param.parameter)), param.gathered
             if name is not None and whole is not None:
                 leaves[name] = whole
         return leaves
