@@ -223,14 +223,14 @@ MUTATIONS = (
     Mutation(
         "ranks that make their initial weights do not meet on the way",
         SHARDED,
-        "values, pieces.begin_apart)",
-        "values, pieces.begin)",
+        "values, pieces.begin_apart\n",
+        "values, pieces.begin\n",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "a newcomer of a sharded run learns of no step that is not on record",
-        "workers/parallel/entering.py",
-        "        member.records.learn(gather_json(group, frame, member.device)[0])\n",
+        MEMBER,
+        "            self.records.share(self.group, self.device)\n",
         "",
         "tests/workers/test_entering.py",
     ),

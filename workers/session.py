@@ -21,7 +21,6 @@ from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.health.nonfinite import Inspection
 from workers.membership.member import Member
-from workers.parallel.strategy import new_reducer
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import ballot, evaluation
 from workers.step.loss import check_loss
@@ -184,9 +183,7 @@ class Session:
                 self._reducer = None  # its memory may serve the next one
             group = member.group
             assert group is not None
-            self._reducer = new_reducer(
-                self._spec, member.train_state, self._parameters, group, member.mesh
-            )
+            self._reducer = member.strategy.reducer(self._parameters, member.mesh, group)
             self._reducer_of = key
         return self._reducer
 
@@ -339,8 +336,7 @@ class Step:
             self._vitals.enter("reduce")
             self._vitals.end_step(len(self._ids))
             reduced = self._reducer.finish()
-            if (sharded := self._member.train_state.sharded) is not None:
-                sharded.share_integers()
+            self._member.strategy.before_vote()
             self._member.wait_for_copies()
             self._vitals.enter("vote")
             self._vote(reduced)

@@ -28,7 +28,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
-from workers.checkpoint.load import load_newest
+from workers.backup.client import BackupClient
 from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
@@ -39,14 +39,15 @@ from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
 from workers.loop import fit
 from workers.membership.link import Address, ControllerLink, leave
-from workers.membership.member import Member, RolledBack, RunEnded
+from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
+from workers.membership.unwinding import RolledBack, RunEnded
+from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.step.loss import check_loss
 from workers.step.microbatches import weight_of
 from workers.step.randomness import seed_microbatch
-from workers.train_state.build import build_replica, check_threads
-from workers.train_state.digest import weights_sha256
+from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
@@ -195,13 +196,15 @@ class Worker:
             device = torch.device("cuda", 0)
             make_deterministic(spec)
         self._device = device
-        self._replica = build_replica(workload, spec, device)
+        open_backup = partial(BackupClient, spec, self._link.send)
+        self._strategy = build_strategy(workload, spec, device, open_backup)
+        self._replica = self._strategy.train_state
         check_threads(spec, device)
         self._peers = peers = PeerServer(spec.host, spec.token, self._wake, spec.detect_s)
         self._saver = Saver(self._link, spec)
         self._member = member = Member(
             spec,
-            self._replica,
+            self._strategy,
             self._link,
             peers,
             self._saver,
@@ -242,8 +245,7 @@ class Worker:
             self._member.wake()
 
     def _load(self, place: str, recorded_step: int) -> list[Damage]:
-        """Become the holder of the state that the run goes on from: the newest good checkpoint, or
-        what this worker has from peers if that is newer, else the initial state.
+        """Become the holder of the state that the run goes on from (`Strategy.load`).
 
         place: the run directory, which need not exist. recorded_step: steps on record there; of a
         later state this worker must know the steps in between. Gives the damaged checkpoints.
@@ -260,23 +262,14 @@ class Worker:
             self._try_microbatch(newest, with_optimizer=True)
         assert self._member is not None
         known_step = self._member.records.known_from(recorded_step)
-        if self._replica.step > known_step and self._replica.sharded is None:
-            fresh = build_replica(self._workload, self._spec, self._device).snapshot()
-            self._replica.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
         begin_piece = partial(self._vitals.enter, "restore")
 
         def rest(pause_s: float) -> None:
             begin_piece()  # whoever tries again is alive
             time.sleep(pause_s)
 
-        if self._replica.sharded is not None:
-            load = self._replica.sharded.load
-            return patiently(partial(load, catalogue, recorded_step, begin_piece), rest)
-        try:
-            read = partial(load_newest, catalogue, self._replica, begin_piece)
-            return patiently(read, rest)
-        except ValueError as error:  # the files are good, but of another model
-            raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
+        load = partial(self._strategy.load, catalogue, recorded_step, known_step, begin_piece)
+        return patiently(load, rest)
 
     def _warm_up(self) -> None:
         """A newcomer pays for its first pass (memory, kernels, caches) while the others train, a
@@ -293,7 +286,7 @@ class Worker:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
         feed has its data at hand), and a step of an unknown optimizer; nothing of it stays."""
         train_state = self._replica
-        if train_state.sharded is not None and not train_state.sharded.is_whole:
+        if not self._strategy.is_runnable:
             return
         loaded = self._loader.fetch(step, 0)
         batch = to_device(loaded.batch, self._device)
@@ -313,8 +306,7 @@ class Worker:
         finally:
             train_state.drop_gradients()
             train_state.buffers.restore_all()
-            if train_state.sharded is not None:
-                train_state.sharded.model.reset()
+            self._strategy.reset()
             if self._session is not None:
                 self._session.forget_logged()
 
@@ -345,10 +337,7 @@ class Worker:
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
         self._keep_log()
-        if member.train_state.sharded is not None:
-            with member.vitals.gathering():
-                return member.train_state.sharded.weights_sha256(member.say_still_hashing)
-        return weights_sha256(member.train_state.model, member.say_still_hashing)
+        return self._strategy.weights_sha256(member.say_still_hashing)
 
     def _rest(self) -> None:
         """Wait to be ended: the controller tells the link to leave, which ends the process.

@@ -151,7 +151,7 @@ def build(target: Target, seed: int) -> "TrainState":
     import torch
 
     from workers.checkpoint.importing import ImportSettings
-    from workers.train_state.build import build_replica
+    from workers.parallel.ddp import build_replica
 
     with contextlib.chdir(target.folder or Path.cwd()):
         return build_replica(target.workload, ImportSettings(seed), torch.device("cpu"))

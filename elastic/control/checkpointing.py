@@ -46,7 +46,7 @@ def publish_if_whole(decision: Decision, at: float, limits: Limits) -> Decision:
     ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
     assert isinstance(phase, Active)
     world_size = phase.membership.world_size
-    is_early = limits.is_sharded and save.step > ledger.step
+    is_early = not limits.is_whole and save.step > ledger.step
     if save.has_failed or is_early or len(save.saved) < world_size:
         return decision
     publish = Publish(save.generation, save.step)

@@ -53,7 +53,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     found = f"a new controller: {counted(len(standings), 'worker')} found"
     beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):
-        if limits.is_sharded:
+        if not limits.is_whole:
             return recall_ended(beyond, phase, holding, found, limits)
         return end_again(beyond, phase, holding, event.at, limits)
     membership = at_work(holding)
@@ -134,7 +134,7 @@ def proven_step(holding: tuple[Standing, ...], limits: Limits) -> int:
     A sharded state never rolls forward: there the newest step counts.
     """
     newest = max(s.step for s in holding)
-    if limits.is_sharded:
+    if not limits.is_whole:
         return newest
     return min(s.step for s in holding if s.step >= newest - 1)
 
@@ -154,7 +154,7 @@ def have_all(
     holding = with_state(standings)
     if max((s.step for s in holding), default=-1) < step:
         return False  # it may be the missing one's alone
-    if not limits.is_sharded:
+    if limits.is_whole:
         return True
     newest = max(holding, key=lambda s: s.generation)
     num_members = sum(s.generation == newest.generation for s in holding)

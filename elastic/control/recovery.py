@@ -323,7 +323,7 @@ def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Lim
         return Decision(ledger, phase)
     if phase.standbys_by:  # the source serves nobody before it is out of its step
         phase = replace(phase, standbys_by=event.at + STANDBYS_S)
-    if limits.is_sharded and event.step >= 0:  # whatever it holds may be what is needed
+    if not limits.is_whole and event.step >= 0:  # whatever it holds may be what is needed
         ledger = replace(ledger, step=max(ledger.step, event.step))
         phase = replace(phase, level=phase.level.add(event.rank))
         return settle(Decision(ledger, with_work(phase, event)), event.at, limits)

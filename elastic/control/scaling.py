@@ -217,7 +217,7 @@ def loses_state(ledger: Ledger, members: tuple[int, ...], limits: Limits) -> boo
     leavers = leavers_of(ledger, members)
     if not leavers or not limits.can_save:
         return False
-    if limits.is_sharded and not limits.has_copies:
+    if not limits.is_whole and not limits.has_copies:
         return True
     return len(leavers) == len(members) and len(arrivals(ledger)) < limits.min_workers
 

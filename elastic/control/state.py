@@ -36,9 +36,9 @@ class Limits:
     """A committed step is saved when the last checkpoint is so old; None: never for that."""
     must_save: bool = False
     """A checkpoint that cannot be written ends the run."""
-    is_sharded: bool = False
-    """Each member holds a part of the state only: what a lost one held may be in peer memory, as
-    of an earlier step, or gone. The members find out when they form."""
+    is_whole: bool = True
+    """Every member holds all of the state. Else each holds a part: what a lost one held may be in
+    peer memory, as of an earlier step, or gone, and the members find out when they form."""
     has_copies: bool = False
     """Peer memory has every part of every committed step."""
 

@@ -173,25 +173,25 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return without
         case ((Forming() | Running() | Pausing() | Suspending()), WorkerLost()):
             return lose_member(ledger, phase, event, limits)
-        case Ending(), WorkerLost() if limits.is_sharded:
+        case Ending(), WorkerLost() if not limits.is_whole:
             return lose_member(ledger, phase, event, limits)
         case Ending(), WorkerLost(worker=w, at=at):
             return lose_at_end(ledger, phase, w, at, limits)
         case ((Forming() | Running() | Pausing()), CollectiveFailed()):
             return suspect_loss(ledger, phase, event, limits)
-        case Ending(), CollectiveFailed() if limits.is_sharded:
+        case Ending(), CollectiveFailed() if not limits.is_whole:
             return suspect_loss(ledger, phase, event, limits)
         case Ending(), CollectiveFailed():
             return Decision(ledger, phase)  # every member has left its last step
         case Suspending(), CollectiveFailed():
             return Decision(ledger, hear_complaint(phase, event))
-        case Suspending(), Ended() if limits.is_sharded:
+        case Suspending(), Ended() if not limits.is_whole:
             return Decision(ledger, phase)  # said before another was lost: all will say it again
         case Suspending(), (Connected(rank=rank) | Joined(rank=rank)):  # before it saw the Abort
             return Decision(ledger, replace(phase, apart=phase.apart.remove(rank)))
         case Suspending(), Suspended():
             return hear_answer(ledger, phase, event, limits)
-        case Suspending(), Committed(step=step) if limits.is_sharded:
+        case Suspending(), Committed(step=step) if not limits.is_whole:
             return Decision(replace(ledger, step=max(step, ledger.step)), phase)
         case Suspending(), Committed(step=step):
             return Decision(*learn_step(ledger, phase, step))
@@ -200,7 +200,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
         case Forming(), Joined(rank=rank, step=step, at=at):
             joined, connected = phase.joined.add(rank), phase.connected.remove(rank)
-            if limits.is_sharded:
+            if not limits.is_whole:
                 ledger = replace(ledger, step=step)  # all find the same
             if len(joined) < phase.membership.world_size:
                 return Decision(ledger, replace(phase, joined=joined, connected=connected))

@@ -31,7 +31,7 @@ def limits_of(config: RunConfig) -> Limits:
         can_save=has_checkpoints(config),
         save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
         must_save=config.on_storage_error == "fail",
-        is_sharded=is_sharded(config.parallel),
+        is_whole=not is_sharded(config.parallel),
         has_copies=is_sharded(config.parallel) and config.snapshot_every == 1,
     )
 

@@ -99,7 +99,7 @@ class Supervisor:
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
         self.stragglers = Stragglers(factor, note, self._replace)
-        if self.limits.is_sharded:
+        if not self.limits.is_whole:
             self.cluster.holders.turn_on(order["run_id"])
 
     async def run(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.cli.test_checkpoint_export import assert_equal
 from tests.workers.checkpoint_samples import build, save
 from workers.checkpoint.importing import ImportSettings
 from workers.checkpoint.load import checkpoint_sha256, read_tensors
-from workers.train_state.build import build_replica
+from workers.parallel.ddp import build_replica
 from workers.train_state.digest import weights_sha256
 from workers.train_state.train_state import TrainState
 

@@ -44,7 +44,7 @@ def close_faults(seed: int) -> tuple[Limits, Faults]:
 def run_one(kind: type[FakeCluster], seed: int) -> Run:
     limits, faults = close_faults(seed)
     if kind is not FakeCluster:
-        limits = replace(limits, is_sharded=True, has_copies=kind is ShardedCluster)
+        limits = replace(limits, is_whole=False, has_copies=kind is ShardedCluster)
     run = simulate(seed, limits, faults, kind)
     check_end(run)
     assert isinstance(run.phase, Finished)

@@ -83,7 +83,7 @@ def test_a_shorter_notice_counts_and_a_longer_one_does_not():
 
 
 def test_a_deadline_goes_with_its_worker_and_hurries_no_other():
-    limits = replace(LIMITS, min_workers=3, max_failures=0, is_sharded=True, can_save=True)
+    limits = replace(LIMITS, min_workers=3, max_failures=0, is_whole=False, can_save=True)
     early = replace(NOTICE, worker=2, deadline=14.0)
     late = replace(NOTICE, deadline=153.0, at=13.0)
     ledger, phase, _ = play(
@@ -192,7 +192,7 @@ def test_a_state_that_only_leavers_hold_is_saved_and_they_go_no_further():
 
 
 def test_a_shard_is_saved_before_its_holder_leaves():
-    limits = replace(ONE, is_sharded=True, can_save=True)
+    limits = replace(ONE, is_whole=False, can_save=True)
     ledger, phase, commands = play(
         LEDGER,
         Running(ABC),

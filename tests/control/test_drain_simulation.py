@@ -83,7 +83,7 @@ def test_short_notices_are_no_failures_either() -> None:
 def test_sharded_runs_with_notices_end_with_all_steps() -> None:
     for seed in range(800):
         limits, faults = scenario(seed)
-        limits: Limits = replace(limits, is_sharded=True, can_save=seed % 2 == 0)
+        limits: Limits = replace(limits, is_whole=False, can_save=seed % 2 == 0)
         run = simulate(seed, limits, notices(seed, faults), ShardedCluster)
         check_end(run)
         assert isinstance(run.phase, Finished)
@@ -94,7 +94,7 @@ def test_sharded_runs_with_notices_end_with_all_steps() -> None:
 
 def test_shards_are_held_when_they_leave_so_that_no_step_is_lost() -> None:
     for seed in range(300):
-        limits = replace(scenario(seed)[0], is_sharded=True, has_copies=True, max_failures=0)
+        limits = replace(scenario(seed)[0], is_whole=False, has_copies=True, max_failures=0)
         faults = notices(seed, Faults(notice_s=(60.0,)))
         run = simulate(seed, replace(limits, can_save=True), faults, ShardedCluster)
         check_end(run)

@@ -117,7 +117,7 @@ def test_nobody_is_needed_besides_who_holds_the_last_step():
 
 
 def test_of_a_sharded_state_one_part_may_be_missing_if_there_are_copies():
-    limits = replace(LIMITS, is_sharded=True, has_copies=True)
+    limits = replace(LIMITS, is_whole=False, has_copies=True)
     assert have_all(WORKING[1:], 40, range(3), limits)
     assert not have_all(WORKING[1:], 40, range(3), replace(limits, has_copies=False))
     assert not have_all(WORKING[:1], 40, range(3), limits)
@@ -191,7 +191,7 @@ def test_the_next_generation_is_above_those_that_workers_without_state_were_told
 
 
 # --- the end ----------------------------------------------------------------------------
-SHARDED = replace(LIMITS, is_sharded=True, has_copies=True, can_save=True)
+SHARDED = replace(LIMITS, is_whole=False, has_copies=True, can_save=True)
 ENDED = tuple(Standing(w, "ended", 7, w, 4, 100) for w in range(4))
 FOUR = Membership(7, (0, 1, 2, 3))
 

@@ -28,7 +28,7 @@ def test_sharded_runs_with_faults_end_with_all_steps(
     for seed in range(NUM_SEEDS):
         limits, faults = scenario(seed)
         faults.holder_losses = holder_losses
-        run = simulate(seed, replace(limits, is_sharded=True), faults, kind)
+        run = simulate(seed, replace(limits, is_whole=False), faults, kind)
         check_end(run)
         assert isinstance(run.phase, Finished)
         seen[run.phase.outcome] += 1
@@ -47,7 +47,7 @@ def test_runs_with_large_states_end_with_all_steps() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_SEEDS // 4):
         limits, faults = scenario(seed)
-        run = simulate(seed, replace(limits, is_sharded=True), faults, LargeStates)
+        run = simulate(seed, replace(limits, is_whole=False), faults, LargeStates)
         check_end(run)
         assert isinstance(run.phase, Finished)
         seen[run.phase.outcome] += 1
@@ -67,7 +67,7 @@ class Hopeless(ShardedCluster):
 def test_a_state_whose_rows_are_always_missing_ends_the_run_and_says_so() -> None:
     for seed in range(20):
         limits, _ = scenario(seed)
-        run = simulate(seed, replace(limits, is_sharded=True), Faults(), Hopeless)
+        run = simulate(seed, replace(limits, is_whole=False), Faults(), Hopeless)
         assert isinstance(run.phase, Finished)
         assert run.phase.outcome == "failed"
         assert "could not get the state of step 0, the last: w" in run.phase.reason

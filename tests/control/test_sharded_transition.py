@@ -25,7 +25,7 @@ from elastic.control.state import Ending, Forming, Ledger, Pausing, Running, Sav
 from elastic.protocol.membership import Membership, NumberSet
 from tests.control.test_transition import LIMITS, play
 
-SHARDED = replace(LIMITS, is_sharded=True)
+SHARDED = replace(LIMITS, is_whole=False)
 ABC = Membership(7, (0, 1, 2))
 AB = Membership(8, (0, 1))
 

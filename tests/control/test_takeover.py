@@ -19,7 +19,7 @@ from tests.control.test_transition import LIMITS
 TWO = Running(Membership(3, (0, 1)))
 BEAT = Heartbeat(1, 3, 9, "reduce", 0.2, 0.1, True, "S")
 FROZEN = replace(BEAT, process_state="T", stopped_s=0.3)
-SHARDED = replace(LIMITS, is_sharded=True, has_copies=True)
+SHARDED = replace(LIMITS, is_whole=False, has_copies=True)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
+from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.train_state.build import build_replica
 
 CPU = torch.device("cpu")
 
@@ -115,9 +115,10 @@ class Rig:
         self.spec, self.link = spec(reduction, **changes), FakeLink()
         self.workload = workload or Tiny()
         self.loader = Loader(self.workload, 3, 12, 3)
-        self.train_state = build_replica(self.workload, self.spec, CPU)
+        self.strategy = build_strategy(self.workload, self.spec, CPU)
+        self.train_state = self.strategy.train_state
         self.member = Member(
-            self.spec, self.train_state, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+            self.spec, self.strategy, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
             Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
             on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip

@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
-from workers.checkpoint.load import load_newest
+from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.sharded import Ownership
-from workers.parallel.strategy import new_reducer
+from workers.parallel.build import build_strategy
+from workers.parallel.sharded import Ownership, Sharded
+from workers.parallel.strategy import Entered, Formed, Strategy
 from workers.step.randomness import seed_microbatch
-from workers.train_state.build import build_replica
-from workers.train_state.digest import weights_sha256
 from workers.train_state.tensors import as_bytes
 from workers.train_state.train_state import TrainState, Update
 
@@ -112,21 +110,25 @@ def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpe
 
 
 def build(
-    parallel: str, reduction: str = "bitwise", workload: Work | None = None, **options: Any
-) -> TrainState:
-    """A worker's state as the loading worker has it, which stands for the initial one."""
+    parallel: str,
+    reduction: str = "bitwise",
+    workload: Work | None = None,
+    open_backup: Callable[[], Backup] = NoBackup,
+    **options: Any,
+) -> Any:
+    """The strategy of a loading worker, which stands for the initial state."""
     torch.set_num_threads(1)
-    train_state = build_replica(workload or Work(), spec(parallel, reduction, **options), CPU)
-    if train_state.sharded is not None:
-        train_state.sharded.holding = Ownership("initial")
-    return train_state
+    config = spec(parallel, reduction, **options)
+    strategy = build_strategy(workload or Work(), config, CPU, open_backup)
+    if isinstance(strategy, Sharded):
+        strategy.holding = Ownership("initial")
+    return strategy
 
 
-def newcomer(parallel: str) -> TrainState:
-    train_state = build(parallel)
-    assert train_state.sharded is not None
-    train_state.sharded.forget()
-    return train_state
+def newcomer(parallel: str) -> Any:
+    strategy = build(parallel)
+    strategy.forget()
+    return strategy
 
 
 def raise_it(error: Exception) -> None:
@@ -134,20 +136,27 @@ def raise_it(error: Exception) -> None:
 
 
 def enter(
-    train_state: TrainState,
+    strategy: Strategy,
     group: AnyGroup,
     step: int,
     catalogue: Catalogue | None = None,
     generation: int = 1,
-) -> None:
-    if train_state.sharded is not None:
-        pieces = Pieces(group, CPU, lambda: None, round_s=30.0)
-        where = group, step, catalogue, raise_it, nullcontext
-        train_state.sharded.enter(*where, pieces=pieces, generation=generation)
+) -> Entered:
+    pieces = Pieces(group, CPU, lambda: None, round_s=30.0)
+    return strategy.enter(formed(group, step, catalogue, generation, pieces))
+
+
+def formed(
+    group: AnyGroup, step: int, catalogue: Catalogue | None, generation: int, pieces: Pieces
+) -> Formed:
+    return Formed(
+        generation=generation, step=step, known_step=step, group=group, pieces=pieces,
+        catalogue=catalogue, say_lost=raise_it, gathering=nullcontext,
+    )  # fmt: skip
 
 
 def train(
-    train_state: TrainState,
+    strategy: Strategy,
     group: AnyGroup,
     parallel: str,
     num_steps: int,
@@ -156,12 +165,11 @@ def train(
     after_step: Callable[[TrainState], None] = lambda train_state: None,
 ) -> None:
     """As a session does it, with a vote of what was used."""
-    config, work = spec(parallel, reduction), work or Work()
-    sharded = train_state.sharded
-    mesh = Mesh(parallel, group.size()) if sharded is None else sharded.mesh
+    train_state, work = strategy.train_state, work or Work()
+    mesh = strategy.mesh_of(group.size())
     names = {id(p): n for n, p in train_state.model.named_parameters()}
     parameters = {names[id(p)]: p for p in train_state.parameters}
-    reducer = new_reducer(config, train_state, parameters, group, mesh)
+    reducer = strategy.reducer(parameters, mesh, group)
     ids = mesh.ids(NUM_MICROBATCHES, group.rank())
     num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank())
     for _ in range(num_steps):
@@ -182,14 +190,13 @@ def train(
             reducer.after_backward(i, train_state.buffers.end_microbatch())
         train_state.casting.restore()
         reduced = reducer.finish()
-        if sharded is not None:
-            sharded.share_integers()
+        strategy.before_vote()
         is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64)
         group.all_reduce(is_bad).wait()
         assert train_state.loss_scale or not is_bad.item()
         used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
         group.all_reduce(used).wait()
-        train_state.apply(
+        strategy.apply(
             Update(
                 step=train_state.step + 1,
                 is_finite=not is_bad.item(),
@@ -207,15 +214,13 @@ def train(
     reducer.close()
 
 
-def sha256(train_state: TrainState) -> str:
-    if train_state.sharded is not None:
-        return train_state.sharded.weights_sha256()
-    return weights_sha256(train_state.model)
+def sha256(strategy: Strategy) -> str:
+    return strategy.weights_sha256()
 
 
-def save_part(train_state: TrainState, group: AnyGroup, place: str, generation: int):
+def save_part(strategy: Strategy, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    mesh = None if train_state.sharded is None else train_state.sharded.mesh
+    train_state, mesh = strategy.train_state, strategy.mesh_of(group.size())
     where = (group.rank(), group.size(), mesh)
     snapshot = train_state.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
     boxes = [b for b, _ in share(train_state.tensors(), *where)]
@@ -231,14 +236,9 @@ def catalogue_in(place: str) -> Catalogue:
     return Catalogue(open_folder(place).at("checkpoints"))
 
 
-def load(
-    parallel: str, group: AnyGroup, place: str, step: int, work: Work | None = None
-) -> TrainState:
+def load(parallel: str, group: AnyGroup, place: str, step: int, work: Work | None = None) -> Any:
     """A fresh worker's state from the checkpoint, as a member of `group`."""
-    train_state = build(parallel, workload=work)
-    if train_state.sharded is None:
-        assert load_newest(catalogue_in(place), train_state) == []
-    else:
-        assert train_state.sharded.load(catalogue_in(place)) == []
-        enter(train_state, group, step, catalogue_in(place))
-    return train_state
+    strategy = build(parallel, workload=work)
+    assert strategy.load(catalogue_in(place), 0, 0, lambda: None) == []
+    enter(strategy, group, step, catalogue_in(place))
+    return strategy

@@ -28,10 +28,10 @@ NEVER = lambda: False  # noqa: E731
 @pytest.fixture(scope="module")
 def plain():
     """The hash after so many steps of one rank without sharding."""
-    train_state, hashes = build("ddp"), []
+    strategy, hashes = build("ddp"), []
     for _ in range(2 * STEPS + 2):
-        hashes.append(sha256(train_state))
-        train(train_state, Alone(), "ddp", 1)
+        hashes.append(sha256(strategy))
+        train(strategy, Alone(), "ddp", 1)
     return hashes
 
 
@@ -56,26 +56,24 @@ class Rank:
         keepers.CONNECT_S = keepers.MIN_SILENCE_S = PATIENCE_S
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.work = work or Work()
-        self.train_state = build(parallel, workload=self.work)
-        if ranks.index:
-            self.train_state.sharded.forget()
         self.said = []
         config = replace(spec(parallel), snapshot_every=every, node=node)
         self.backup_client = BackupClient(
             config, lambda kind, **fields: self.said.append((kind, fields))
         )
-        self.train_state.sharded.backup_client = self.backup_client
+        self.strategy = build(parallel, workload=self.work, open_backup=lambda: self.backup_client)
+        if ranks.index:
+            self.strategy.forget()
 
     def enter(self, generation, members, step, is_kept=True):
         """The generation's newest whole state of at most `step`."""
         self.place = Place(generation, members.index(self.ranks.index), len(members))
         self.group = self.ranks.form(generation, members)
         self.backup_client.hear(self.holders)
-        enter(self.train_state, self.group, step, generation=generation)
+        entered = enter(self.strategy, self.group, step, generation=generation)
         if is_kept:
-            sharded = self.train_state.sharded
-            origin, is_held = sharded.holding.origin, sharded.is_held
-            self.backup_client.begin(self.train_state, origin, self.place, is_held=is_held)
+            begun = entered.origin, self.place
+            self.backup_client.begin(self.strategy.train_state, *begun, is_held=entered.is_held)
 
     def train(self, num_steps, is_last_held=True):
         for i in range(num_steps):
@@ -83,7 +81,7 @@ class Rank:
             is_last = i == num_steps - 1
             keep = is_last_held or not is_last
             keeping = {"after_step": self.keep(keep), "work": self.work}
-            train(self.train_state, self.group, self.parallel, 1, **keeping)
+            train(self.strategy, self.group, self.parallel, 1, **keeping)
         if is_last_held:
             self.backup_client.wait(NEVER)
         self.group.all_reduce(torch.zeros(1)).wait()  # the others' copies are held, too
@@ -120,9 +118,9 @@ def test_survivors_of_any_size_go_on_from_the_step_that_was_held(node, plain, ho
             rank.train(STEPS)
             if ranks.index not in lost:
                 rank.enter(2 * number + 1, survivors_of(num_ranks, lost), STEPS)
-                found.append((number, rank.train_state.step, sha256(rank.train_state)))
+                found.append((number, rank.strategy.train_state.step, sha256(rank.strategy)))
                 rank.train(2)
-                found.append((number, rank.train_state.step, sha256(rank.train_state)))
+                found.append((number, rank.strategy.train_state.step, sha256(rank.strategy)))
         return found
 
     for index, found in enumerate(run_ranks(4, body)):
@@ -142,9 +140,9 @@ def test_a_step_whose_copies_are_not_all_held_is_done_again(plain, holders):
         if ranks.index == 1:
             return None
         rank.enter(2, [0, 2], STEPS + 1)
-        found = rank.train_state.step, sha256(rank.train_state)
+        found = rank.strategy.train_state.step, sha256(rank.strategy)
         rank.train(1)
-        return *found, sha256(rank.train_state)
+        return *found, sha256(rank.strategy)
 
     expected = (STEPS, plain[STEPS], plain[STEPS + 1])
     assert run_ranks(3, body) == [expected, None, expected]
@@ -161,7 +159,7 @@ def test_two_losses_in_a_row_and_newcomers_end_with_the_same_bits(plain, holders
             if ranks.index in members:
                 rank.enter(generation, members, generation - 1)
                 rank.train(1)
-                seen.append(sha256(rank.train_state))
+                seen.append(sha256(rank.strategy))
         return seen
 
     found = run_ranks(6, body)
@@ -187,7 +185,7 @@ def test_a_second_loss_before_the_new_membership_s_copies_are_held_is_met_by_the
             return kept
         rank.enter(3, [2], STEPS)
         rank.train(2)
-        return kept, rank.train_state.step, sha256(rank.train_state)
+        return kept, rank.strategy.train_state.step, sha256(rank.strategy)
 
     at_all = run_ranks(3, body)
     assert at_all == [None, [1], ([1], STEPS + 2, plain[STEPS + 2])]
@@ -204,9 +202,9 @@ def test_at_a_longer_interval_the_run_returns_to_the_last_snapshot(plain, holder
         if ranks.index == 2:
             return None
         rank.enter(2, [0, 1], every + 2)
-        found = rank.train_state.step, sha256(rank.train_state)
+        found = rank.strategy.train_state.step, sha256(rank.strategy)
         rank.train(1)
-        return *found, sha256(rank.train_state), rank.said
+        return *found, sha256(rank.strategy), rank.said
 
     expected = (every, plain[every], plain[every + 1], [])
     assert run_ranks(3, body) == [expected, expected, None]
@@ -224,7 +222,7 @@ def test_a_damaged_copy_is_never_used(plain, holders):
             return "lost"
         rank.ranks.pause()
         rank.enter(2, [0], STEPS)
-        return rank.train_state.step, sha256(rank.train_state)
+        return rank.strategy.train_state.step, sha256(rank.strategy)
 
     def damage():
         holders[0].shelf.copy(Key(1, 1, STEPS)).content[100] ^= 1
@@ -246,7 +244,7 @@ def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
         next(t for t in shadow.tensors.values() if t.numel() > 1).view(-1)[0] += 1
         assert not shadow.is_intact()
         rank.enter(2, [0], STEPS)
-        return rank.train_state.step, sha256(rank.train_state)
+        return rank.strategy.train_state.step, sha256(rank.strategy)
 
     assert run_ranks(2, body) == [(STEPS, plain[STEPS]), "lost"]
 
@@ -274,12 +272,12 @@ def test_caches_may_have_grown_differently_in_the_step_that_was_cut_off(holders)
         if ranks.index == 2:
             return None
         if ranks.index < 2:
-            rank.train_state.model[1].table = torch.ones(5 + ranks.index)
-            rank.train_state.buffers.end_microbatch()
-            rank.train_state.buffers.restore()
+            rank.strategy.train_state.model[1].table = torch.ones(5 + ranks.index)
+            rank.strategy.train_state.buffers.end_microbatch()
+            rank.strategy.train_state.buffers.restore()
         rank.enter(2, [0, 1, 3], 1)
         rank.train(1)
-        return sha256(rank.train_state), len(rank.train_state.model[1].table)
+        return sha256(rank.strategy), len(rank.strategy.train_state.model[1].table)
 
     expected = sha256(alone)
     found = run_ranks(4, body)
@@ -323,7 +321,7 @@ def test_a_lost_holder_is_replaced_and_filled_again(plain, holders):
             return is_held, rank.backup_client.shadows[-1].is_held
         rank.holders = [first, second]
         rank.enter(2, [0], STEPS + 1)
-        return rank.train_state.step, sha256(rank.train_state)
+        return rank.strategy.train_state.step, sha256(rank.strategy)
 
     found = run_ranks(2, body, on_pause=holders[0].close)
     assert found == [(STEPS + 1, plain[STEPS + 1]), (False, True)]
@@ -340,11 +338,10 @@ def test_a_newcomer_goes_on_when_all_ranks_are_lost_and_holders_are_not(plain, h
             return "lost"
         ranks.pause()
         rank.backup_client.hear(at)
-        sharded = rank.train_state.sharded
-        assert sharded.load(catalogue_in(str(tmp_path)), STEPS) == []
-        rank.enter(2, [2], rank.train_state.step)
+        assert rank.strategy.load(catalogue_in(str(tmp_path)), STEPS) == []
+        rank.enter(2, [2], rank.strategy.train_state.step)
         rank.train(1)
-        return rank.train_state.step, sha256(rank.train_state)
+        return rank.strategy.train_state.step, sha256(rank.strategy)
 
     found = run_ranks(3, body, on_pause=lambda: None)
     assert found == ["lost", "lost", (STEPS + 1, plain[STEPS + 1])]

@@ -25,22 +25,22 @@ class Kept:
     """A replica of one rank, kept in the first of two holders."""
 
     def __init__(self, holders, every):
-        self.train_state, self.said = build("fsdp"), []
+        self.said = []
         config = replace(spec("fsdp"), snapshot_every=every, detect_s=DETECT_S)
         self.backup_client = BackupClient(config, self.said.append)
-        self.train_state.sharded.backup_client = self.backup_client
+        self.strategy = build("fsdp", open_backup=lambda: self.backup_client)
         self.backup_client.hear([[f"node{i}", *h.address] for i, h in enumerate(holders)])
-        enter(self.train_state, Alone(), 0, generation=1)
+        enter(self.strategy, Alone(), 0, generation=1)
         self.begin(1)
 
     def begin(self, generation, is_held=False):
         self.place = Place(generation)
-        self.backup_client.begin(self.train_state, 1, self.place, is_held=is_held)
+        self.backup_client.begin(self.strategy.train_state, 1, self.place, is_held=is_held)
 
     def step(self):
         self.backup_client.wait(NEVER)
-        after = lambda train_state: self.backup_client.after_step(train_state, self.place)  # noqa: E731
-        train(self.train_state, Alone(), "fsdp", 1, after_step=after)
+        after = lambda state: self.backup_client.after_step(state, self.place)  # noqa: E731
+        train(self.strategy, Alone(), "fsdp", 1, after_step=after)
 
 
 @pytest.fixture
@@ -112,10 +112,10 @@ def test_who_pauses_has_its_newest_step_held(holders):
     kept.step()
     kept.step()
     assert held(holders[0]) == [(1, 0)]
-    kept.backup_client.before_pause(kept.train_state, kept.place)
+    kept.backup_client.before_pause(kept.strategy.train_state, kept.place)
     kept.backup_client.wait(NEVER)
     assert held(holders[0])[-1] == (1, 2)
-    kept.backup_client.before_pause(kept.train_state, kept.place)
+    kept.backup_client.before_pause(kept.strategy.train_state, kept.place)
     kept.backup_client.wait(NEVER)
     assert len(kept.backup_client.shadows) == 2, "it has nothing new to say"
 

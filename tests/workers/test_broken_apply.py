@@ -17,8 +17,8 @@ from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
+from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.train_state.build import build_replica
 
 
 @pytest.fixture(params=["ddp", "fsdp"])
@@ -26,14 +26,14 @@ def made(request, tmp_path):
     """A session whose replica has the initial state, and no generation yet."""
     torch.set_num_threads(1)
     settings = replace(spec(), parallel=request.param)
-    train_state, link = build_replica(Tiny(), settings, CPU), FakeLink()
+    strategy, link = build_strategy(Tiny(), settings, CPU), FakeLink()
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
 
     def load(place, step):
-        return [] if train_state.sharded is None else train_state.sharded.load(catalogue)
+        return strategy.load(catalogue, 0, 0, lambda: None)
 
     member = Member(
-        settings, train_state, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+        settings, strategy, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), Vitals(), CPU, on_load=load,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
@@ -64,13 +64,16 @@ def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
     """The gradient norm, which is a collective where they are sharded, lost a peer."""
     session, member, link = made
     assert step(session)
-    norm_of, train_state = member.train_state.norm_of, member.train_state
+    apply, train_state = member.train_state.apply, member.train_state
 
     def lose_a_peer(gradients):
-        train_state.norm_of = norm_of
         raise PeerLost("connection closed by peer")
 
-    train_state.norm_of = lose_a_peer
+    def apply_in_vain(update, *_):
+        train_state.apply = apply
+        apply(update, lose_a_peer)
+
+    train_state.apply = apply_in_vain
     link.commands.put(abort(1))
     link.commands.put(form(2, 1))
     assert not step(session)
@@ -82,7 +85,7 @@ def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
 
 def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     session, member, link = made
-    if member.train_state.sharded is not None:
+    if not member.strategy.is_whole:
         return  # a sharded member goes back instead
     assert step(session)
     member.group = LosesVote()

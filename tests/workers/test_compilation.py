@@ -28,12 +28,12 @@ class Compiler:
 def trained(parallel: str, backend: str | None, **options) -> tuple[str, list[str]]:
     """(hash, names) after two steps."""
     torch._dynamo.reset()
-    train_state = build(parallel, **options)
-    enter(train_state, Alone(), 0)
+    strategy = build(parallel, **options)
+    enter(strategy, Alone(), 0)
     if backend is not None:
-        train_state.model.compile(backend=backend)
-    train(train_state, Alone(), parallel, 2)
-    return sha256(train_state), [n for n, _ in train_state.model.named_parameters()]
+        strategy.train_state.model.compile(backend=backend)
+    train(strategy, Alone(), parallel, 2)
+    return sha256(strategy), [n for n, _ in strategy.train_state.model.named_parameters()]
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
@@ -51,18 +51,18 @@ def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_time
     """Or torch would give up compiling after so many meshes."""
 
     def body(ranks):
-        train_state, compiler = build("fsdp"), Compiler()
+        strategy, compiler = build("fsdp"), Compiler()
         if ranks.index:
-            train_state = newcomer("fsdp")
-        train_state.model.compile(backend=compiler)
+            strategy = newcomer("fsdp")
+        strategy.train_state.model.compile(backend=compiler)
         counts = []
         for generation, members in enumerate(([0], [0, 1], [0, 1])):
             if ranks.index in members:
-                enter(train_state, ranks.form(generation, members), generation)
-                group = train_state.sharded._group
-                train(train_state, group, "fsdp", 1)
+                enter(strategy, ranks.form(generation, members), generation)
+                group = strategy._group
+                train(strategy, group, "fsdp", 1)
                 counts.append(compiler.num_graphs)
-        return sha256(train_state), counts[-1] - counts[-2]
+        return sha256(strategy), counts[-1] - counts[-2]
 
     plain = build("ddp")
     train(plain, Alone(), "ddp", 3)
@@ -70,21 +70,21 @@ def test_a_reshard_keeps_the_bits_of_a_compiled_model_and_compiles_it_a_few_time
 
 
 def test_a_single_parameter_per_block_is_one_slice():
-    train_state, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
-    for each, parallel in ((train_state, "fsdp"), (plain, "ddp")):
+    strategy, plain = build("fsdp", workload=Dense()), build("ddp", workload=Dense())
+    for each, parallel in ((strategy, "fsdp"), (plain, "ddp")):
         enter(each, Alone(), 0)
         train(each, Alone(), parallel, 1, work=Dense())
-    assert sha256(train_state) == sha256(plain)
+    assert sha256(strategy) == sha256(plain)
 
 
 def test_compiling_is_logged(caplog):
     torch._dynamo.reset()
     caplog.set_level(logging.INFO)
-    train_state, compilation = build("ddp"), Compilation(Vitals())
+    strategy, compilation = build("ddp"), Compilation(Vitals())
     compilation.tell(1, 1)  # what other tests compiled in this process
     caplog.clear()
-    train_state.model.compile(backend="eager")
-    train(train_state, Alone(), "ddp", 1)
+    strategy.train_state.model.compile(backend="eager")
+    train(strategy, Alone(), "ddp", 1)
     compilation.tell(2, 5)
     compilation.tell(2, 6)
     (record,) = [r for r in caplog.records if r.name == "workers.health.compilation"]

@@ -16,7 +16,7 @@ from workers.checkpoint.saver import Saver
 from workers.health.vitals import Vitals
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
-from workers.train_state.build import build_replica
+from workers.parallel.build import build_strategy
 
 
 class Looking(Work):
@@ -44,12 +44,12 @@ class Looks(StepLR):
 
 def member_of(work: Looking, place: str) -> Member:
     settings = spec("fsdp")
-    train_state, link = build_replica(work, settings, CPU), FakeLink()
+    strategy, link = build_strategy(work, settings, CPU), FakeLink()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     peers = PeerServer("127.0.0.1", "t", lambda: None, 3.0)
     return Member(
-        settings, train_state, link, peers, Saver(link, settings), work.vitals, CPU,
-        on_load=lambda place, step: train_state.sharded.load(catalogue),
+        settings, strategy, link, peers, Saver(link, settings), work.vitals, CPU,
+        on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
         if ranks.index == 0:
             member._obey(Load("", 0))
             assert member._obey(form(1, 0, 1, None, 0))
-            train(member.train_state, member.group, "fsdp", 2, work=work)
+            train(member.strategy, member.group, "fsdp", 2, work=work)
             member.records.take(lines(1, 1, 2))
         else:
             member.records.take(lines(0, 1, 2))

@@ -10,7 +10,8 @@ import torch
 
 from elastic.protocol.errors import UnfitNode, UserError, WrongInput
 from tests.workers.session_rig import CPU, Rig, Tiny, spec
-from workers.train_state.build import build_replica, check_threads
+from workers.parallel.build import build_strategy
+from workers.train_state.build import check_threads
 from workers.worker import Worker
 
 ROW = 25
@@ -168,7 +169,7 @@ def test_a_workload_that_sets_another_number_of_threads_is_refused_where_bits_co
     before, one = torch.get_num_threads(), spec("bitwise")
     two = replace(one, num_threads=2)
     try:
-        build_replica(Threaded(), one, CPU)
+        build_strategy(Threaded(), one, CPU)
         check_threads(two, CPU)
         check_threads(replace(one, reduction="fast"), CPU)
         with pytest.raises(WrongInput, match=r"set 2 intra-op threads, .* cpus_per_worker=1: "):

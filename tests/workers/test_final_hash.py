@@ -8,7 +8,7 @@ import torch
 from elastic.protocol.messages.to_worker import Finish
 from tests.workers.session_rig import Rig
 from workers.membership import member
-from workers.parallel.sharded import Ownership
+from workers.parallel.sharded import Ownership, Sharded
 from workers.train_state import digest
 from workers.worker import Worker
 
@@ -23,8 +23,9 @@ def rig(request):
     worker = object.__new__(Worker)  # its end alone, without the process around it
     worker._log, worker._place = SimpleNamespace(collect=lambda: None, path=None), None  # pyright: ignore
     made.member._on_finish = worker._finish
-    if made.train_state.sharded is not None:
-        made.train_state.sharded.holding = Ownership("initial")
+    worker._strategy = made.strategy
+    if isinstance(made.strategy, Sharded):
+        made.strategy.holding = Ownership("initial")
     made.form(generation=1, step=0, holders=[])
     made.member.wait_for_generation()
     yield made

@@ -32,10 +32,10 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def plain():
     """The hash after so many steps of one rank without sharding."""
-    train_state, hashes = build("ddp"), []
+    strategy, hashes = build("ddp"), []
     for _ in range(2 * STEPS + 1):
-        hashes.append(sha256(train_state))
-        train(train_state, Alone(), "ddp", 1)
+        hashes.append(sha256(strategy))
+        train(strategy, Alone(), "ddp", 1)
     return hashes
 
 
@@ -47,10 +47,10 @@ def test_every_strategy_at_every_world_size_has_the_bits_of_one_rank(plain):
                 generation += 1
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
-                    train_state = build(parallel)
-                    enter(train_state, group, 0)
-                    train(train_state, group, parallel, STEPS)
-                    found[parallel, world_size] = sha256(train_state)
+                    strategy = build(parallel)
+                    enter(strategy, group, 0)
+                    train(strategy, group, parallel, STEPS)
+                    found[parallel, world_size] = sha256(strategy)
         return found
 
     expected = {(p, w): plain[STEPS] for w in WORLDS for p in SHARDED}
@@ -77,10 +77,10 @@ def test_a_frozen_block_changes_nothing_at_any_world_size():
             for world_size in (1, 2):
                 if ranks.index < world_size:
                     group = ranks.form(2 * generation + world_size, list(range(world_size)))
-                    train_state = build(parallel, workload=Frozen())
-                    enter(train_state, group, 0)
-                    train(train_state, group, parallel, STEPS, work=Frozen())
-                    found.append(sha256(train_state))
+                    strategy = build(parallel, workload=Frozen())
+                    enter(strategy, group, 0)
+                    train(strategy, group, parallel, STEPS, work=Frozen())
+                    found.append(sha256(strategy))
         return found
 
     first, second = run_ranks(2, body)
@@ -112,10 +112,10 @@ class SkipsOne(torch.nn.Module):
 def test_backwards_that_go_different_ways_are_refused_rather_than_mixed_up():
     def body(ranks):
         group = ranks.form(1, [0, 1])
-        train_state = build("fsdp", workload=Detached())
-        enter(train_state, group, 0)
+        strategy = build("fsdp", workload=Detached())
+        enter(strategy, group, 0)
         with pytest.raises(ValueError, match="backwards have gone different ways"):
-            train(train_state, group, "fsdp", 1, work=Detached())
+            train(strategy, group, "fsdp", 1, work=Detached())
         return "refused"
 
     assert run_ranks(2, body) == ["refused", "refused"]
@@ -126,16 +126,19 @@ def test_fast_mode_differs_in_the_order_of_additions_only():
         found = {}
         for generation, parallel in enumerate(SHARDED):
             group = ranks.form(generation, [0, 1, 2])
-            train_state = build(parallel, "fast")
-            enter(train_state, group, 0)
-            train(train_state, group, parallel, 1, reduction="fast")
-            mine = {n: local(p.detach()).clone() for n, p in train_state.model.named_parameters()}
+            strategy = build(parallel, "fast")
+            enter(strategy, group, 0)
+            train(strategy, group, parallel, 1, reduction="fast")
+            mine = {
+                n: local(p.detach()).clone()
+                for n, p in strategy.train_state.model.named_parameters()
+            }
             found[parallel] = {n: t.tolist() for n, t in mine.items()}
         return found
 
-    train_state = build("ddp")
-    train(train_state, Alone(), "ddp", 1)
-    whole = dict(train_state.model.named_parameters())
+    strategy = build("ddp")
+    train(strategy, Alone(), "ddp", 1)
+    whole = dict(strategy.train_state.model.named_parameters())
     for rank, found in enumerate(run_ranks(3, body)):
         for parallel in SHARDED:
             for name, values in found[parallel].items():
@@ -153,22 +156,26 @@ def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, pa
     """2 ranks, then 3; then two are lost, and who is left knows that rows are."""
 
     def body(ranks):
-        train_state, hashes, identities = build(parallel), [], []
+        strategy, hashes, identities = build(parallel), [], []
         for generation, members in enumerate(([0, 1], [0, 1, 2], [2])):
             if ranks.index not in members:
-                train_state = newcomer(parallel)
+                strategy = newcomer(parallel)
                 continue
             group = ranks.form(generation, members)
             if len(members) == 1:  # as after a loss: the rows of the others are not there
                 with pytest.raises(RowsLost, match="nobody holds row 0 of"):
-                    enter(train_state, group, generation)
+                    enter(strategy, group, generation)
                 continue
-            enter(train_state, group, generation)
-            train(train_state, group, parallel, 1)
-            hashes.append(sha256(train_state))
-            identities.append([id(p) for p in train_state.optimizer.param_groups[0]["params"]])
-            assert identities[-1] == [id(p) for p in train_state.model.parameters()]
-            assert set(train_state.optimizer.state) <= set(train_state.model.parameters())
+            enter(strategy, group, generation)
+            train(strategy, group, parallel, 1)
+            hashes.append(sha256(strategy))
+            identities.append(
+                [id(p) for p in strategy.train_state.optimizer.param_groups[0]["params"]]
+            )
+            assert identities[-1] == [id(p) for p in strategy.train_state.model.parameters()]
+            assert set(strategy.train_state.optimizer.state) <= set(
+                strategy.train_state.model.parameters()
+            )
         return hashes, identities
 
     first, second, third = run_ranks(3, body)
@@ -180,13 +187,13 @@ def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, pa
 def test_ranks_that_change_places_move_all_rows(plain):
     def body(ranks):
         group = ranks.form(0, [0, 1, 2])
-        train_state = build("fsdp")
-        enter(train_state, group, 0)
-        train(train_state, group, "fsdp", 2)
+        strategy = build("fsdp")
+        enter(strategy, group, 0)
+        train(strategy, group, "fsdp", 2)
         again = ranks.form(1, [2, 0, 1])  # other ranks, other rows
-        enter(train_state, again, 2)
-        train(train_state, again, "fsdp", 1)
-        return sha256(train_state)
+        enter(strategy, again, 2)
+        train(strategy, again, "fsdp", 1)
+        return sha256(strategy)
 
     assert run_ranks(3, body) == [plain[3]] * 3
 
@@ -199,11 +206,11 @@ def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain,
         for generation, (parallel, world_size) in enumerate(kinds):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                train_state = build(parallel)
-                enter(train_state, group, 0)
-                train(train_state, group, parallel, STEPS)
+                strategy = build(parallel)
+                enter(strategy, group, 0)
+                train(strategy, group, parallel, STEPS)
                 place = f"{tmp_path}/{parallel}-{world_size}"
-                parts[parallel, world_size] = save_part(train_state, group, place, 1)
+                parts[parallel, world_size] = save_part(strategy, group, place, 1)
         return parts
 
     saved = run_ranks(3, body)
@@ -220,10 +227,10 @@ def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain,
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
                     place = f"{tmp_path}/{saved_as[0]}-{saved_as[1]}"
-                    train_state = load(parallel, group, place, STEPS)
-                    before = sha256(train_state)
-                    train(train_state, group, parallel, STEPS)
-                    hashes.append((before, sha256(train_state)))
+                    strategy = load(parallel, group, place, STEPS)
+                    before = sha256(strategy)
+                    train(strategy, group, parallel, STEPS)
+                    hashes.append((before, sha256(strategy)))
         return hashes
 
     counts = [4 * sum(world_size > rank for _, world_size in kinds) for rank in range(3)]
@@ -236,27 +243,27 @@ def test_weights_initialised_on_the_meta_device_do_not_see_the_strategy():
         found = []
         for generation, parallel in enumerate(SHARDED):
             group = ranks.form(generation, [0, 1, 2])
-            train_state = build(parallel, workload=Deferred())
-            assert all(p.is_meta for p in train_state.model.parameters() if p.dim())
-            enter(train_state, group, 0)
-            found.append(sha256(train_state))
-            train(train_state, group, parallel, 1)
-            found.append(sha256(train_state))
+            strategy = build(parallel, workload=Deferred())
+            assert all(p.is_meta for p in strategy.train_state.model.parameters() if p.dim())
+            enter(strategy, group, 0)
+            found.append(sha256(strategy))
+            train(strategy, group, parallel, 1)
+            found.append(sha256(strategy))
         return found
 
-    train_state = build("ddp", workload=Deferred())
-    first = sha256(train_state)
-    train(train_state, Alone(), "ddp", 1)
-    assert run_ranks(3, body) == [[first, sha256(train_state)] * 2] * 3
+    strategy = build("ddp", workload=Deferred())
+    first = sha256(strategy)
+    train(strategy, Alone(), "ddp", 1)
+    assert run_ranks(3, body) == [[first, sha256(strategy)] * 2] * 3
 
 
 def test_a_round_sends_three_times_what_others_need_of_the_parameters():
     def body(ranks):
         group = ranks.form(1, [0, 1])
-        train_state = build("fsdp", workload=Dense())
-        enter(train_state, group, 0)
-        train(train_state, group, "fsdp", 1, work=Dense())
-        return train_state.sharded.collectives.sent_bytes
+        strategy = build("fsdp", workload=Dense())
+        enter(strategy, group, 0)
+        train(strategy, group, "fsdp", 1, work=Dense())
+        return strategy.collectives.sent_bytes
 
     parameters, rounds = 2 * 8 * 8 * 4, NUM_MICROBATCHES // 2
     assert run_ranks(2, body) == [3 * parameters // 2 * rounds] * 2
@@ -264,11 +271,11 @@ def test_a_round_sends_three_times_what_others_need_of_the_parameters():
 
 def test_who_has_no_micro_batch_left_computes_nothing():
     def body(ranks):
-        train_state, group = build("fsdp"), ranks.form(1, [0, 1, 2])
-        enter(train_state, group, 0)
+        strategy, group = build("fsdp"), ranks.form(1, [0, 1, 2])
+        enter(strategy, group, 0)
         forwards = []
-        train_state.model.register_forward_hook(lambda *_: forwards.append(1))
-        train(train_state, group, "fsdp", 1)
+        strategy.train_state.model.register_forward_hook(lambda *_: forwards.append(1))
+        train(strategy, group, "fsdp", 1)
         return len(forwards)
 
     assert run_ranks(3, body) == [3, 3, 2]

@@ -25,10 +25,10 @@ KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 
 
 @pytest.fixture(scope="module")
 def plain():
-    train_state, hashes = build("ddp"), []
+    strategy, hashes = build("ddp"), []
     for _ in range(STEPS + 1):
-        hashes.append(sha256(train_state))
-        train(train_state, Alone(), "ddp", 1)
+        hashes.append(sha256(strategy))
+        train(strategy, Alone(), "ddp", 1)
     return hashes
 
 
@@ -44,20 +44,20 @@ def trained():
         for generation, (parallel, world_size) in enumerate(KINDS):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                train_state = build(parallel)
-                enter(train_state, group, 0)
-                train(train_state, group, parallel, STEPS)
-                found[parallel, world_size] = sha256(train_state)
-        train_state = build("hsdp:2", **HALF)
+                strategy = build(parallel)
+                enter(strategy, group, 0)
+                train(strategy, group, parallel, STEPS)
+                found[parallel, world_size] = sha256(strategy)
+        strategy = build("hsdp:2", **HALF)
         group = ranks.form(10, [0, 1, 2, 3])
-        enter(train_state, group, 0)
-        train(train_state, group, "hsdp:2", STEPS)
-        found["half"] = sha256(train_state)
-        train_state = build("hsdp:2", "fast")
+        enter(strategy, group, 0)
+        train(strategy, group, "hsdp:2", STEPS)
+        found["half"] = sha256(strategy)
+        strategy = build("hsdp:2", "fast")
         group = ranks.form(11, [0, 1, 2, 3])
-        enter(train_state, group, 0)
-        train(train_state, group, "hsdp:2", 1, reduction="fast")
-        parameters = train_state.model.named_parameters()
+        enter(strategy, group, 0)
+        train(strategy, group, "hsdp:2", 1, reduction="fast")
+        parameters = strategy.train_state.model.named_parameters()
         found["fast"] = {n: local(p.detach()).tolist() for n, p in parameters}
         return found
 
@@ -71,17 +71,17 @@ def test_replicas_of_shards_have_the_bits_of_one_rank(plain, trained):
 
 
 def test_replicas_in_half_precision_and_recomputed_have_the_bits_of_one_rank(trained):
-    train_state = build("ddp", **HALF)
-    train(train_state, Alone(), "ddp", STEPS)
-    assert [found["half"] for found in trained] == [sha256(train_state)] * 4
+    strategy = build("ddp", **HALF)
+    train(strategy, Alone(), "ddp", STEPS)
+    assert [found["half"] for found in trained] == [sha256(strategy)] * 4
 
 
 def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only(trained):
-    train_state = build("ddp")
-    train(train_state, Alone(), "ddp", 1)
+    strategy = build("ddp")
+    train(strategy, Alone(), "ddp", 1)
     found = [of_rank["fast"] for of_rank in trained]
     assert found[:2] == found[2:]
-    for name, parameter in train_state.model.named_parameters():
+    for name, parameter in strategy.train_state.model.named_parameters():
         values = found[0][name] + found[1][name] if parameter.dim() else found[0][name]
         torch.testing.assert_close(torch.tensor(values), parameter.detach(), rtol=1e-3, atol=1e-5)
 
@@ -92,16 +92,16 @@ def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):
 
     def body(ranks):
         hashes = []
-        train_state = build("hsdp:2", node="ab"[ranks.index % 2])
+        strategy = build("hsdp:2", node="ab"[ranks.index % 2])
         for generation, members in enumerate(([0, 1, 2, 3], [1, 2], [2, 3, 1], [0, 1, 2, 3])):
             if ranks.index not in members:
-                train_state.sharded.forget()
+                strategy.forget()
                 continue
             group = ranks.form(generation, members)
-            enter(train_state, group, min(generation, STEPS))
+            enter(strategy, group, min(generation, STEPS))
             if generation < STEPS:
-                train(train_state, group, "hsdp:2", 1)
-            hashes.append((sha256(train_state), train_state.sharded.mesh.position(group.rank())))
+                train(strategy, group, "hsdp:2", 1)
+            hashes.append((sha256(strategy), strategy.mesh.position(group.rank())))
         return hashes
 
     found = run_ranks(4, body)
@@ -116,10 +116,10 @@ def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
 
     def save(ranks):
         group = ranks.form(0, [0, 1, 2, 3, 4])  # one stands by
-        train_state = build("hsdp:2")
-        enter(train_state, group, 0)
-        train(train_state, group, "hsdp:2", 2)
-        return save_part(train_state, group, place, 1)
+        strategy = build("hsdp:2")
+        enter(strategy, group, 0)
+        train(strategy, group, "hsdp:2", 2)
+        return save_part(strategy, group, place, 1)
 
     saved = run_ranks(5, save)
     catalogue_in(place).publish(2, 1, [part for part, _ in saved], saved[0][1], {})
@@ -130,9 +130,9 @@ def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
         for generation, (parallel, world_size) in enumerate(kinds):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                train_state = load(parallel, group, place, 2)
-                train(train_state, group, parallel, 1)
-                found.append(sha256(train_state))
+                strategy = load(parallel, group, place, 2)
+                train(strategy, group, parallel, 1)
+                found.append(sha256(strategy))
         return found
 
     counts = [sum(world_size > rank for _, world_size in kinds) for rank in range(4)]

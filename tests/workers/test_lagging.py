@@ -17,8 +17,7 @@ from tests.workers.session_rig import CPU, Rig
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
-from workers.membership import state_stream
-from workers.parallel import entering
+from workers.membership import member, state_stream
 from workers.train_state.digest import weights_sha256
 from workers.train_state.snapshot import HostMemory
 
@@ -118,7 +117,7 @@ def test_it_gets_the_state_anew_when_it_is_let_in(slow_link, rigs):
 def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
     slow_link, rigs, monkeypatch
 ):
-    monkeypatch.setattr(entering, "ROUND_OF_JOINING", 0.05 / LONG_S)
+    monkeypatch.setattr(member, "ROUND_OF_JOINING", 0.05 / LONG_S)
     source, newcomer, _ = rigs
     for rig in (source, newcomer):
         rig.member.spec = replace(rig.spec, operation_timeout_s=LIMIT_S)

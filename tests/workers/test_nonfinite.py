@@ -58,18 +58,19 @@ def test_rank_micro_batch_and_parameter_are_named_when_the_run_stops(reduction):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "fsdp-grad-op"])
 def test_every_strategy_names_the_whole_parameter(parallel):
-    train_state = build(parallel)
-    enter(train_state, Alone(), 0)
-    names = {id(p): n for n, p in train_state.model.named_parameters()}
-    parameters = {names[id(p)]: p for p in train_state.parameters}
-    member = SimpleNamespace(generation=1, train_state=train_state, group=Alone())
+    strategy = build(parallel)
+    enter(strategy, Alone(), 0)
+    names = {id(p): n for n, p in strategy.train_state.model.named_parameters()}
+    parameters = {names[id(p)]: p for p in strategy.train_state.parameters}
+    state = strategy.train_state
+    member = SimpleNamespace(generation=1, strategy=strategy, train_state=state, group=Alone())
     inspection = Inspection(member, parameters)
-    norm = train_state.model.blocks[1].norm
+    norm = strategy.train_state.model.blocks[1].norm
     norm.register_forward_hook(lambda _, inputs, output: output + torch.sqrt(0 * norm.bias.sum()))
     for is_asked in (False, True):
         if is_asked:
-            inspection.ask(1, train_state.step)
-        output = train_state.model(torch.tensor([1, 2, 3, 4]), 1)
+            inspection.ask(1, strategy.train_state.step)
+        output = strategy.train_state.model(torch.tensor([1, 2, 3, 4]), 1)
         inspection.before_backward(5)
         output.sum().backward()
         inspection.after_backward()

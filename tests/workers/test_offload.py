@@ -16,15 +16,17 @@ def test_offloaded_shards_have_the_bits_of_one_rank_and_live_on_the_host():
         for generation, (parallel, world_size) in enumerate(KINDS):
             if ranks.index < world_size:
                 group = ranks.form(generation, list(range(world_size)))
-                train_state = build(parallel, offload=True)
-                enter(train_state, group, 0)
-                train(train_state, group, parallel, 2)
-                places = {local(p.detach()).device.type for p in train_state.model.parameters()}
-                found[parallel, world_size] = (sha256(train_state), places)
+                strategy = build(parallel, offload=True)
+                enter(strategy, group, 0)
+                train(strategy, group, parallel, 2)
+                places = {
+                    local(p.detach()).device.type for p in strategy.train_state.model.parameters()
+                }
+                found[parallel, world_size] = (sha256(strategy), places)
         return found
 
-    train_state = build("ddp")
-    train(train_state, Alone(), "ddp", 2)
-    expected = (sha256(train_state), {torch.device("cpu").type})
+    strategy = build("ddp")
+    train(strategy, Alone(), "ddp", 2)
+    expected = (sha256(strategy), {torch.device("cpu").type})
     for rank, found in enumerate(run_ranks(2, body)):
         assert found == {kind: expected for kind in KINDS if kind[1] > rank}

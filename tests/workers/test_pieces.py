@@ -1,7 +1,6 @@
 """Pieces of work between collectives: what a member shows meanwhile, and whether all meet."""
 
 import time
-from contextlib import nullcontext
 from threading import Lock
 from typing import Any
 
@@ -15,13 +14,12 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
-from tests.workers.sharded_rig import build, raise_it
+from tests.workers.sharded_rig import build, formed, sha256
 from tests.workers.test_restoring import ReadBy, publish
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Group
 from workers.health.vitals import Vitals
 from workers.parallel.sharded import Ownership
-from workers.train_state.digest import weights_sha256
 
 CPU = torch.device("cpu")
 
@@ -119,22 +117,21 @@ class OneByOne:
 def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
     """The slowest takes longer for it than the backend lets a collective wait."""
     place = str(tmp_path)
-    expected = [weights_sha256(build("ddp", workload=Layers(0)).model), publish(place, Layers(0))]
+    expected = [sha256(build("ddp", workload=Layers(0))), publish(place, Layers(0))]
 
     def body(ranks):
         found, taken_s = [], []
         share = (0.0, 0.3, 1.0)[ranks.index]
         replicas = {kind: build("fsdp", workload=Layers(share * s)) for kind, s in PIECE_S.items()}
-        for generation, (kind, train_state) in enumerate(replicas.items()):
+        for generation, (kind, strategy) in enumerate(replicas.items()):
             group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
-            train_state.sharded.holding = Ownership(kind)
+            strategy.holding = Ownership(kind)
             catalogue = Catalogue(Folder(OneByOne(share * PIECE_S[kind]), f"{place}/checkpoints"))
             pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
             began = time.monotonic()
-            where = group, 0, catalogue, raise_it, nullcontext
-            train_state.sharded.enter(*where, pieces=pieces, generation=generation)
+            strategy.enter(formed(group, 0, catalogue, generation, pieces))
             taken_s.append(time.monotonic() - began)
-            found.append(train_state.sharded.weights_sha256())
+            found.append(strategy.weights_sha256())
         return found, taken_s
 
     told = run_ranks(3, body)

@@ -1,5 +1,7 @@
 """Half precision and recomputed activations in real processes: one hash for every strategy."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,8 @@ from elastic.protocol.errors import WrongInput
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha256, spec, train
 from workers.distributed.process_group import Alone
+from workers.parallel.ddp import build_replica
 from workers.step.precision import GROWTH_STEPS, LossScale
-from workers.train_state.build import build_replica
-from workers.train_state.train_state import TrainState
 
 KINDS = (("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp-grad-op", 3))
 SETTINGS = (
@@ -22,11 +23,11 @@ SETTINGS = (
 """name, options, steps: enough for some that fp16 does not skip."""
 
 
-def after(num_steps: int, work: Work | None = None, **options) -> TrainState:
-    """One rank's state."""
-    train_state = build("ddp", workload=work, **options)
-    train(train_state, Alone(), "ddp", num_steps, work=work)
-    return train_state
+def after(num_steps: int, work: Work | None = None, **options) -> Any:
+    """One rank's strategy."""
+    strategy = build("ddp", workload=work, **options)
+    train(strategy, Alone(), "ddp", num_steps, work=work)
+    return strategy
 
 
 def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
@@ -37,10 +38,10 @@ def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
                 generation += 1
                 if ranks.index < world_size:
                     group = ranks.form(generation, list(range(world_size)))
-                    train_state = build(parallel, **options)
-                    enter(train_state, group, 0)
-                    train(train_state, group, parallel, num_steps)
-                    found[name, parallel, world_size] = sha256(train_state)
+                    strategy = build(parallel, **options)
+                    enter(strategy, group, 0)
+                    train(strategy, group, parallel, num_steps)
+                    found[name, parallel, world_size] = sha256(strategy)
         return found
 
     plain = {name: sha256(after(steps, **options)) for name, options, steps in SETTINGS}
@@ -53,19 +54,19 @@ def test_every_setting_has_one_hash_for_all_strategies_and_world_sizes():
 
 
 def test_a_skipped_step_halves_the_loss_scale_and_changes_nothing_else():
-    train_state = build("ddp", precision="fp16")
-    before = sha256(train_state)
-    train(train_state, Alone(), "ddp", 1)
-    assert (train_state.step, train_state.loss_scale, sha256(train_state)) == (
+    strategy = build("ddp", precision="fp16")
+    before = sha256(strategy)
+    train(strategy, Alone(), "ddp", 1)
+    assert (strategy.train_state.step, strategy.train_state.loss_scale, sha256(strategy)) == (
         1,
         LossScale(2.0**15),
         before,
     )
-    assert train_state.skipped_in_a_row == 0  # the scale was too high: no sign of trouble
-    train(train_state, Alone(), "ddp", 7)
-    assert train_state.loss_scale is not None
-    assert train_state.loss_scale.num_finite > 0
-    assert sha256(train_state) != before
+    assert strategy.train_state.skipped_in_a_row == 0  # the scale was too high: no sign of trouble
+    train(strategy, Alone(), "ddp", 7)
+    assert strategy.train_state.loss_scale is not None
+    assert strategy.train_state.loss_scale.num_finite > 0
+    assert sha256(strategy) != before
 
 
 def test_the_loss_scale_follows_from_what_was_committed():
@@ -76,16 +77,16 @@ def test_the_loss_scale_follows_from_what_was_committed():
 
 
 def test_the_loss_scale_travels_with_the_state():
-    train_state, other = after(4, precision="fp16"), build("ddp", precision="fp16")
-    snapshot = train_state.snapshot()
+    strategy, other = after(4, precision="fp16"), build("ddp", precision="fp16").train_state
+    snapshot = strategy.train_state.snapshot()
     other.restore(snapshot.header, {name: snapshot.take(name) for name in snapshot.shapes})
-    assert other.loss_scale == train_state.loss_scale != LossScale()
+    assert other.loss_scale == strategy.train_state.loss_scale != LossScale()
 
 
 def test_parameters_and_optimizer_state_stay_single_precision():
-    train_state = after(1, precision="bf16")
-    assert {p.dtype for p in train_state.model.parameters()} == {torch.float32}
-    moments = [s["exp_avg"].dtype for s in train_state.optimizer.state.values()]
+    strategy = after(1, precision="bf16")
+    assert {p.dtype for p in strategy.train_state.model.parameters()} == {torch.float32}
+    moments = [s["exp_avg"].dtype for s in strategy.train_state.optimizer.state.values()]
     assert set(moments) == {torch.float32}
 
 
@@ -109,10 +110,10 @@ class Seen(Work):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_forward_computes_in_half_precision_but_for_running_statistics(parallel):
     work, half = Seen(), torch.bfloat16
-    train_state = build(parallel, workload=work, precision="bf16")
-    enter(train_state, Alone(), 0)
-    with train_state.casting.applied():
-        result = train_state.model(torch.ones(3, 5))
+    strategy = build(parallel, workload=work, precision="bf16")
+    enter(strategy, Alone(), 0)
+    with strategy.train_state.casting.applied():
+        result = strategy.train_state.model(torch.ones(3, 5))
     assert result.dtype == torch.float32
     assert work.dtypes == {
         "Linear": (half, half, half),
@@ -122,13 +123,13 @@ def test_a_forward_computes_in_half_precision_but_for_running_statistics(paralle
 
 
 def test_a_replica_outside_of_steps_computes_in_single_precision():
-    train_state = build("ddp", workload=Counted(), precision="bf16")
+    strategy = build("ddp", workload=Counted(), precision="bf16")
     plain = build("ddp", workload=Counted())
     inputs = torch.rand(4, 5)
-    results = [each.model(inputs, 0) for each in (train_state, plain)]
+    results = [each.train_state.model(inputs, 0) for each in (strategy, plain)]
     assert torch.equal(*results)
-    with train_state.casting.applied():
-        assert not torch.equal(train_state.model(inputs, 0), results[0])
+    with strategy.train_state.casting.applied():
+        assert not torch.equal(strategy.train_state.model(inputs, 0), results[0])
 
 
 def test_recurrent_layers_compute_with_the_casts():
@@ -174,7 +175,7 @@ def test_a_recomputed_block_runs_twice_and_counts_once():
 
 
 def test_gradients_of_these_tests_are_clipped():
-    norm = after(1, precision="bf16").gradient_norm
+    norm = after(1, precision="bf16").train_state.gradient_norm
     assert norm is not None
     assert norm > 0.5
 

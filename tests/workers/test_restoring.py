@@ -14,7 +14,7 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from tests.workers.fake_groups import ThreadGroup
 from tests.workers.session_rig import Rig, Tiny, abort, form
-from tests.workers.sharded_rig import build, catalogue_in, save_part
+from tests.workers.sharded_rig import build, catalogue_in, save_part, sha256
 from workers.health.vitals import LAYOUT, PHASES
 from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
@@ -87,14 +87,14 @@ class ReadBy:
 
 def publish(place: str, workload: Tiny) -> str:
     """A checkpoint of step 0 in many files, of other weights than the initial ones; their hash."""
-    train_state = build("ddp", workload=workload)
+    strategy = build("ddp", workload=workload)
     with torch.no_grad():
-        for parameter in train_state.parameters:
+        for parameter in strategy.train_state.parameters:
             parameter.add_(1)
     groups_of = [ThreadGroup(r, [[]] * FILES) for r in range(FILES)]
-    saved = [save_part(train_state, group, place, 1) for group in groups_of]
+    saved = [save_part(strategy, group, place, 1) for group in groups_of]
     catalogue_in(place).publish(0, 1, [part for part, _ in saved], saved[0][1], {})
-    return weights_sha256(train_state.model)
+    return weights_sha256(strategy.train_state.model)
 
 
 @pytest.fixture(params=["initial", "checkpoint"])
@@ -103,22 +103,22 @@ def restoring(request, tmp_path):
     torch.set_num_threads(1)
     watched = Watched()
     workload = Layers(Watched())
-    sha256 = weights_sha256(build("ddp", workload=workload).model)
+    expected = sha256(build("ddp", workload=workload))
     if request.param == "checkpoint":
-        sha256 = publish(str(tmp_path), workload)
+        expected = publish(str(tmp_path), workload)
     else:
         workload.watched = watched
     rig = Rig("bitwise", workload, parallel="fsdp")
     folder = Folder(Slow(watched), str(tmp_path / "checkpoints"))
     rig.member.saver.catalogue = Catalogue(folder)
-    rig.train_state.sharded.holding = Ownership(request.param)
+    rig.strategy.holding = Ownership(request.param)
     watched.num_pieces = 0
-    yield rig, watched, sha256
+    yield rig, watched, expected
     rig.loader.close()
 
 
 def test_an_abort_between_two_pieces_is_obeyed_and_the_state_is_not_lost(restoring):
-    rig, watched, sha256 = restoring
+    rig, watched, expected = restoring
     watched.happens = lambda: rig.member.interrupt(ABORT)
     assert not rig.member._obey(form(1, 0))
     num_done = watched.num_pieces
@@ -129,7 +129,7 @@ def test_an_abort_between_two_pieces_is_obeyed_and_the_state_is_not_lost(restori
     watched.num_pieces = 0
     assert rig.member._obey(form(2, 0))
     assert num_done < watched.num_pieces
-    assert rig.train_state.sharded.weights_sha256() == sha256
+    assert rig.strategy.weights_sha256() == expected
 
 
 def test_each_piece_is_a_sign_of_life(restoring):

@@ -13,8 +13,8 @@ from workers.data.loader import Loader
 from workers.health.vitals import Vitals
 from workers.membership.member import Member, RunEnded
 from workers.membership.state_stream import PeerServer
+from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.train_state.build import build_replica
 from workers.worker import Worker
 
 STEPS = 4
@@ -49,19 +49,17 @@ class Losing:
 
 def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     settings = replace(spec(), parallel="fsdp", steps=STEPS)
-    train_state = build_replica(Tiny(), settings, CPU)
-    assert train_state.sharded is not None
-    sharded, link, vitals = train_state.sharded, FakeLink(), Vitals()
+    strategy, link, vitals = build_strategy(Tiny(), settings, CPU), FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
-        settings, train_state, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
+        settings, strategy, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
         Saver(link, settings), vitals, CPU,
-        on_load=lambda place, step: sharded.load(catalogue),
-        on_log_to=lambda place: None, on_finish=lambda member, place: sharded.weights_sha256(),
+        on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
+        on_log_to=lambda place: None, on_finish=lambda member, place: strategy.weights_sha256(),
     )  # fmt: skip
     loader = Loader(Tiny(), 3, 12, 3)
     worker = object.__new__(Worker)  # its loop alone, without the process around it
-    worker._spec, worker._replica, worker._member = settings, train_state, member
+    worker._spec, worker._replica, worker._member = settings, strategy.train_state, member
     worker._link, worker._vitals, worker._returned_at = link, vitals, STEPS
     load = Load(place, 0)
     finish = Finish(2, 0, 1, "succeeded", None, STEPS)

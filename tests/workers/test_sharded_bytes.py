@@ -26,9 +26,9 @@ from tests.workers.sharded_rig import (
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone, AnyGroup
+from workers.parallel.strategy import Strategy
 from workers.resharding.transfer import give_back
 from workers.train_state.tensors import local
-from workers.train_state.train_state import TrainState
 
 WIDTH, BLOCKS = 254, 2
 PARAMETERS = 4.0 * BLOCKS * WIDTH * WIDTH
@@ -50,10 +50,10 @@ class Wide(Work):
         return torch.ones(2, WIDTH)
 
 
-def held_bytes(train_state: TrainState) -> int:
+def held_bytes(strategy: Strategy) -> int:
     """Parameters, gradients as big as they are, optimizer state: the memory behind them."""
-    model = [t for n, t in train_state.tensors().items() if n.startswith("model/")]
-    state = [t for n, t in train_state.tensors().items() if not n.startswith("model/")]
+    model = [t for n, t in strategy.train_state.tensors().items() if n.startswith("model/")]
+    state = [t for n, t in strategy.train_state.tensors().items() if not n.startswith("model/")]
     return sum(local(t).untyped_storage().nbytes() for t in (*model, *model, *state))
 
 
@@ -67,11 +67,11 @@ def measured():
             parallel, reduction, world_size = setting
             if ranks.index < world_size:
                 group = CountingGroup(ranks.form(generation, list(range(world_size))))
-                train_state = build(parallel, reduction, Wide())
-                enter(train_state, cast(AnyGroup, group), 0)
+                strategy = build(parallel, reduction, Wide())
+                enter(strategy, cast(AnyGroup, group), 0)
                 group.sent.clear()
-                train(train_state, cast(Any, group), parallel, 1, reduction, Wide())
-                found[setting] = (dict(group.sent), held_bytes(train_state))
+                train(strategy, cast(Any, group), parallel, 1, reduction, Wide())
+                found[setting] = (dict(group.sent), held_bytes(strategy))
         return found
 
     by_rank = run_ranks(4, body)
@@ -150,27 +150,27 @@ def test_the_new_rows_take_the_place_of_the_old_ones_when_some_come_from_a_holde
     at = [["elsewhere", *holder.address]]
 
     def body(ranks):
-        train_state = build("fsdp", workload=Large())
+        strategy = build("fsdp", workload=Large())
         if ranks.index:
-            train_state.sharded.forget()
+            strategy.forget()
         backup_client = BackupClient(spec("fsdp"), lambda kind, **fields: None)
-        train_state.sharded.backup_client = backup_client
+        strategy.backup = backup_client
         backup_client.hear(at)
         group = ranks.form(1, [0, 1, 2])
-        enter(train_state, group, 0)
-        backup_client.begin(train_state, 1, Place(1, ranks.index, 3))
+        enter(strategy, group, 0)
+        backup_client.begin(strategy.train_state, 1, Place(1, ranks.index, 3))
         backup_client.wait(lambda: False)
         after_step = lambda r: backup_client.after_step(r, Place(1, ranks.index, 3))  # noqa: E731
-        train(train_state, group, "fsdp", 1, work=Large(), after_step=after_step)
+        train(strategy, group, "fsdp", 1, work=Large(), after_step=after_step)
         backup_client.wait(lambda: False)
         group.all_reduce(torch.zeros(1)).wait()
         if ranks.index == 2:
             return None
         group = ranks.form(2, [0, 1])
         shadows = resident_bytes("RssShmem")
-        peak, after = peak_of(lambda: enter(train_state, group, 1, generation=2))
-        assert train_state.sharded.holding.step == 1
-        base = after - held_bytes(train_state) * 3 // 4  # no gradients now
+        peak, after = peak_of(lambda: enter(strategy, group, 1, generation=2))
+        assert strategy.holding.step == 1
+        base = after - held_bytes(strategy) * 3 // 4  # no gradients now
         return peak - base, after - base, shadows
 
     for found in run_ranks(3, body)[:2]:
@@ -185,10 +185,10 @@ def test_a_rank_that_loads_a_checkpoint_holds_its_rows_and_little_more(tmp_path)
     place = str(tmp_path)
 
     def save(ranks):
-        group, train_state = ranks.form(1, [0, 1]), build("fsdp", workload=Large())
-        enter(train_state, group, 0)
-        train(train_state, group, "fsdp", 1, work=Large())
-        return save_part(train_state, group, place, 1)
+        group, strategy = ranks.form(1, [0, 1]), build("fsdp", workload=Large())
+        enter(strategy, group, 0)
+        train(strategy, group, "fsdp", 1, work=Large())
+        return save_part(strategy, group, place, 1)
 
     saved = run_ranks(2, save)
     catalogue_in(place).publish(1, 1, [part for part, _ in saved], saved[0][1], {})
@@ -210,18 +210,18 @@ def test_nobody_holds_much_more_than_the_old_or_the_new_rows_while_they_move():
     """Nor, at the start, more than its rows and one module."""
 
     def body(ranks):
-        train_state = build("fsdp", workload=Large())
+        strategy = build("fsdp", workload=Large())
         give_back()
         base, found = resident_bytes("VmRSS"), []
         if ranks.index == 0:
-            peak, after = peak_of(lambda: enter(train_state, Alone(), 0))
+            peak, after = peak_of(lambda: enter(strategy, Alone(), 0))
             found.append((peak - base, after - base))
-            train(train_state, Alone(), "fsdp", 1, work=Large())
+            train(strategy, Alone(), "fsdp", 1, work=Large())
         else:
-            train_state.sharded.forget()
+            strategy.forget()
         group = ranks.form(0, [0, 1])
         before = resident_bytes("VmRSS")
-        peak, after = peak_of(lambda: enter(train_state, group, 1))
+        peak, after = peak_of(lambda: enter(strategy, group, 1))
         return [*found, (peak - base, max(before, after) - base)]
 
     for of_rank in run_ranks(2, body):

@@ -10,10 +10,10 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
-from workers.parallel.row_step import ELEMENTWISE, on_rows
-from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.build import build_strategy
+from workers.parallel.fsdp2_private.row_step import ELEMENTWISE, on_rows
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.train_state.blocks import blocks_of
-from workers.train_state.build import build_replica
 from workers.train_state.tensors import is_shard, local
 
 ROWS, WIDTH = 59, 17
@@ -29,14 +29,14 @@ def stepped(
     start = model.weight.detach().clone()
     sharded = ShardedModel(model, CPU, keeps_parameters=False)
     sharded.reshard(rank, world_size)
-    (param,) = sharded.params()
+    (param,) = sharded.parameters
     each = -(-ROWS // world_size)
     rows = slice(rank * each, min((rank + 1) * each, ROWS))
-    local(param.sharded_param.detach()).copy_(start[rows])
+    local(param.parameter.detach()).copy_(start[rows])
     optimizer = kind([model.weight], **SETTINGS.get(kind.__name__, {}), **options)
     for _ in range(3):
         gradient = torch.randn(ROWS, WIDTH)
-        model.weight.grad = param.to_sharded_dtensor(gradient[rows].contiguous())
+        model.weight.grad = param.sharded(gradient[rows].contiguous())
         with around(optimizer):
             optimizer.step()
     state = optimizer.state[model.weight]
@@ -117,7 +117,7 @@ def test_an_optimizer_that_a_shard_would_mislead_is_refused_at_start(make, reduc
             return make(params)
 
     with pytest.raises(WrongInput, match=reason):
-        build_replica(Other(), dataclasses.replace(spec("fsdp"), reduction=reduction), CPU)
+        build_strategy(Other(), dataclasses.replace(spec("fsdp"), reduction=reduction), CPU)
 
 
 def test_blocks_are_members_of_lists_that_share_no_parameter_with_others() -> None:

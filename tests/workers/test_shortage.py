@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Load
 from tests.workers.places import Place
@@ -28,7 +27,6 @@ def test_a_shard_that_no_memory_is_left_for_loses_its_worker_and_not_the_run():
     backup_client = BackupClient(spec("fsdp"), lambda kind, **fields: None)
     train_state = SimpleNamespace(
         step=0,
-        sharded=SimpleNamespace(mesh=Mesh("fsdp", 1)),
         snapshot=lambda select, memory: Snapshot({}, select(LARGE), memory),
     )
     backup_client.begin(train_state, 1, Place(1))
@@ -68,7 +66,7 @@ def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone
 
 def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alone():
     rig = Rig("bitwise", Greedy(), parallel="fsdp")
-    rig.train_state.sharded.holding = Ownership("initial")
+    rig.strategy.holding = Ownership("initial")
     with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
         rig.member._obey(form(1, 0))
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]

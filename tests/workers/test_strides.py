@@ -20,6 +20,7 @@ from tests.workers.sharded_rig import (
     catalogue_in,
     load,
     save_part,
+    sha256,
     train,
 )
 from workers.distributed.process_group import Alone
@@ -85,7 +86,8 @@ def strides_of(train_state: TrainState) -> dict[str, tuple[int, ...]]:
 
 def by_torch_alone(work: Convolutions) -> dict[str, Tensor]:
     """The weights after so many steps, with nothing of ours but the initial ones."""
-    train_state = build("ddp", workload=work)
+    strategy = build("ddp", workload=work)
+    train_state = strategy.train_state
     model, optimizer = train_state.model, train_state.optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -114,7 +116,7 @@ def test_every_optimizer_trains_as_torch_alone_does_at_every_world_size(kind, re
             train(replicas[0], Alone(), "ddp", STEPS, reduction, work)
         else:
             run_threads(world_size, body)
-        for train_state in replicas:
+        for train_state in [strategy.train_state for strategy in replicas]:
             hashes.add(weights_sha256(train_state.model))
             for name, p in train_state.model.named_parameters():
                 torch.testing.assert_close(p.detach(), expected[name], rtol=1e-3, atol=1e-4)
@@ -126,13 +128,13 @@ def test_a_restored_state_lies_in_memory_as_it_did_and_trains_on_to_the_same_bit
     work = Convolutions(OPTIMIZERS[kind])
     source, target = build("ddp", workload=work), build("ddp", workload=work)
     train(source, Alone(), "ddp", 1, work=work)
-    snapshot = source.snapshot()
+    snapshot = source.train_state.snapshot()
     tensors = {name: snapshot.take(name) for name in snapshot.shapes}
-    target.restore(json.loads(json.dumps(snapshot.header)), tensors)
-    assert strides_of(target) == strides_of(source)
-    for train_state in (source, target):
-        train(train_state, Alone(), "ddp", STEPS, work=work)
-    assert weights_sha256(target.model) == weights_sha256(source.model)
+    target.train_state.restore(json.loads(json.dumps(snapshot.header)), tensors)
+    assert strides_of(target.train_state) == strides_of(source.train_state)
+    for strategy in (source, target):
+        train(strategy, Alone(), "ddp", STEPS, work=work)
+    assert sha256(target) == sha256(source)
 
 
 def test_a_checkpoint_gives_back_strides_and_bits(tmp_path) -> None:
@@ -142,10 +144,13 @@ def test_a_checkpoint_gives_back_strides_and_bits(tmp_path) -> None:
     part, header = save_part(source, Alone(), str(tmp_path), 1)
     catalogue_in(str(tmp_path)).publish(2, 1, [part], header, {})
     target = load("ddp", Alone(), str(tmp_path), 2, work)
-    assert (target.step, strides_of(target)) == (2, strides_of(source))
-    for train_state in (source, target):
-        train(train_state, Alone(), "ddp", STEPS, work=work)
-    assert weights_sha256(target.model) == weights_sha256(source.model)
+    assert (target.train_state.step, strides_of(target.train_state)) == (
+        2,
+        strides_of(source.train_state),
+    )
+    for strategy in (source, target):
+        train(strategy, Alone(), "ddp", STEPS, work=work)
+    assert sha256(target) == sha256(source)
 
 
 def test_a_state_that_was_written_without_strides_gets_those_of_its_parameters() -> None:
@@ -153,13 +158,21 @@ def test_a_state_that_was_written_without_strides_gets_those_of_its_parameters()
     work = Convolutions(OPTIMIZERS["fused"])
     source, target = build("ddp", workload=work), build("ddp", workload=work)
     train(source, Alone(), "ddp", 1, work=work)
-    header, tensors = capture(source.model, source.optimizer, source.scheduler)
+    header, tensors = capture(
+        source.train_state.model, source.train_state.optimizer, source.train_state.scheduler
+    )
     for pairs in header["optimizer"]["state"].values():
         for _, value in pairs["dict"]:
             value.pop("strides", None)
     plain = {name: t.contiguous() for name, t in tensors.items()}
-    restore(target.model, target.optimizer, target.scheduler, header, plain)
-    assert strides_of(target) == strides_of(source)
+    restore(
+        target.train_state.model,
+        target.train_state.optimizer,
+        target.train_state.scheduler,
+        header,
+        plain,
+    )
+    assert strides_of(target.train_state) == strides_of(source.train_state)
 
 
 class Images(Convolutions):

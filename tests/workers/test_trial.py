@@ -8,7 +8,7 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.session_rig import Tiny, spec
-from workers.train_state.build import build_replica
+from workers.parallel.ddp import build_replica
 from workers.train_state.serialization import capture
 from workers.train_state.train_state import TrainState
 from workers.train_state.trial import try_optimizer

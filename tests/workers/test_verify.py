@@ -20,9 +20,9 @@ from workers.health.verify import (
     groups_alike,
     verify,
 )
-from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.ddp import build_replica
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.train_state import serialization
-from workers.train_state.build import build_replica
 from workers.train_state.tensors import local
 
 
@@ -104,9 +104,10 @@ WHAT = "after step 1 in 'optimizer/0.weight/exp_avg' (one tensor in all)"
 
 
 def test_rows_are_told_from_what_is_replicated():
-    train_state = build("fsdp")
-    enter(train_state, Alone(), 0)
-    train(train_state, Alone(), "fsdp", 1)
+    strategy = build("fsdp")
+    enter(strategy, Alone(), 0)
+    train(strategy, Alone(), "fsdp", 1)
+    train_state = strategy.train_state
     whole, rows = fingerprints(train_state)
     names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]

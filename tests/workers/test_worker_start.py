@@ -12,7 +12,7 @@ from elastic.protocol.errors import UnfitNode, WrongInput
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
 from workers.health.vitals import Vitals
-from workers.train_state.build import build_replica
+from workers.parallel.build import build_strategy
 from workers.worker import Worker, check_gpu
 
 
@@ -56,6 +56,7 @@ def loading(workload) -> Worker:
     torch.set_num_threads(1)
     rig, worker = Rig("bitwise", workload), object.__new__(Worker)
     worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
+    worker._strategy = rig.strategy
     worker._session, worker._link, worker._workload = rig.session, rig.link, workload
     worker._loader, worker._device, worker._vitals = rig.loader, CPU, rig.member.vitals
     return worker
@@ -79,7 +80,7 @@ def test_what_nobody_could_take_over_is_refused_before_the_first_step(workload, 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp:2"])
 def test_a_sharded_worker_refuses_it_when_it_builds_the_model(parallel):
     with pytest.raises(WrongInput, match=r"^state at 'groups/0/seen' is a collections\.deque"):
-        build_replica(OddGroupsInParts(), spec(parallel=parallel), CPU)
+        build_strategy(OddGroupsInParts(), spec(parallel=parallel), CPU)
 
 
 def test_a_workload_that_may_be_carried_is_loaded(tmp_path):

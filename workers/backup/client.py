@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress
@@ -33,6 +33,7 @@ from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.to_controller import HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
+from workers.backup.backup import Standing
 from workers.backup.copy import BackupCopy, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
 from workers.backup.shared import SharedArena
@@ -58,14 +59,6 @@ class Failure(NamedTuple):
 
     at: float
     why: str
-
-
-class Standing(Protocol):
-    """Whose shard it is: `Member`."""
-
-    generation: int
-    rank: int
-    world_size: int
 
 
 class BackupClient:
@@ -164,8 +157,7 @@ class BackupClient:
             arena = self._arenas.pop() if self._arenas else SharedArena()
         arena.give({})
         mesh = Mesh(self._spec.parallel, by.world_size)
-        assert train_state.sharded is not None
-        key = Key(by.generation, train_state.sharded.mesh.position(by.rank), train_state.step)
+        key = Key(by.generation, by.mesh.position(by.rank), train_state.step)
         shadow = BackupCopy(key, origin, mesh, train_state, arena)
         self.shadows.append(shadow)
         self._ask(shadow, settled)

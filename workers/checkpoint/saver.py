@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,13 +24,25 @@ from elastic.store.checkpoint_files import Box, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
 from workers.membership.link import ControllerLink
-from workers.membership.step_log import Standing
 from workers.train_state.snapshot import Arena, Snapshot
 from workers.train_state.tensors import as_bytes, is_shard, local
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05
+
+
+class Standing(Protocol):
+    """Whose state it is: `Member`."""
+
+    generation: int
+    rank: int
+    world_size: int
+
+    @property
+    def mesh_of_rows(self) -> Mesh:
+        """Says which rows of the state it holds."""
+        ...
 
 
 class _GivenUp(Exception):
@@ -130,7 +143,7 @@ class Saver:
             self.begin(train_state, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
             tensors = train_state.tensors()
-            pieces = share(tensors, by.rank, by.world_size, _mesh_of(train_state, by))
+            pieces = share(tensors, by.rank, by.world_size, by.mesh_of_rows)
             mine = [(t.dtype, t.shape) for _, t in pieces]
             touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
             touch.start()
@@ -158,7 +171,7 @@ class Saver:
         boxes: list[Box] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            pieces = share(tensors, rank, world_size, _mesh_of(train_state, by))
+            pieces = share(tensors, rank, world_size, by.mesh_of_rows)
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
@@ -253,12 +266,6 @@ class Saver:
             self._say(PartFailed(job.generation, job.rank, job.step, message))
         finally:
             self._memory.give(copies)
-
-
-def _mesh_of(train_state: TrainState, by: Standing) -> Mesh | None:
-    if train_state.sharded is None:
-        return None
-    return train_state.sharded.mesh_of_rows(by.rank, by.world_size)
 
 
 def share(

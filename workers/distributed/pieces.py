@@ -13,6 +13,8 @@ import torch
 from elastic.protocol.errors import PeerLost
 from workers.distributed.process_group import Alone, AnyGroup, Pending
 
+ROUND_OF_JOINING = 0.5
+"""Ranks that are apart meet after this part of what a generation has for forming."""
 LOOK_S = 0.05
 """Between two looks, while the storage is away."""
 

@@ -7,7 +7,6 @@ workers/train_state/train_state.py.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class Inspection:
     def before_backward(self, microbatch_id: int) -> None:
         if self.is_on:
             self._microbatch_id = microbatch_id
-            leaves = leaves_of(self._member.train_state, self._parameters)
+            leaves = self._member.strategy.leaves(self._parameters)
             trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
             self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
 
@@ -56,19 +55,6 @@ class Inspection:
                 self.found = (self._microbatch_id, name)
 
         return look
-
-
-def leaves_of(train_state: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What autograd sees of each parameter: where sharded, what the forward has gathered."""
-    leaves: dict[str, Tensor] = dict(parameters)
-    if train_state.sharded is not None:
-        names = {id(p): name for name, p in parameters.items()}
-        for param in train_state.sharded.model.params():
-            name = names.get(id(param.sharded_param))
-            whole = getattr(param, "_unsharded_param", None)
-            if name is not None and whole is not None:
-                leaves[name] = whole
-    return leaves
 
 
 def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member: Member) -> str:

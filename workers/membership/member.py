@@ -7,14 +7,15 @@ workers/train_state/train_state.py's.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import (
@@ -33,10 +34,9 @@ from elastic.protocol.messages.to_worker import (
 )
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
-from workers.backup.client import BackupClient
 from workers.checkpoint.saver import Saver
 from workers.distributed import process_group
-from workers.distributed.pieces import Pieces
+from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
@@ -45,23 +45,16 @@ from workers.membership.link import ControllerLink
 from workers.membership.standing import Standing
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.parallel.entering import enter_shard, pieces_of
+from workers.membership.unwinding import RunEnded
+from workers.parallel.shards import RowsLost
+from workers.parallel.strategy import Formed, Strategy
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import Update
 
 log = logging.getLogger(__name__)
-
-
-class RunEnded(BaseException):
-    """The controller ended the run; unwinds the user's loop."""
-
-
-class RolledBack(BaseException):
-    """The run went back to a checkpoint in the middle of the user's code outside steps; unwinds
-    the user's loop, which begins again."""
 
 
 class Member:
@@ -70,7 +63,7 @@ class Member:
     def __init__(
         self,
         spec: WorkerSpec,
-        train_state: TrainState,
+        strategy: Strategy,
         link: ControllerLink,
         peers: PeerServer,
         saver: Saver,
@@ -81,7 +74,8 @@ class Member:
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
     ) -> None:
-        self.spec, self.train_state, self.link, self.peers = spec, train_state, link, peers
+        self.spec, self.strategy, self.link, self.peers = spec, strategy, link, peers
+        self.train_state, self.backup = strategy.train_state, strategy.backup
         self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self.group: AnyGroup | None = None
@@ -100,20 +94,17 @@ class Member:
         self.compilation = Compilation(vitals)
         self._formation: process_group.Formation | None = None
         self._followers = Followers(peers)
-        self.backup_client = None if train_state.sharded is None else BackupClient(spec, link.send)
-        if train_state.sharded is not None:
-            train_state.sharded.backup_client = self.backup_client
-        delays = self.backup_client is not None and self.backup_client.delays_commits
+        delays = strategy.backup.delays_commits
         self.records = records = Records(link, spec.global_batch, is_delayed=delays)
         seams = self.standing, self._on_replaced, records.take
-        self._copying = Copying(spec, train_state, link, vitals, device, *seams)
+        self._copying = Copying(spec, self.train_state, link, vitals, device, *seams)
 
     # --- called by the link's thread -------------------------------------------------
     def interrupt(self, command: Command) -> None:
         """At once, what cannot wait for the main thread."""
         match command:
             case Holders(holders):
-                self.hear_holders(holders)
+                self.backup.hear(holders)
             case Form() | Finish():
                 self.standing.hear(command)
             case Pause(generation):
@@ -132,10 +123,6 @@ class Member:
             self._formation.abandon()
         if self.group is not None and self.generation <= generation:
             self.group.abandon()
-
-    def hear_holders(self, holders: Sequence[tuple[str, str, int]]) -> None:
-        if self.backup_client is not None:
-            self.backup_client.hear(holders)
 
     # --- what a step asks --------------------------------------------------------------
     @property
@@ -158,8 +145,12 @@ class Member:
 
     @property
     def mesh(self) -> Mesh:
-        sharded = self.train_state.sharded
-        return Mesh(self.spec.parallel, self.world_size) if sharded is None else sharded.mesh
+        return self.strategy.mesh_of(self.world_size)
+
+    @property
+    def mesh_of_rows(self) -> Mesh:
+        """Says which rows of the state this worker holds."""
+        return self.strategy.mesh_of_rows(self.rank, self.world_size)
 
     @property
     def ids(self) -> range:
@@ -184,8 +175,7 @@ class Member:
 
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
-        if self.backup_client is not None:
-            self.backup_client.wait(lambda: self.is_cancelled)
+        self.backup.wait(lambda: self.is_cancelled)
 
     def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """Apply a prepared step with its completed vote, feed followers, report."""
@@ -207,13 +197,12 @@ class Member:
         self._followers.offer(
             lambda: update.to_message(self.records.to_frame(is_newest_enough=True))
         )
-        train_state.apply(update)
+        self.strategy.apply(update)
         self.prepared = None
         self.should_pause = self.should_pause or vote.should_pause
         self.vitals.step = train_state.step
         self.compilation.tell(self.generation, train_state.step)
-        if self.backup_client is not None:
-            self.backup_client.after_step(train_state, self)
+        self.backup.after_step(train_state, self)
         if not vote.is_saving:
             self.saver.after_step(train_state, self, is_asked=vote.should_save)
 
@@ -228,8 +217,7 @@ class Member:
             self.wait_for_generation()
 
     def _say_paused(self) -> None:
-        if self.backup_client is not None:
-            self.backup_client.before_pause(self.train_state, self)
+        self.backup.before_pause(self.train_state, self)
         self.wait_for_copies()
         self.link.send(r.Paused(self.generation, self.rank, self.train_state.step))
 
@@ -292,7 +280,7 @@ class Member:
         with told_as_loss("it loaded the state"):
             damaged = self._on_load(command.place, command.recorded_step)
         step = self.train_state.step
-        if self.train_state.sharded is None:
+        if self.strategy.is_whole:
             self.records.go_back(step)
             self.records.repeat(self, command.recorded_step)
         self.standing.has_state = True
@@ -300,12 +288,11 @@ class Member:
         self.link.send(r.Loaded(step, tuple((d.step, d.what) for d in damaged)))
 
     def _say_suspended(self) -> None:
-        vote, sharded = self.records.last_vote, self.train_state.sharded
-        holds_nothing = sharded is not None and sharded.holds_nothing
+        vote = self.records.last_vote
         report = r.Suspended(
             generation=self.generation,
             rank=self.rank,
-            step=-1 if holds_nothing else self.train_state.step,
+            step=self.strategy.held_step,
             is_prepared=self.prepared is not None,
             is_between_steps=self.is_evaluating or self.is_done,
             vote=vote[0] if vote else None,
@@ -375,16 +362,17 @@ class Member:
         self._followers.renew(self._state_and_records)
         if not self._join_group():
             return False
-        began, pieces = time.monotonic(), pieces_of(self)
-        is_sharded = self.train_state.sharded is not None
+        assert self.group is not None
+        began, say_alive = time.monotonic(), partial(self.vitals.enter, "restore")
+        round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
+        pieces = Pieces(self.group, self.device, say_alive, round_s)
+        get_state = self._catch_up_late if self.strategy.is_whole else self._enter
         with told_as_loss("it got its part of the state"):
-            enter = enter_shard if is_sharded else Member._catch_up_late
-            has_entered = enter(self, command, pieces)
-        if not has_entered:
-            return False
+            if not get_state(command, pieces):
+                return False
         self._copying.stop()
         self._say_joined(command, state_s + time.monotonic() - began)
-        return is_sharded or self._has_met(pieces)
+        return not self.strategy.is_whole or self._has_met(pieces)
 
     def _join_group(self) -> bool:
         """False if forming failed, which the controller knows then."""
@@ -420,7 +408,7 @@ class Member:
 
     def _reach(self, command: Form) -> None:
         """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
-        if self.train_state.sharded is not None:
+        if not self.strategy.is_whole:
             return
         if command.vote is not None and self.prepared is not None:
             names = tuple(command.vote["log_names"])
@@ -434,16 +422,48 @@ class Member:
 
     # --- following and being followed --------------------------------------------------------
     def _follow(self, address: tuple[str, int] | None) -> None:
-        if self.train_state.sharded is None:
+        if self.strategy.is_whole:
             self._copying.start(address, self.wake)
         else:  # its rows come when the generation forms
-            self.train_state.sharded.forget()
+            self.strategy.forget()
             self.records.forget()
             self.standing.is_following = self.standing.has_state = True
             self.link.send(r.Synced(self.train_state.step))
 
     def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
         return self.train_state.snapshot(), self.records.to_frame()
+
+    def _enter(self, command: Form, pieces: Pieces) -> bool:
+        """Get this rank's part of the newest state that is whole. False if that failed."""
+        assert self.group is not None
+        self.backup.hear(command.holders)
+        formed = Formed(
+            generation=self.generation,
+            step=command.step,
+            known_step=self.records.known_step,
+            group=self.group,
+            pieces=pieces,
+            catalogue=self.saver.catalogue,
+            say_lost=self.collective_failed,
+            gathering=self.vitals.gathering,
+            on_connected=lambda: self.link.send(r.Connected(self.generation, self.rank)),
+        )
+        try:
+            entered = self.strategy.enter(formed)
+            self.records.share(self.group, self.device)
+        except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
+            self.strategy.forget()
+            self.link.send(r.SyncFailed(str(error)))
+            return False
+        except PeerLost as error:
+            self.collective_failed(error)
+            return False
+        step = self.train_state.step
+        self.records.go_back(step)
+        self.link.go_back(self.generation, step)
+        self.prepared, self.vitals.step = None, step
+        self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
+        return True
 
     def _catch_up_late(self, command: Form, pieces: Pieces) -> bool:
         """False if the generation was given up, or the source is gone, which costs it as well."""

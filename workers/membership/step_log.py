@@ -11,8 +11,11 @@ from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from elastic.protocol.messages.to_controller import Committed
+from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import AnyGroup
 from workers.membership.link import ControllerLink
 from workers.step.vote import Prepared, Vote, dump
 
@@ -84,6 +87,11 @@ class Records:
         self._unrecorded += frame["steps"]
         self._drop_recorded()
         self.last_vote = vote_in(frame)
+
+    def share(self, group: AnyGroup, device: torch.device) -> None:
+        """All learn what the lowest rank knows. A collective. Raises PeerLost."""
+        mine = self.to_frame() if group.rank() == 0 else None
+        self.learn(gather_json(group, mine, device)[0])
 
     def learn(self, frame: dict[str, Any]) -> None:
         """What the lowest rank knows: a newcomer may be the last one who can report those steps.

@@ -1,23 +1,139 @@
-""" "ddp": every rank holds the whole state; gradients meet in all-reduces or in the tree."""
+""" "ddp": every rank holds the whole state; gradients meet in all-reduces or in the tree.
 
-from collections.abc import Mapping
+How a newcomer copies the state is workers/membership/joining.py's.
+"""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from elastic.protocol.errors import WrongInput
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
+from elastic.store.catalogue import Catalogue, Damage
+from workers.backup.backup import Backup, NoBackup
+from workers.checkpoint.load import load_newest
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.initial import initialise_modules, settle_small
+from workers.parallel.strategy import Entered, Formed
 from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.step.precision import DTYPES, Casting
+from workers.train_state.build import Settings, build_model, build_state, equip_blocks
+from workers.train_state.digest import weights_sha256
+from workers.train_state.train_state import TrainState, Update
 
 
-def ddp_reducer(
-    spec: WorkerSpec,
-    parameters: Mapping[str, nn.Parameter],
-    buffers: Mapping[str, Tensor],
-    group: AnyGroup,
-    mesh: Mesh,
-) -> Reducer:
-    if spec.reduction == "fast":
-        return FastReducer(parameters, buffers, group)
-    ids = mesh.ids(spec.num_microbatches, group.rank())
-    return BitwiseReducer(parameters, buffers, group, ids, spec.num_microbatches)
+class Replicated:
+    """See `workers.parallel.strategy.Strategy`."""
+
+    is_whole = True
+    has_collective_forward = False
+    is_runnable = True
+
+    def __init__(
+        self, spec: WorkerSpec, train_state: TrainState, build_again: Callable[[], TrainState]
+    ) -> None:
+        """build_again: makes the state at step 0."""
+        self._spec, self.train_state, self._build_again = spec, train_state, build_again
+        self.backup: Backup = NoBackup()
+
+    # --- what this worker holds --------------------------------------------------------
+    @property
+    def held_step(self) -> int:
+        return self.train_state.step
+
+    def load(
+        self,
+        catalogue: Catalogue,
+        recorded_step: int,
+        known_step: int,
+        begin_piece: Callable[[], None] = lambda: None,
+    ) -> list[Damage]:
+        """The newest good checkpoint, or what this worker has from peers if that is newer, else
+        the initial state."""
+        if self.train_state.step > known_step:  # steps in between could not be put on record
+            fresh = self._build_again().snapshot()
+            self.train_state.restore(fresh.header, {n: fresh.take(n) for n in fresh.shapes})
+        try:
+            return load_newest(catalogue, self.train_state, begin_piece)
+        except ValueError as error:  # the files are good, but of another model
+            raise WrongInput(f"the checkpoint does not fit the workload: {error}") from error
+
+    def forget(self) -> None:
+        pass  # a peer's state will replace it
+
+    def enter(self, formed: Formed) -> Entered:
+        return Entered(formed.generation, is_held=False)  # this worker has it
+
+    def mesh_of(self, world_size: int) -> Mesh:
+        return Mesh(self._spec.parallel, world_size)
+
+    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
+        return self.mesh_of(world_size)
+
+    # --- a step ------------------------------------------------------------------------
+    def reducer(
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
+    ) -> Reducer:
+        buffers, num_microbatches = self.train_state.buffers.floating, self._spec.num_microbatches
+        if self._spec.reduction == "fast":
+            return FastReducer(parameters, buffers, group)
+        ids = mesh.ids(num_microbatches, group.rank())
+        return BitwiseReducer(parameters, buffers, group, ids, num_microbatches)
+
+    def before_vote(self) -> None:
+        pass
+
+    def apply(self, update: Update) -> None:
+        self.train_state.apply(update)
+
+    def reset(self) -> None:
+        pass
+
+    def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return dict(parameters)
+
+    # --- the end -----------------------------------------------------------------------
+    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
+        return weights_sha256(self.train_state.model, tell)
+
+
+def build_replicated(workload: Any, spec: WorkerSpec, device: torch.device) -> Replicated:
+    def build() -> TrainState:
+        return build_replica(workload, spec, device)
+
+    return Replicated(spec, build(), build)
+
+
+def build_replica(workload: Any, spec: Settings, device: torch.device) -> TrainState:
+    """The whole state at step 0. Raises WrongInput; the user's own exceptions pass through."""
+    model = build_model(workload, spec)
+    if hasattr(workload, "init_weights"):
+        settle_small(model, device)
+        _materialise(model, workload, spec, device)
+    else:
+        model = model.to(device)
+    casting = Casting(model, DTYPES[spec.precision])
+    equip_blocks(model, spec, lambda: casting.is_applied)
+    return build_state(model, workload, spec, casting)
+
+
+@torch.no_grad()
+def _materialise(model: nn.Module, workload: Any, spec: Settings, device: torch.device) -> None:
+    """All of a model that was built on the meta device, its buffers excepted."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                if p not in made:
+                    empty = torch.empty_like(p, device=device)
+                    made[p] = nn.Parameter(empty, requires_grad=p.requires_grad)
+                module._parameters[key] = made[p]
+    targets = dict(model.named_parameters())
+
+    def put(name: str, whole: torch.Tensor) -> None:
+        targets[name].copy_(whole)
+
+    initialise_modules(model, workload.init_weights, spec.seed, put)

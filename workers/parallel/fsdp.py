@@ -3,24 +3,25 @@ parameters twice and sends the gradient's slices to their owners.
 
 In round r the ranks compute ids r * W, r * W + 1, ..., which are neighbours in the canonical tree,
 so an owner folds each round's slices as they come. The ranks of an HSDP replica do the same with
-the replica's ids (hsdp.py). Wrapping is sharded_model.py's.
+the replica's ids (hsdp.py). Wrapping is fsdp2_private's.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.collectives import Collectives, GradientSlices, ParameterGather
+from workers.parallel.collectives import Collectives
+from workers.parallel.fsdp2_private.hooks import GradientSlices, ParameterGather
+from workers.parallel.fsdp2_private.parameters import ParameterGroup
+from workers.parallel.fsdp2_private.served_pass import ServedPass
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
+from workers.parallel.fsdp2_private.usage import Usage
 from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
-from workers.parallel.served_pass import ServedPass
-from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.usage import Usage
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import CarryStack
 from workers.train_state.tensors import local
@@ -59,8 +60,8 @@ class FsdpReducer:
         self._served = ServedPass(model)
         for i, fold in enumerate(self._folds):
             take, noted = partial(self._take, fold), partial(self._served.note_gather, fold.group)
-            fold.group._all_gather_comm = ParameterGather(collectives, noted)
-            fold.group._reduce_scatter_comm = GradientSlices(collectives, f"slices {i}", take)
+            gather = ParameterGather(collectives, noted)
+            fold.group.communicate(gather, GradientSlices(collectives, f"slices {i}", take))
 
     def begin(self) -> None:
         self._model.reset()
@@ -132,12 +133,14 @@ class FsdpReducer:
 class _GroupFold:
     """The canonical tree over one parameter group's gradient slices."""
 
-    def __init__(self, group: Any, replicas: AnyGroup, ids: range, num_microbatches: int) -> None:
+    def __init__(
+        self, group: ParameterGroup, replicas: AnyGroup, ids: range, num_microbatches: int
+    ) -> None:
         self.group, self._replicas = group, replicas
-        self._params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self._params = group.trained
         self._stack: CarryStack | ReplicaStack = CarryStack(num_microbatches)
         if replicas.size() > 1 and self._params:
-            like, size = self._like().new_empty(0, device=group.device), sum(self._sizes())
+            like, size = group.like().new_empty(0, device=group.device), sum(self._sizes())
             self._stack = ReplicaStack(like, size, replicas, ids, num_microbatches)
         self._has_many_uses = False
         self._pending: Tensor | None = None
@@ -147,8 +150,7 @@ class _GroupFold:
         self._pending = None
 
     def before_backward(self) -> None:
-        """A module that ran several times in this forward sends its gradient in as many parts."""
-        self._has_many_uses = len(self.group._post_forward_indices) > 1
+        self._has_many_uses = self.group.has_many_uses
 
     def take(self, ids: range, slices: Tensor) -> None:
         """This rank's slice of the gradient of each of `ids`, and nothing of use behind them."""
@@ -161,7 +163,7 @@ class _GroupFold:
 
     def end_pass(self, ids: range, *, is_alone: bool) -> None:
         if is_alone:  # nothing was sent: FSDP2 has put the gradient where it belongs
-            gradients = [p.sharded_param.grad for p in self._params]
+            gradients = [p.parameter.grad for p in self._params]
             if gradients and all(g is not None for g in gradients):
                 self._stack.push(ids[0], [local(g) for g in gradients])
         elif self._pending is not None:
@@ -182,21 +184,17 @@ class _GroupFold:
             return
         parts = root[0].reshape(-1).split(self._sizes()) if len(root) == 1 else root
         for param, part in zip(self._params, parts, strict=True):
-            rows = part.reshape(-1)[: param.sharded_size.numel()].view(param.sharded_size)
-            rows = rows.to(param.sharded_param.device)
-            param.sharded_param.grad = param.to_sharded_dtensor(rows)
+            rows = part.reshape(-1)[: param.rows_shape.numel()].view(param.rows_shape)
+            param.parameter.grad = param.sharded(rows.to(param.parameter.device))
 
     def _sizes(self) -> list[int]:
-        return [p.padded_sharded_param_size.numel() for p in self._params]
-
-    def _like(self) -> Tensor:
-        return local(self._params[0].sharded_param.detach())
+        return [p.padded_numel for p in self._params]
 
     def _summed(self) -> Tensor:
         """The stock way: what this replica added up, over all replicas."""
-        flat = self._like().new_zeros(sum(self._sizes()), device=self.group.device)
+        flat = self.group.like().new_zeros(sum(self._sizes()), device=self.group.device)
         for param, part in zip(self._params, flat.split(self._sizes()), strict=True):
-            gradient = param.sharded_param.grad
+            gradient = param.parameter.grad
             if gradient is not None:
                 mine = local(gradient).reshape(-1)
                 part[: mine.numel()].copy_(mine)
@@ -204,6 +202,6 @@ class _GroupFold:
         return flat
 
     def _push(self, ids: range, slices: Tensor) -> None:
-        size = slices.numel() // self.group.mesh_info.shard_mesh_size
+        size = slices.numel() // self.group.num_shards
         for microbatch_id, piece in zip(ids, slices.split(size), strict=False):
             self._stack.push(microbatch_id, [piece])

@@ -1,20 +1,19 @@
 """ "fsdp-grad-op" (ZeRO-2): a step gathers the parameters once and keeps them; gradients add up
 whole and go to their owners once, when all passes are done.
 
-A rank's ids are contiguous, as in DDP. Wrapping is sharded_model.py's.
+A rank's ids are contiguous, as in DDP. Wrapping is fsdp2_private's.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
+from workers.parallel.fsdp2_private.usage import Usage
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
-from workers.parallel.sharded_model import ShardedModel
-from workers.parallel.usage import Usage
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Block, FlatLayout, Flats, TreeFold, blocks_of, fold_blocks
 
@@ -39,10 +38,10 @@ class FsdpGradOpReducer:
         self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
         self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
         self._usage = Usage(model, self._parameters)
-        by_id = {id(p.sharded_param): p for p in model.params()}
+        by_id = {id(p.parameter): p for p in model.parameters}
         sharded = {n: p for n, p in parameters.items() if id(p) in by_id}
         self._indices = [i for i, p in enumerate(self._parameters) if id(p) in by_id]
-        self._params: list[Any] = [by_id[id(p)] for p in sharded.values()]
+        self._params = [by_id[id(p)] for p in sharded.values()]
         self._layout = FlatLayout(self._pieces(sharded))
         ids = mesh.ids(num_microbatches, group.rank())
         # In fast mode a single leaf holds the sum of all passes.
@@ -95,9 +94,9 @@ class FsdpGradOpReducer:
             sizes = [self._layout.shapes[i].numel() for i in mine]
             for leaf, rows in zip(mine, flat.split(sizes), strict=True):
                 param = self._params[leaf % len(self._params)]
-                value = rows.view(self._layout.shapes[leaf]).to(param.sharded_param)
+                value = rows.view(self._layout.shapes[leaf]).to(param.parameter)
                 index = self._indices[leaf % len(self._params)]
-                gradients[index] = param.to_sharded_dtensor(value)
+                gradients[index] = param.sharded(value)
         return Reduced(tuple(gradients), buffers)
 
     def close(self) -> None:
@@ -107,7 +106,7 @@ class FsdpGradOpReducer:
 
     def _add(self, microbatch_id: int) -> None:
         """Move the whole gradients into the fold, row by row to their owner's stretch."""
-        gradients = [_whole_gradient(p) for p in self._params]
+        gradients = [p.whole_gradient for p in self._params]
         leaves: list[Tensor | None] = []
         for rank in range(self._mesh.world_size):
             for gradient in gradients:
@@ -115,9 +114,7 @@ class FsdpGradOpReducer:
                 leaves.append(None if gradient is None else _rows(gradient, rows))
         self._fold.add(microbatch_id, leaves)
         for param in self._params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+            param.drop_whole_gradient()
 
     def _leaves_of(self, leaves: tuple[int, ...], rank: int) -> slice:
         """Where a part's leaves of one rank stand; they are ordered by rank."""
@@ -162,14 +159,6 @@ class FsdpGradOpReducer:
             for of_rank, flat in zip(blocks, received, strict=True)
             for block, piece in zip(of_rank, flat.split(size), strict=True)
         )
-
-
-def _whole_gradient(param: Any) -> Tensor | None:
-    """What the passes since the last one taken have added up; upcast where it was half."""
-    whole = getattr(param, "_unsharded_param", None)
-    if param.unsharded_accumulated_grad is not None or whole is None:
-        return param.unsharded_accumulated_grad
-    return whole.grad
 
 
 def _rows(tensor: Tensor, rows: range) -> Tensor:

@@ -1,6 +1,6 @@
 """Shards as values: which rows of a tensor a rank holds.
 
-The tensors themselves are train_state/tensors.py's, wrapping a model is sharded_model.py's.
+The tensors themselves are train_state/tensors.py's, wrapping a model is fsdp2_private's.
 """
 
 from collections.abc import Mapping

@@ -1,25 +1,139 @@
-"""Which reducer a generation takes: one small function per strategy."""
+"""How the model and its state are spread over the ranks of a generation: `Strategy`, one class per
+kind of spreading.
 
-from collections.abc import Mapping
+Who steps, saves, joins or recovers asks the strategy, and knows neither its name nor its tensors.
+A new one is a module beside ddp.py and sharded.py, and a line in build.py, which chooses by name.
+"""
 
-from torch import nn
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
 
+from torch import Tensor, nn
+
+from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh
-from elastic.protocol.worker_spec import WorkerSpec
+from elastic.store.catalogue import Catalogue, Damage
+from workers.backup.backup import Backup
+from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.ddp import ddp_reducer
 from workers.reduction.reducers import Reducer
-from workers.train_state.train_state import TrainState
+from workers.train_state.train_state import TrainState, Update
 
 
-def new_reducer(
-    spec: WorkerSpec,
-    train_state: TrainState,
-    parameters: Mapping[str, nn.Parameter],
-    group: AnyGroup,
-    mesh: Mesh,
-) -> Reducer:
-    """For a generation whose group has formed."""
-    if train_state.sharded is not None:
-        return train_state.sharded.reducer(parameters, mesh, group)
-    return ddp_reducer(spec, parameters, train_state.buffers.floating, group, mesh)
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A generation that a group has formed for, to a worker that needs its part of the state."""
+
+    generation: int
+    step: int
+    """The newest that the state may be of."""
+    known_step: int
+    """Up to which this worker could report every step that is not on record."""
+    group: AnyGroup
+    pieces: Pieces
+    """Of the work that grows with the state."""
+    catalogue: Catalogue | None
+    say_lost: Callable[[PeerLost], None]
+    """Tells the controller of a collective that failed in a forward or backward."""
+    gathering: Callable[[], AbstractContextManager[None]]
+    """Entered while this rank waits for its peers in the middle of a forward or backward."""
+    on_connected: Callable[[], None] = lambda: None
+    """All groups of all ranks have formed, and the work begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What a worker has got for a generation."""
+
+    origin: int
+    """The generation that computed the step of the state, or took it by reference."""
+    is_held: bool
+    """Backup servers have all of it."""
+
+
+class Strategy(Protocol):
+    """One worker's side of it, with the state that it spreads."""
+
+    train_state: TrainState
+    backup: Backup
+    """Where copies go that outlive this process."""
+    is_whole: bool
+    """Every member holds all of the state: a newcomer copies it from one of them and follows its
+    steps, and whoever has prepared a step can be rolled forward to it alone."""
+    has_collective_forward: bool
+    """A forward exchanges parameters, so that all ranks must make equally many."""
+
+    # --- what this worker holds -------------------------------------------------------
+    @property
+    def held_step(self) -> int:
+        """The step of what this worker could give to the next generation; -1: it has nothing."""
+        ...
+
+    @property
+    def is_runnable(self) -> bool:
+        """The model can run without a group."""
+        ...
+
+    def load(
+        self,
+        catalogue: Catalogue,
+        recorded_step: int,
+        known_step: int,
+        begin_piece: Callable[[], None],
+    ) -> list[Damage]:
+        """Become a holder of the state that the run goes on from; gives the damaged checkpoints.
+
+        recorded_step, known_step: steps on record, and up to which this worker could add to it.
+        WrongInput if no checkpoint is good, or it is of another model.
+        """
+        ...
+
+    def forget(self) -> None:
+        """What this worker holds is of no generation any more."""
+        ...
+
+    def enter(self, formed: Formed) -> Entered:
+        """Get this rank's part of the state, and what its forward communicates with. A collective.
+
+        Raises PeerLost, RowsLost and DamagedCheckpoint, after which it may hold nothing.
+        """
+        ...
+
+    def mesh_of(self, world_size: int) -> Mesh:
+        """Of the generation at hand."""
+        ...
+
+    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
+        """The mesh that tells which part of the state this worker holds, as `rank` of
+        `world_size` ranks; an AssertionError if it holds another's."""
+        ...
+
+    # --- a step -----------------------------------------------------------------------
+    def reducer(
+        self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
+    ) -> Reducer:
+        """This generation's way through a step's passes, to its reduced gradients."""
+        ...
+
+    def before_vote(self) -> None:
+        """What all ranks must know before they vote for a step. A collective. Raises PeerLost."""
+        ...
+
+    def apply(self, update: Update) -> None:
+        """Take a committed step. May be a collective, and raise PeerLost."""
+        ...
+
+    def reset(self) -> None:
+        """After a forward or backward that may not have come to its end."""
+        ...
+
+    def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """What autograd sees of each parameter in a forward."""
+        ...
+
+    # --- the end ----------------------------------------------------------------------
+    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
+        """The hash of the whole weights. May be a collective. tell: called after each tensor."""
+        ...

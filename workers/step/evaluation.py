@@ -17,7 +17,8 @@ from elastic.protocol.messages.to_controller import Evaluation
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.distributed.exchange import gather_json
-from workers.membership.member import Member, RolledBack
+from workers.membership.member import Member
+from workers.membership.unwinding import RolledBack
 from workers.reduction.tree import fold_scalars
 from workers.step.randomness import seed_microbatch
 
@@ -68,7 +69,7 @@ def _evaluate_once(
     mesh, ids, echoes = member.mesh, range(0), [0] * 0
     if not mesh.is_standby(member.rank):
         ids = microbatch_ids(num_batches, mesh.num_active, mesh.position(member.rank))
-        if member.train_state.sharded is not None:
+        if member.strategy.has_collective_forward:
             num_passes = len(microbatch_ids(num_batches, mesh.num_active, 0))  # no rank has more
             echoes = [0] * (num_passes - len(ids))
     rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
@@ -109,8 +110,7 @@ def _evaluate_ids(
         for module, is_training in modes.items():
             module.training = is_training
         member.train_state.buffers.restore_all()
-        if member.train_state.sharded is not None:
-            member.train_state.sharded.model.reset()
+        member.strategy.reset()
     return rows
 
 

@@ -1,7 +1,7 @@
 """Half precision: a forward sees the parameters in another dtype than the state keeps them in.
 
 State, gradients after a backward, reduction and optimizer are fp32; FSDP2 casts what it gathers
-by the same rules (parallel/sharded_model.py). fp16's gradients are scaled: `LossScale`.
+by the same rules (parallel/fsdp2_private). fp16's gradients are scaled: `LossScale`.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """The blocks of a model: what is gathered, cast and recomputed together.
 
-What becomes of them is parallel/sharded_model.py's, workers/step/precision.py's and
+What becomes of them is parallel/fsdp2_private's, workers/step/precision.py's and
 workers/step/activation_checkpointing.py's.
 """
 

@@ -1,17 +1,18 @@
-"""From a workload to a replica: model, optimizer and scheduler, built under the run's seed."""
+"""From a workload to a state: model, optimizer and scheduler, built under the run's seed.
+
+What a strategy makes of the model in between is workers/parallel's.
+"""
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.mesh import is_sharded
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.parallel.initial import Initial, initialise_modules, settle_small
-from workers.parallel.row_step import ELEMENTWISE
 from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.step.randomness import seed_microbatch
@@ -44,31 +45,8 @@ class Settings(Protocol):
     def offload(self) -> bool: ...
 
 
-def build_replica(workload: Any, spec: Settings, device: torch.device) -> TrainState:
-    """The state at step 0. Raises WrongInput; the user's own exceptions pass through."""
-    model = build_model(workload, spec)
-    _check_strides(model)
-    if hasattr(workload, "init_weights"):
-        settle_small(model, device)
-        if not is_sharded(spec.parallel):
-            model = _materialised(model, workload, spec, device)
-    else:
-        model = model.to(device)
-    dtype, sharded_model = DTYPES[spec.precision], None
-    casting = Casting(model, None if is_sharded(spec.parallel) else dtype)
-    _equip_blocks(model, spec, casting)
-    if is_sharded(spec.parallel):
-        # Imported here: replicas need not pay for FSDP2.
-        from workers.parallel.sharded_model import ShardedModel
-
-        keeps_parameters = spec.parallel == "fsdp-grad-op"
-        sharded_model = ShardedModel(
-            model,
-            device,
-            dtype,
-            keeps_parameters=keeps_parameters,
-            is_offloaded=spec.offload,
-        )
+def build_state(model: nn.Module, workload: Any, spec: Settings, casting: Casting) -> TrainState:
+    """The state at step 0, of a model that is wrapped as the strategy wants it."""
     parameters = [p for _, p in model.named_parameters() if p.requires_grad]
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")
@@ -86,18 +64,6 @@ def build_replica(workload: Any, spec: Settings, device: torch.device) -> TrainS
     )
     if spec.activation_checkpointing:
         recompute(blocks_of(model), train_state.buffers.is_tracked)
-    if sharded_model is not None:
-        from workers.parallel.sharded import Sharded
-
-        _check_shardable(optimizer, spec)
-        initial = Initial(train_state, lambda: build_model(workload, spec), spec.seed)
-        train_state.sharded = Sharded(
-            cast(WorkerSpec, spec),
-            train_state,
-            sharded_model,
-            initial,
-            getattr(workload, "init_weights", None),
-        )
     return train_state
 
 
@@ -123,7 +89,8 @@ def _check_strides(model: nn.Module) -> None:
             )
 
 
-def _equip_blocks(model: nn.Module, spec: Settings, casting: Casting) -> None:
+def equip_blocks(model: nn.Module, spec: Settings, is_cast: Callable[[], bool]) -> None:
+    """Before the model is wrapped. is_cast: whether its parameters are, when a forward asks."""
     blocks, dtype = blocks_of(model), DTYPES[spec.precision]
     if spec.activation_checkpointing and not blocks:
         raise WrongInput(
@@ -131,8 +98,7 @@ def _equip_blocks(model: nn.Module, spec: Settings, casting: Casting) -> None:
             "but the model has none with parameters of its own; leave it out"
         )
     if dtype is not None:
-        is_gathered = is_sharded(spec.parallel)  # FSDP2 casts whenever it gathers
-        cast_inputs(model, blocks, dtype, lambda: is_gathered or casting.is_applied)
+        cast_inputs(model, blocks, dtype, is_cast)
 
 
 def build_model(workload: Any, spec: Settings) -> nn.Module:
@@ -142,28 +108,7 @@ def build_model(workload: Any, spec: Settings) -> nn.Module:
         model = workload.build_model()
     if not isinstance(model, nn.Module):
         raise WrongInput(f"build_model() must return a torch nn.Module, not {type(model).__name__}")
-    return model
-
-
-@torch.no_grad()
-def _materialised(
-    model: nn.Module, workload: Any, spec: Settings, device: torch.device
-) -> nn.Module:
-    """All of a model that was built on the meta device, its buffers excepted."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for key, p in module._parameters.items():
-            if p is not None:
-                if p not in made:
-                    empty = torch.empty_like(p, device=device)
-                    made[p] = nn.Parameter(empty, requires_grad=p.requires_grad)
-                module._parameters[key] = made[p]
-    targets = dict(model.named_parameters())
-
-    def put(name: str, whole: torch.Tensor) -> None:
-        targets[name].copy_(whole)
-
-    initialise_modules(model, workload.init_weights, spec.seed, put)
+    _check_strides(model)
     return model
 
 
@@ -188,33 +133,6 @@ def build_optimizer(
             "the model; take them from `params` or from `model`"
         )
     return optimizer
-
-
-def _check_shardable(optimizer: torch.optim.Optimizer, spec: Settings) -> None:
-    kind = type(optimizer).__name__
-    if optimizer.state:
-        raise WrongInput(
-            f"{kind} makes its state before the first step, which cannot be sharded; use one of "
-            f"{', '.join(o.__name__ for o in ELEMENTWISE)}"
-        )
-    if kind in ("Muon", "Adafactor"):
-        raise WrongInput(
-            f"{kind} needs whole tensors, but parallel={spec.parallel!r} shards them; use another "
-            "optimizer, or parallel='ddp'"
-        )
-    if spec.reduction != "bitwise":
-        return
-    if not isinstance(optimizer, ELEMENTWISE):
-        raise WrongInput(
-            f"{kind} is not known to be elementwise, which reduction='bitwise' with parallel="
-            f"{spec.parallel!r} needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
-            "or reduction='fast'"
-        )
-    if any(group.get("fused") for group in optimizer.param_groups):
-        raise WrongInput(
-            f"{kind}(fused=True) rounds by an element's place in its shard; leave fused out, or "
-            "use reduction='fast'"
-        )
 
 
 def _build_scheduler(workload: Any, optimizer: torch.optim.Optimizer) -> Any | None:

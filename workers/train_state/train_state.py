@@ -1,17 +1,16 @@
-"""The replicated training state and the one way in which it changes: `TrainState.apply(update)`.
+"""The training state and the one way in which it changes: `TrainState.apply(update)`.
 
 Members and followers apply the same updates with the same code, so they hold the same bits.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from elastic.protocol.messages import peer
-from workers.parallel.row_step import on_rows
 from workers.reduction.norm import clip_coefficient, global_norm
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
@@ -20,9 +19,6 @@ from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
 from workers.train_state.strides import laid_out
 from workers.train_state.tensors import is_shard, local
-
-if TYPE_CHECKING:
-    from workers.parallel.sharded import Sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +85,10 @@ class Update:
         )
 
 
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
 class TrainState:
     """Model, optimizer, scheduler and the number of committed steps."""
 
@@ -121,20 +121,24 @@ class TrainState:
         self._agreed = (self.buffers.tracked, self.log_names)
         """As of the last committed step: a vote that was cut off reached some members only."""
         self.gradient_norm: float | None = None
-        self.norm_of: Callable[[list[torch.Tensor]], float] = global_norm
-        """The 2-norm of all gradients; where they are sharded, a collective."""
-        self.sharded: Sharded | None = None
-        """What a worker knows beside it if it holds rows only; set by
-        workers/train_state/build.py."""
         self._snapshots: list[Snapshot] = []
 
-    def apply(self, update: Update) -> None:
-        """Take one step. Raises FloatingPointError after too many steps that are not finite."""
+    def apply(
+        self,
+        update: Update,
+        norm_of: Callable[[list[torch.Tensor]], float] = global_norm,
+        step: Callable[[torch.optim.Optimizer], Any] = step_of,
+    ) -> None:
+        """Take one step. Raises FloatingPointError after too many steps that are not finite.
+
+        norm_of: the 2-norm of all gradients; where they are sharded, a collective. step: of the
+        optimizer.
+        """
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
         self.buffers.track(update.tracked)
         if update.is_finite:
-            self._change_weights(update)
+            self._change_weights(update, norm_of, step)
         else:
             self.buffers.restore()
         self.drop_gradients()
@@ -166,7 +170,12 @@ class TrainState:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _change_weights(self, update: Update) -> None:
+    def _change_weights(
+        self,
+        update: Update,
+        norm_of: Callable[[list[torch.Tensor]], float],
+        step: Callable[[torch.optim.Optimizer], Any],
+    ) -> None:
         divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
         given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
         sums = [local(g) for g in given if g is not None]
@@ -183,12 +192,11 @@ class TrainState:
                 parameter.grad = gradient
         if self.clip_norm is not None:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            self.gradient_norm = self.norm_of(gradients)
+            self.gradient_norm = norm_of(gradients)
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
             if coefficient < 1.0:
                 torch._foreach_mul_([local(g) for g in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
-        with on_rows(self.optimizer):
-            self.optimizer.step()
+        step(self.optimizer)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
     def snapshot(

@@ -12,6 +12,8 @@ from torch import Tensor, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks_of_all
 from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks_of_all
 
+from elastic.protocol.errors import WrongInput
+from workers.train_state.build import Settings
 from workers.train_state.tensors import is_shard, like, local
 
 ELEMENTWISE = (
@@ -26,6 +28,34 @@ ELEMENTWISE = (
     optim.ASGD,
 )
 """Whose step on a shard gives the bits of the step on the whole (tests/workers/test_shards.py)."""
+
+
+def check_shardable(optimizer: optim.Optimizer, spec: Settings) -> None:
+    """WrongInput for an optimizer whose step on rows would not be the step on the whole."""
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise WrongInput(
+            f"{kind} makes its state before the first step, which cannot be sharded; use one of "
+            f"{', '.join(o.__name__ for o in ELEMENTWISE)}"
+        )
+    if kind in ("Muon", "Adafactor"):
+        raise WrongInput(
+            f"{kind} needs whole tensors, but parallel={spec.parallel!r} shards them; use another "
+            "optimizer, or parallel='ddp'"
+        )
+    if spec.reduction != "bitwise":
+        return
+    if not isinstance(optimizer, ELEMENTWISE):
+        raise WrongInput(
+            f"{kind} is not known to be elementwise, which reduction='bitwise' with parallel="
+            f"{spec.parallel!r} needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
+            "or reduction='fast'"
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise WrongInput(
+            f"{kind}(fused=True) rounds by an element's place in its shard; leave fused out, or "
+            "use reduction='fast'"
+        )
 
 
 @contextmanager
@@ -76,3 +106,8 @@ def _whole(value: Any, before: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or not is_shard(parameter) or not value.dim():
         return value
     return like(value, parameter) if value.shape == local(parameter).shape else value
+
+
+def step_on_rows(optimizer: optim.Optimizer) -> None:
+    with on_rows(optimizer):
+        optimizer.step()

@@ -2,10 +2,8 @@
 
 `fully_shard` is applied once; a new generation gives every parameter another shard in place, so
 that the model, its parameters and whoever refers to them stay valid. The values come from
-elsewhere (workers/resharding/transfer.py); what is communicated is collectives.py's.
-
-Written against torch 2.13's private FSDPParam and FSDPParamGroup; tests/workers/test_fsdp.py
-compares with plain training.
+elsewhere (workers/resharding/transfer.py); what is communicated is parallel/collectives.py's.
+tests/workers/test_fsdp.py compares with plain training.
 """
 
 from collections.abc import Iterator
@@ -23,7 +21,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 
 from elastic.protocol.errors import WrongInput
 from workers.distributed.device_mesh import shard_mesh
-from workers.parallel.collectives import Collectives, ParameterGather
+from workers.parallel.collectives import Collectives
+from workers.parallel.fsdp2_private.hooks import ParameterGather
+from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter
+from workers.parallel.fsdp2_private.version import check_version
 from workers.step.precision import keeps_precision
 from workers.train_state.blocks import blocks_of
 from workers.train_state.strides import is_channels_last
@@ -46,8 +47,9 @@ class ShardedModel:
 
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
+        check_version()
         _check(model)
-        self.model, self.device = model, device
+        self.model, self.device, self.keeps_parameters = model, device, keeps_parameters
         mesh = shard_mesh(device, 0, 1)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
@@ -66,21 +68,25 @@ class ShardedModel:
         fully_shard(model, reshard_after_forward=False, mp_policy=half, **options)
         self.shard: int | None = 0
         self.num_shards = 1
-        self.groups: list[Any] = []
+        self._groups: list[Any] = []
         for module in self.modules():
             module.set_gradient_divide_factor(1.0)  # sums: the step's divisor divides, once
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)  # or ranks would exchange other sizes
-            self.groups += cast(Any, module._get_fsdp_state())._fsdp_param_groups
+            self._groups += cast(Any, module._get_fsdp_state())._fsdp_param_groups
+
+        self.groups = [ParameterGroup(group) for group in self._groups]
+        self.parameters = [ShardedParameter(param) for param in self._params()]
+        """Each once."""
 
     def modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 yield module
 
-    def params(self) -> Iterator[Any]:
+    def _params(self) -> Iterator[Any]:
         """FSDP2's own records of the parameters, each once."""
-        for group in self.groups:
+        for group in self._groups:
             yield from group.fsdp_params
 
     def connect(self, collectives: Collectives) -> None:
@@ -95,7 +101,7 @@ class ShardedModel:
         root = cast(Any, self.model)
         if root._get_fsdp_state()._is_root:
             root.reset_iter_state()
-        for param in self.params():
+        for param in self._params():
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
             param.unsharded_accumulated_grad = None
@@ -103,20 +109,20 @@ class ShardedModel:
 
     def end_backward(self) -> None:
         """What FSDP2 does behind a backward; no group has anything left to send."""
-        for group in self.groups:
+        for group in self._groups:
             group._training_state = TrainingState.POST_BACKWARD
         cast(Any, self.model)._get_fsdp_state()._root_post_backward_final_callback()
 
     def release(self) -> None:
         """Between steps the model has its sharded parameters only."""
-        for group in self.groups:
+        for group in self._groups:
             group._to_sharded()
 
     @torch.no_grad()
     def vacate(self) -> None:
         """Give up the memory of the shards, until `reshard`; what refers to it keeps it."""
         self.reset()
-        for param in self.params():
+        for param in self._params():
             empty = param.sharded_param._local_tensor.new_empty(0)
             param.sharded_param._local_tensor = param._sharded_param_data = empty
 
@@ -133,7 +139,7 @@ class ShardedModel:
         self.reset()
         names = {id(p): n for n, p in self.model.named_parameters()} if rows else {}
         mesh = FSDPMeshInfo(shard_mesh(self.device, shard or 0, num_shards), shard_mesh_dim=0)
-        for group in self.groups:
+        for group in self._groups:
             group.mesh_info = mesh
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh

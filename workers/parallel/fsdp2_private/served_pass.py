@@ -1,15 +1,12 @@
 """A pass for the others: a rank that has no micro-batch left serves its rows to their forward and
 backward, and takes its slices of their gradients, without computing anything.
 
-It makes the collectives of its own last pass once more, in their order.
-
-Written against torch 2.13's private FSDPParamGroup; tests/workers/test_fsdp.py compares with plain
-training.
+It makes the collectives of its own last pass once more, in their order;
+tests/workers/test_fsdp.py compares with plain training.
 """
 
-from typing import Any
-
-from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.fsdp2_private.parameters import ParameterGroup
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 
 
 class ServedPass:
@@ -17,17 +14,17 @@ class ServedPass:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self._noted: list[tuple[Any, bool]] = []  # parameter group; whether its gradient was sent
-        self._last: list[tuple[Any, bool]] = []
+        self._noted: list[tuple[ParameterGroup, bool]] = []  # and whether its gradient was sent
+        self._last: list[tuple[ParameterGroup, bool]] = []
 
     def begin(self) -> None:
         """Of a step."""
         self._noted = []
 
-    def note_gather(self, group: Any) -> None:
+    def note_gather(self, group: ParameterGroup) -> None:
         self._noted.append((group, False))
 
-    def note_slices(self, group: Any) -> None:
+    def note_slices(self, group: ParameterGroup) -> None:
         self._noted.append((group, True))
 
     def end_pass(self) -> None:
@@ -37,9 +34,7 @@ class ServedPass:
         """The last pass's collectives; whatever the hooks do in one, they do again."""
         for group, is_gradient in self._last:
             if is_gradient:
-                group.post_backward()  # without a gradient, it sends zeros
+                group.send_nothing()
             else:
-                group.unshard()
-                gathered, group._all_gather_result = group._all_gather_result, None
-                group._wait_all_gather_streams_on_event(gathered.all_gather_event)
+                group.gather()
         self._model.end_backward()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from workers.parallel.sharded_model import ShardedModel
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.train_state.tensors import is_shard
 
 
@@ -28,9 +28,8 @@ class Usage:
 
     def watch(self) -> None:
         """The whole parameters exist once a forward has gathered them."""
-        for param in self._model.params():
-            index = self._index.get(id(param.sharded_param))
-            whole = getattr(param, "_unsharded_param", None)
+        for param in self._model.parameters:
+            index, whole = self._index.get(id(param.parameter)), param.gathered
             if index is not None and whole is not None and index not in self._hooks:
                 self._hooks[index] = self._hook(index, whole)
 
