@@ -163,9 +163,9 @@ class _GroupFold:
 
     def end_pass(self, ids: range, *, is_alone: bool) -> None:
         if is_alone:  # nothing was sent: FSDP2 has put the gradient where it belongs
-            gradients = [p.parameter.grad for p in self._params]
-            if gradients and all(g is not None for g in gradients):
-                self._stack.push(ids[0], [local(g) for g in gradients])
+            found = [g for p in self._params if (g := p.parameter.grad) is not None]
+            if found and len(found) == len(self._params):
+                self._stack.push(ids[0], [local(g) for g in found])
         elif self._pending is not None:
             self._push(ids, self._pending)
             self._pending = None
