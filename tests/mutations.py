@@ -40,9 +40,9 @@ SHARDED = "workers/parallel/sharded.py"
 MUTATIONS = (
     Mutation(
         "a vote is believed although its generation was given up",
-        "workers/step/ballot.py",
-        "        if group.is_abandoned:  #",
-        "        if False:  #",
+        "workers/step/vote.py",
+        "    if group.is_abandoned:  #",
+        "    if False:  #",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -174,8 +174,8 @@ MUTATIONS = (
     Mutation(
         "a pause is not carried by the vote",
         "workers/step/vote.py",
-        "vector[:_COUNTS] = wants_pause, not is_finite,",
-        "vector[:_COUNTS] = 0, not is_finite,",
+        "vector[:_COUNTS] = ballot.wants_pause, not ballot.is_finite,",
+        "vector[:_COUNTS] = 0, not ballot.is_finite,",
         "tests/workers/test_member.py",
     ),
     Mutation(

@@ -86,6 +86,7 @@ async def settled(opened: Recorder) -> None:
 
 async def close(opened: Recorder) -> None:
     """As the end of a run, without its last lines."""
+    opened.writer.flush()
     if opened.directory is not None:
         await asyncio.get_running_loop().run_in_executor(
             opened.writer.executor, opened.directory.close
@@ -404,6 +405,37 @@ def test_a_save_is_published_from_the_parts_that_ranks_have_reported_and_workers
         publisher.conclude(Discard(1, 5))
         await settled(opened)
         assert (opened.committed, told[1:]) == (3, [(5, False)])
+        await close(opened)
+
+    asyncio.run(run())
+
+
+def test_steps_wait_for_each_other_and_are_there_before_what_is_written_later(tmp_path: Path):
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open_at(0, [])
+        record(opened, 1, 2)
+        assert opened.directory is not None
+        assert opened.directory.last_step == 0
+        found = opened.writer.write(lambda: opened.directory and opened.directory.last_step)
+        assert await asyncio.wrap_future(found) == 2
+        record(opened, 3)
+        await asyncio.sleep(0.3)
+        assert opened.directory.last_step == 3, "nothing else was to be written"
+        await close(opened)
+
+    asyncio.run(run())
+
+
+def test_a_step_that_is_missing_ends_the_run_whatever_is_written_beside_it(tmp_path: Path):
+    async def run() -> None:
+        broken: list[str] = []
+        opened = recorder(str(tmp_path))
+        opened.writer._on_broken = broken.append
+        await opened.open_at(0, [])
+        record(opened, 1, 3)
+        await settled(opened)
+        assert [why.split(" cannot")[0] for why in broken] == ["record: step 3"]
         await close(opened)
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ regrouping happens at its end (workers/membership/member.py), and the loop goes 
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,13 +20,29 @@ from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
-from workers.health.nonfinite import Inspection
+from workers.distributed.exchange import gather_json
+from workers.health.nonfinite import Inspection, explain, told_of_no_weight
+from workers.health.verify import verify
 from workers.membership.member import Member
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step import ballot, evaluation
+from workers.step import evaluation
 from workers.step.loss import check_loss
 from workers.step.microbatches import Logged, Microbatches, kept
 from workers.step.randomness import seed_microbatch
+from workers.step.vote import (
+    Ballot,
+    MicrobatchRecord,
+    Prepared,
+    Vote,
+    VoteLayout,
+    add_up,
+    decode,
+    encode,
+)
+
+
+class Repeated(StepCancelled):
+    """The step is done again by all ranks alike, without regrouping."""
 
 
 class Session:
@@ -233,7 +250,7 @@ class Step:
             self._session.attempt = self._session.attempted_step = None
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
             self._member.records.go_back(self._member.train_state.step)  # it broke in the apply
-            if not isinstance(error, ballot.Repeated):
+            if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
                 self._member.wait_for_generation(is_in_step=True)
             self.committed = self._member.train_state.step > self._from_step
@@ -345,17 +362,78 @@ class Step:
             raise StepCancelled from error
 
     def _vote(self, reduced: Reduced) -> None:
+        """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""
         session, member = self._session, self._member
         assert self._reducer is not None
         self._keep_late_values()
-        hashes = member.train_state.buffers.integer_hashes()
-        records = self._done.records(self._ids, hashes)
-        used, inspection = self._reducer.has_gradient(), session._inspection
-        cast = ballot.cast(member, session._spec, reduced, records, used, self._began, inspection)
-        member.commit(*cast)
+        buffers = member.train_state.buffers
+        records = self._done.records(self._ids, buffers.integer_hashes())
+        if session._spec.verify_every is not None:
+            verify(member, session._spec.verify_every)
+        ballot = Ballot(
+            records=records,
+            used=self._reducer.has_gradient(),
+            untracked=buffers.untracked_changes(),
+            wants_pause=member.wants_pause,
+            is_saving=member.saver.is_busy,
+            wants_save=member.wants_save,
+            is_finite=reduced.is_finite(),
+        )
+        prepared, vote, vector = self._agree(reduced, ballot)
+        if not vote.is_finite:
+            self._judge(vote, records)
+        prepared = replace(prepared, step_s=time.perf_counter() - self._began)
+        member.commit(prepared, vote, vector)
         member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
+
+    def _agree(self, reduced: Reduced, ballot: Ballot) -> tuple[Prepared, Vote, np.ndarray]:
+        """The vote, again if a rank logs names that others do not know. A collective."""
+        spec, member = self._session._spec, self._member
+        train_state, group = member.train_state, member.group
+        assert group is not None
+        while True:
+            layout = VoteLayout(
+                num_microbatches=spec.num_microbatches,
+                micro_batch=spec.micro_batch,
+                num_parameters=len(ballot.used),
+                num_buffers=len(ballot.untracked),
+                integer_buffers=train_state.buffers.integer_names,
+                log_names=train_state.log_names,
+            )
+            contribution = encode(layout, ballot)
+            step_s = time.perf_counter() - self._began
+            prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
+            member.prepared = prepared
+            vector = add_up(group, contribution, member.device)
+            vote = decode(layout, vector)
+            if vote.untracked_buffers:  # all ranks see it: repeat the step with them
+                member.prepared = None
+                names = train_state.buffers.names
+                train_state.buffers.track(names[i] for i in vote.untracked_buffers)
+                raise Repeated
+            if not vote.has_unknown_names:
+                return prepared, vote, vector
+            logged = gather_json(group, ballot.log_names, member.device)
+            found = {name for of_rank in logged for name in of_rank}
+            train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
+
+    def _judge(self, vote: Vote, records: list[MicrobatchRecord]) -> None:
+        """Of a step that is not finite: if it is one too many, the run stops with it and says where
+        it began, which another attempt finds out. A collective."""
+        member, inspection = self._member, self._session._inspection
+        train_state = member.train_state
+        if train_state.skipped_in_a_row < train_state.max_nonfinite:
+            return
+        member.prepared = None  # the run stops with this step: nobody rolls forward to it
+        if vote.divisor == 0:
+            train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
+        elif not inspection.is_on:
+            inspection.ask(member.generation, train_state.step)
+            raise Repeated
+        else:
+            train_state.first_nonfinite = explain(inspection, records, member)
 
     def _keep_late_values(self) -> None:
         self._done.log_late(self._session._logged)

@@ -1,42 +1,82 @@
 """TensorBoard curves of a run, written step by step from the lines of metrics.jsonl.
 
-tensorboardX is imported when the first `Curves` is made.
+tensorboardX is imported when the first `Curves` is made. Its SummaryWriter takes each value through
+a queue between processes and two threads, which cost more than all else that a step's record does.
 """
 
+import logging
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 CURVES = ("loss", "world_size", "generation", "step_s", "samples")
-MAX_QUEUE = 10_000
+FLUSH_EVERY_S = 5.0
 
 
 class Curves:
-    """The event file in a local folder; steps after `last_step` in older files are purged."""
+    """The event file in a local folder; steps after `last_step` in older files are purged. A folder
+    that takes no more, as on a full disk, ends the curves, and nothing else."""
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
-        self._writer: Any = import_without_torch().SummaryWriter(
-            logdir=str(path),
-            purge_step=last_step + 1 if path.exists() else None,
-            flush_secs=5,
-            max_queue=MAX_QUEUE,
-        )
-        # private: its thread ends at the first error (a full disk), and a full queue waits for ever
-        self._thread: Any = self._writer.file_writer.event_writer._worker
+        is_later = path.exists()
+        tensorboard = import_without_torch()
+        self._proto, self._scalar = tensorboard.proto, tensorboard.summary.scalar
+        self._flushed_at = time.monotonic()
+        self._file: Any = None
+        """None once the curves have broken off."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = tensorboard.event_file_writer.EventsWriter(str(path / "events"))
+        except OSError as error:
+            self._break_off(error)
+        if is_later:
+            session = self._proto.event_pb2.SessionLog
+            start = session(status=session.START)
+            self._write(time.time(), last_step + 1, session_log=start)
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Add one committed step; values that are not finite are left out."""
-        step, at = metrics["step"], metrics["time"]
         values = {name: metrics[name] for name in CURVES}
         values |= {f"user/{name}": value for name, value in metrics["user"].items()}
-        for name, value in values.items():
-            if value is not None and self._thread.is_alive():
-                self._writer.add_scalar(name, value, step, walltime=at)
+        self._write(metrics["time"], metrics["step"], summary=self._summary(values))
+        self.flush_now_and_then()
+
+    def flush_now_and_then(self) -> None:
+        """To be called while steps are slow, too: whoever looks sees those of seconds ago."""
+        now = time.monotonic()
+        if self._file is not None and now - self._flushed_at > FLUSH_EVERY_S:
+            self._flushed_at = now
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._break_off(error)
 
     def close(self) -> None:
         """Raises OSError; of curves that broke off before, nothing more is written."""
-        if self._thread.is_alive():
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _summary(self, values: Mapping[str, float | None]) -> Any:
+        summary = self._proto.summary_pb2.Summary()
+        for name, value in values.items():
+            if value is not None:
+                summary.MergeFrom(self._scalar(name, value))
+        return summary
+
+    def _write(self, at: float, step: int, **what: Any) -> None:
+        if self._file is not None:
+            try:
+                self._file.write_event(self._proto.event_pb2.Event(wall_time=at, step=step, **what))
+            except OSError as error:
+                self._break_off(error)
+
+    def _break_off(self, error: OSError) -> None:
+        log.warning('curves reason="%s"', error)
+        self._file = None
 
 
 def import_without_torch() -> Any:

@@ -121,6 +121,7 @@ class Recorder:
 
     async def _run(self, function: Any, *arguments: Any) -> Any:
         """In the writer's thread, until it is done."""
+        self.writer.flush()
         run = asyncio.get_running_loop().run_in_executor
         return await run(self.writer.executor, function, *arguments)
 
@@ -238,7 +239,13 @@ class Recorder:
     def write_status(self, status: dict[str, Any]) -> None:
         if self.directory is not None:
             self.writer.hear_uploads(self.directory)
-            self.writer.write(self.directory.write_status, status)
+            self.writer.write(self._write_status, self.directory, status)
+
+    def _write_status(self, directory: RunDirectory, status: dict[str, Any]) -> None:
+        """In the writer's thread."""
+        if self._curves is not None:
+            self._curves.flush_now_and_then()
+        directory.write_status(status)
 
     def keep_stacks(self, texts: dict[str, str]) -> "Future[Any] | None":
         directory = self.directory
@@ -249,8 +256,14 @@ class Recorder:
         assert self.directory is not None
         self.last_metrics = line["metrics"]
         self._told_step = max(self._told_step, self.last_metrics["step"])
-        self.writer.write(self.directory.record_step, line["metrics"], line["samples"])
-        self.writer.write(self._draw, line["metrics"])
+        self.writer.write_soon(self._record_step, self.directory, line)
+
+    def _record_step(self, directory: RunDirectory, line: dict[str, Any]) -> None:
+        """In the writer's thread. Curves are drawn of what storage does not take, too."""
+        try:
+            directory.record_step(line["metrics"], line["samples"])
+        finally:
+            self._draw(directory, line["metrics"])
 
     async def settle(self) -> None:
         """Until everything that was told so far, checkpoints too, is in the run directory."""
@@ -285,11 +298,10 @@ class Recorder:
             self.trouble.hear_missing(last + 1, step)
             self.note("not_on_record", {"first": last + 1, "last": step})
 
-    def _draw(self, metrics: dict[str, Any]) -> None:
-        """TensorBoard curves; the writer's thread opens them with the first step."""
-        assert self.directory is not None
-        if self._curves is None and self.directory.tensorboard is not None:
-            self._curves = Curves(self.directory.tensorboard, metrics["step"] - 1)
+    def _draw(self, directory: RunDirectory, metrics: dict[str, Any]) -> None:
+        """TensorBoard curves, which the first step opens."""
+        if self._curves is None and directory.tensorboard is not None:
+            self._curves = Curves(directory.tensorboard, metrics["step"] - 1)
         if self._curves is not None:
             self._curves.record(metrics)
 

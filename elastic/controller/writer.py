@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from elastic.controller.storage_health import StorageTrouble, Unpublished
@@ -15,6 +16,9 @@ from elastic.store.remote import shown_uri
 from elastic.store.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+SOON_S = 0.1
+"""Steps are promised on record 0.5 s after their commit, and each wake of a thread costs."""
 
 
 class Writer:
@@ -29,19 +33,48 @@ class Writer:
         """The controller's, once it runs."""
         self.trouble = StorageTrouble()
         self._is_taken_over = False
+        self._put_off: list[Callable[[], Any]] = []
+        self._flushing: asyncio.TimerHandle | None = None
 
     def write(self, function: Any, *arguments: Any) -> "Future[Any]":
         """In the thread: a decision never waits for storage."""
-        future = self.executor.submit(function, *arguments)
-        future.add_done_callback(self._on_written)
-        return future
+        self.flush()
+        return self._submit(function, *arguments)
+
+    def write_soon(self, function: Any, *arguments: Any) -> None:
+        """Within SOON_S, together with others of its kind, and before whatever is written later."""
+        self._put_off.append(partial(function, *arguments))
+        if self._flushing is None:
+            self._flushing = self.loop.call_later(SOON_S, self.flush)
+
+    def flush(self) -> None:
+        """What was put off is the thread's now."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        put_off, self._put_off = self._put_off, []
+        if put_off:
+            self._submit(self._write_all, put_off)
 
     async def settle(self) -> None:
         """Until all is written that was asked for before."""
+        self.flush()
         await self.loop.run_in_executor(self.executor, int)
 
-    def _on_written(self, future: "Future[Any]") -> None:
-        error = future.exception()
+    def _submit(self, function: Any, *arguments: Any) -> "Future[Any]":
+        future = self.executor.submit(function, *arguments)
+        future.add_done_callback(lambda done: self._hear(done.exception()))
+        return future
+
+    def _write_all(self, functions: list[Callable[[], Any]]) -> None:
+        """In the thread: each, whatever becomes of the others."""
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                self._hear(error)
+
+    def _hear(self, error: BaseException | None) -> None:
         if isinstance(error, ValueError | AssertionError):
             self.loop.call_soon_threadsafe(self._on_broken, f"record: {error}")
         elif error is not None:

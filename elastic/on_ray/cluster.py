@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -299,10 +300,9 @@ class RayCluster:
     async def next_event(self) -> e.Event:
         left_s = self._tick_at - time.monotonic()
         if left_s > 0:
-            try:
-                return await asyncio.wait_for(self.events.get(), left_s)
-            except TimeoutError:
-                pass  # time for a tick
+            with suppress(TimeoutError):  # time for a tick
+                async with asyncio.timeout(left_s):  # wait_for would make a task of each event
+                    return await self.events.get()
         is_late = time.monotonic() - self._tick_at > self._waits.late_s
         self._tick_at = time.monotonic() + self._waits.tick_s
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read

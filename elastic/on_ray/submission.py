@@ -27,7 +27,7 @@ from elastic.protocol.errors import ControllerLost, WrongInput
 
 REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
-RENEW_EVERY_S = 0.2
+RENEW_EVERY_S = 0.5
 KEEP_ALIVE_S = 2.0
 """How long the driver waits for a word of a controller that may be busy."""
 SILENT_S = 15.0

@@ -84,11 +84,13 @@ def steps(group: Any, num_microbatches: int, count: int = 3) -> list[list[bytes]
     return done
 
 
+@pytest.mark.parametrize("shared", [0, 1 << 14])
 @pytest.mark.parametrize("num_microbatches", [2, 3, 5, 8])
 def test_what_travels_during_the_backward_has_the_bits_of_one_rank(
-    num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+    num_microbatches: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 8})
+    monkeypatch.setattr("workers.reduction.tree_reduction.SHARED_ELEMENTS", {"cpu": shared})
     alone = run_threads(1, lambda g: steps(g, num_microbatches))[0]
     for world_size in range(2, min(num_microbatches, 4) + 1):
         for of_rank in run_threads(world_size, lambda g: steps(g, num_microbatches)):

@@ -11,6 +11,7 @@ reuses a buffer that an abandoned operation may still write.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -25,6 +26,9 @@ from workers.distributed.store import StoreClient
 
 REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
 """NCCL's words for a call that no peer's death explains."""
+DIRECT_WAIT = timedelta(milliseconds=10)
+"""So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
+but the collective: an abandonment may be noticed so much later."""
 _left_behind: list["AnyGroup"] = []
 
 
@@ -58,21 +62,13 @@ class Pending:
     ) -> None:
         self._group, self._work, self._unpack, self._what = group, work, unpack, what
         self._is_done = False
-        if group.backend_name == "gloo":
-            work.get_future().add_done_callback(self._on_done)
-
-    def _on_done(self, _: object) -> None:
-        with self._group.changed:
-            self._is_done = True
-            self._group.changed.notify_all()
 
     def wait(self) -> None:
         group = self._group
-        if not self._is_done:
+        if not self._work.is_completed():
             group.on_wait(*self._what, "")
-        if group.backend_name == "gloo":
-            with group.changed:
-                group.changed.wait_for(lambda: self._is_done or group.is_abandoned)
+            if group.backend_name == "gloo" and not group.is_abandoned:
+                self._wait_for_gloo()
         if group.is_abandoned:
             raise PeerLost("the generation was given up")
         try:
@@ -85,6 +81,20 @@ class Pending:
             raise failure_of(error) from error
         if self._unpack is not None:
             self._unpack()
+
+    def _wait_for_gloo(self) -> None:
+        """Until it is done or its group is abandoned."""
+        with suppress(RuntimeError):  # it took longer, or failed, which is looked at again
+            self._work.wait(DIRECT_WAIT)
+        if not self._work.is_completed():
+            self._work.get_future().add_done_callback(self._on_done)
+            with self._group.changed:
+                self._group.changed.wait_for(lambda: self._is_done or self._group.is_abandoned)
+
+    def _on_done(self, _: object) -> None:
+        with self._group.changed:
+            self._is_done = True
+            self._group.changed.notify_all()
 
     @property
     def is_settled(self) -> bool:

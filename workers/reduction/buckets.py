@@ -12,6 +12,9 @@ from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.train_state.strides import dense_strides
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
+LARGE_BYTES = 1 << 18
+"""Gradients below it move into their bucket together, once it is full: a call for each costs more
+than their memory is worth."""
 
 
 class _Bucket:
@@ -19,6 +22,7 @@ class _Bucket:
 
     def __init__(self, members: list[int], parameters: Sequence[Tensor]) -> None:
         self.members = members
+        self.parameters = [parameters[i] for i in members]
         like = parameters[members[0]]
         sizes = [parameters[i].numel() for i in members]
         self.flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
@@ -126,8 +130,11 @@ class GradientBuckets:
         bucket = self._bucket_of[index]
         view = bucket.views[bucket.members.index(index)]
 
+        is_large = view.numel() * view.element_size() >= LARGE_BYTES
+
         def on_gradient(_: Tensor) -> None:
-            adopt(parameter, view)
+            if is_large or not self._is_armed:
+                adopt([parameter], [view])
             if not self._is_armed or self._error is not None:
                 return
             if self._has_fired[index]:
@@ -141,6 +148,7 @@ class GradientBuckets:
             self._has_fired[index] = True
             bucket.num_missing -= 1
             if not bucket.num_missing:
+                adopt(bucket.parameters, bucket.views)
                 self._launch_ready()
 
         return parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -163,24 +171,27 @@ class GradientBuckets:
             self._pending.append(self._group.all_reduce(self._buffer_sums))
 
     def _launch(self, bucket: _Bucket) -> None:
-        for i, view in zip(bucket.members, bucket.views, strict=True):
-            refuse_sparse(self._names[i], self._parameters[i].grad)
-            if self._parameters[i].grad is None:
+        for i, parameter, view in zip(bucket.members, bucket.parameters, bucket.views, strict=True):
+            refuse_sparse(self._names[i], parameter.grad)
+            if parameter.grad is None:
                 view.zero_()
-            else:
-                adopt(self._parameters[i], view)
+        adopt(bucket.parameters, bucket.views)
         self._num_launched += 1
         self._pending.append(self._group.all_reduce(bucket.flat))
 
 
-def adopt(parameter: Tensor, view: Tensor) -> None:
-    """The gradient moves into `view`, where later backwards add to it: no memory beside it."""
-    gradient = parameter.grad
-    if gradient is view:
-        return
-    if gradient is None or gradient.layout != torch.strided:  # `refuse_sparse` says so later
-        return
-    if gradient.data_ptr() != view.data_ptr():
+def adopt(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+    """The gradients move into `views`, where later backwards add to them: no memory beside it."""
+    moved: list[Tensor] = []
+    places: list[Tensor] = []
+    for parameter, view in zip(parameters, views, strict=True):
+        gradient = parameter.grad
+        if gradient is None or gradient is view or gradient.layout != torch.strided:
+            continue  # `refuse_sparse` says so later
+        if gradient.data_ptr() != view.data_ptr():
+            moved.append(gradient)
+            places.append(view)
+            parameter.grad = view
+    if moved:
         with torch.no_grad():
-            view.copy_(gradient)
-        parameter.grad = view
+            torch._foreach_copy_(places, moved)  # pyright: ignore[reportPrivateImportUsage]

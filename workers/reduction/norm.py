@@ -30,19 +30,25 @@ def row_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 def squares_by_norms(matrices: Sequence[Tensor]) -> Tensor:
     """Of gradients of at least one dimension, in host memory."""
-    return torch.cat([n.double() for m in matrices for n in _row_norms(m)]).square_()
+    norms: list[Tensor] = []
+    for matrix in matrices:
+        width = matrix.shape[1:].numel()
+        if width == 1:
+            norms.append(_real(matrix).reshape(-1))
+        elif matrix.numel() <= PIECE_ELEMENTS["cpu"]:
+            norms.append(_row_norms(matrix, width))
+        else:
+            num_rows = max(PIECE_ELEMENTS["cpu"] // width, 1)
+            norms += [_row_norms(part, width) for part in matrix.split(num_rows)]
+    return torch.cat(norms).double().square_()  # joined in the widest dtype, which changes no value
 
 
-def _row_norms(matrix: Tensor) -> Iterator[Tensor]:
-    width = matrix.shape[1:].numel()
-    if width == 1:
-        yield _real(matrix).reshape(-1)
-        return
-    for part in matrix.split(max(PIECE_ELEMENTS["cpu"] // max(width, 1), 1)):
-        rows = _real(part).reshape(len(part), width).contiguous()
-        if len(rows) == 1:  # several threads would take a part of it each
-            rows = rows.expand(2, width)
-        yield torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)[: len(part)]
+def _row_norms(matrix: Tensor, width: int) -> Tensor:
+    """float64"""
+    rows = _real(matrix).reshape(len(matrix), width).contiguous()
+    if len(rows) == 1:  # several threads would take a part of it each
+        rows = rows.expand(2, width)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)[: len(matrix)]
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> Tensor:

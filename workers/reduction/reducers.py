@@ -13,7 +13,7 @@ from torch import nn
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.buckets import GradientBuckets
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
-from workers.reduction.tree_reduction import TreeReduction, reduce_tree
+from workers.reduction.tree_reduction import TreeReduction, pieces_of, reduce_tree
 from workers.train_state.tensors import local
 
 ARRIVED_BYTES = 1 << 20
@@ -128,8 +128,9 @@ class BitwiseReducer:
         self._group, self._num_microbatches = group, num_microbatches
         self._layout = FlatLayout(parameters, buffers, group.size())
         self._fold = TreeFold(self._layout, ids, num_microbatches)
+        self._pieces_of = self._layout.leaves_in(pieces_of(self._layout, group.size()))
         self._used = [False] * len(self._parameters)
-        self._result: Flats | None = None
+        self._result: tuple[Flats, list[torch.Tensor]] | None = None
         self._backward: _Backward | None = None
         self._has_fired = [False] * len(self._parameters)
         self._may_overlap: bool | None = None
@@ -141,7 +142,8 @@ class BitwiseReducer:
 
     def begin(self) -> None:
         if self._result is not None:  # memory that was touched already is much faster
-            self._fold.recycle(self._result)
+            flats, views = self._result
+            self._fold.recycle(flats, views)
             self._result = None
         self._backward = None
         self._fold.begin()
@@ -152,9 +154,8 @@ class BitwiseReducer:
         self._drop_gradients()
         self._has_fired = [False] * len(self._parameters)
         if self._may_overlap:
-            self._backward = _Backward(
-                self._parameters, self._fold, self._group if is_last else None
-            )
+            group = self._group if is_last else None
+            self._backward = _Backward(self._parameters, self._fold, group, self._pieces_of)
 
     def _hook(self, index: int, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle:
         def on_gradient(_: torch.Tensor) -> None:
@@ -189,10 +190,11 @@ class BitwiseReducer:
 
     def finish(self) -> Reduced:
         if self._backward is not None:
-            self._result = self._backward.finish()
+            flats = self._backward.finish()
         else:
-            self._result = reduce_tree(self._group, self._fold, self._num_microbatches)
-        views = self._layout.views(self._result)
+            flats = reduce_tree(self._group, self._fold, self._num_microbatches)
+        views = self._layout.views(flats)
+        self._result = flats, views
         count = len(self._parameters)
         gradients = (v.to(p.dtype) for v, p in zip(views[:count], self._parameters, strict=True))
         return Reduced(tuple(gradients), tuple(views[count:]))
@@ -208,18 +210,25 @@ class _Backward:
     in the last one a piece is launched once all of its gradients are there."""
 
     def __init__(
-        self, parameters: tuple[nn.Parameter, ...], fold: TreeFold, group: AnyGroup | None
+        self,
+        parameters: tuple[nn.Parameter, ...],
+        fold: TreeFold,
+        group: AnyGroup | None,
+        pieces_of: Sequence[Sequence[int]],
     ) -> None:
-        """fold: at its next micro-batch. group: of the last one, else None."""
+        """fold: at its next micro-batch. group: of the last one, else None. pieces_of: each leaf's
+        pieces, by their numbers."""
         self._parameters, self._names = parameters, fold.layout.names
         self._arriving = fold.add_slowly(fold.next_id)
         self._reduction = group and TreeReduction(group, fold, fold.num_microbatches)
-        pieces = self._reduction.pieces if self._reduction else []
-        self._pieces_of = fold.layout.leaves_in(pieces)
-        self._num_missing = [0] * len(pieces)
-        for covered in self._pieces_of:
-            for piece in covered:
-                self._num_missing[piece] += 1
+        self._pieces_of: Sequence[Sequence[int]] = ()
+        self._num_missing: list[int] = []
+        if self._reduction is not None:
+            self._pieces_of = pieces_of
+            self._num_missing = [0] * len(self._reduction.pieces)
+            for covered in pieces_of:
+                for piece in covered:
+                    self._num_missing[piece] += 1
         self._arrived: dict[int, None] = {}
         """Parameters whose gradients are not folded yet, in the order of arrival."""
         self._arrived_bytes = 0
@@ -239,8 +248,9 @@ class _Backward:
             return
         self._arrived[index] = None
         self._arrived_bytes += gradient.numel() * gradient.element_size()
-        for piece in self._pieces_of[index]:
-            self._num_missing[piece] -= 1
+        if self._reduction is not None:
+            for piece in self._pieces_of[index]:
+                self._num_missing[piece] -= 1
         try:
             self._advance()
         except Exception as error:  # autograd would make it its own; `end` and `finish` raise it

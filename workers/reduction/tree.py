@@ -243,9 +243,9 @@ class TreeFold:
         take its place, piece by piece."""
         return self._stack.pop(0).flats
 
-    def recycle(self, flats: Flats) -> None:
-        """Optional: give back flat buffers that this fold handed out."""
-        self._spare.append((flats, self.layout.views(flats)))
+    def recycle(self, flats: Flats, views: list[Tensor]) -> None:
+        """Optional: give back flat buffers that this fold handed out, and their views."""
+        self._spare.append((flats, views))
 
     def _push(self, partial: _Partial, merge: Callable[[_Partial, _Partial], None]) -> None:
         while self._stack and self._stack[-1].block.is_left_sibling_of(partial.block):

@@ -1,5 +1,8 @@
 """The canonical tree over all ranks: each sends every owner its slice of each of its nodes, owners
 fold, then all gather. Piece by piece, so that few are on their way and a backward may go on beside.
+
+Where that costs no more bytes, or few, all ranks get all nodes and fold them themselves: one
+collective instead of two, each of which waits for the slowest rank.
 """
 
 from collections import deque
@@ -8,12 +11,28 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.membership import microbatch_ids
-from workers.reduction.tree import Block, Flats, Group, Pending, TreeFold, blocks_of, fold_blocks
+from workers.reduction.tree import (
+    Block,
+    FlatLayout,
+    FlatPart,
+    Flats,
+    Group,
+    Pending,
+    TreeFold,
+    blocks_of,
+    fold_blocks,
+)
+
+Piece = tuple[int, int, int]
+"""Part of the layout, first element, elements."""
 
 PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """One collective's share of a flat buffer."""
-PIECES_IN_FLIGHT = 3
-"""Of each kind of collective; every piece on its way takes several times its own memory."""
+SHARED_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 16}
+"""All ranks fold a piece up to this size, however many they are."""
+PIECES_IN_FLIGHT = 2
+"""Of each kind of collective; every piece on its way takes several times its own memory. What is
+not folded when a backward ends is waited for."""
 
 
 def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
@@ -45,14 +64,9 @@ class TreeReduction:
         assert list(self._blocks[group.rank()]) == [block for block, _ in sums]
         self._partials = [flats for _, flats in sums]
         self._result = fold.release_first()
-        self.pieces = [
-            (part, at, size)
-            for part, flat in enumerate(self._result)
-            for at, size in _pieces(flat, world_size)
-        ]
-        """(part, first element, elements), in the order of launching."""
+        self.pieces = pieces_of(fold.layout, world_size)
         self._num_launched = 0
-        self._exchanges: deque[_Exchange] = deque()
+        self._exchanges: deque[_Exchange | _Sharing] = deque()
         self._gathering: deque[Pending] = deque()
 
     def launch(self, count: int) -> None:
@@ -65,7 +79,7 @@ class TreeReduction:
         while self._num_launched < len(self.pieces):
             self._launch_next()
         while self._exchanges:
-            self._gather_next()
+            self._fold_next()
         while self._gathering:
             self._gathering.popleft().wait()
         return self._result
@@ -79,17 +93,20 @@ class TreeReduction:
 
     def _launch_next(self) -> None:
         if len(self._exchanges) == PIECES_IN_FLIGHT:
-            self._gather_next()
+            self._fold_next()
         part, at, size = self.pieces[self._num_launched]
         partials = [flats[part][at : at + size] for flats in self._partials]
         result = self._result[part][at : at + size]
-        self._exchanges.append(_Exchange(self._group, self._blocks, partials, result))
+        kind = _Sharing if _is_shared(self._blocks, size, result.device.type) else _Exchange
+        self._exchanges.append(kind(self._group, self._blocks, partials, result))
         self._num_launched += 1
 
-    def _gather_next(self) -> None:
+    def _fold_next(self) -> None:
         if len(self._gathering) == PIECES_IN_FLIGHT:
             self._gathering.popleft().wait()
-        self._gathering.append(self._exchanges.popleft().fold_and_gather())
+        gathering = self._exchanges.popleft().fold()
+        if gathering is not None:
+            self._gathering.append(gathering)
 
 
 class _Exchange:
@@ -112,16 +129,58 @@ class _Exchange:
         self.pending = group.all_to_all_flat(self._received, self._sent, received, sent)
 
     @torch.no_grad()
-    def fold_and_gather(self) -> Pending:
-        """Raises PeerLost. What was sent is free from here on, the place of the result included."""
+    def fold(self) -> Pending:
+        """What gathers the result. Raises PeerLost. What was sent is free from here on, the place
+        of the result included."""
         self.pending.wait()
         blocks = (block for of_rank in self._blocks for block in of_rank)
         folded = fold_blocks(zip(blocks, self._received.split(self._share), strict=True))
         return self._group.all_gather_flat(self._result, folded)
 
 
-def _pieces(flat: Tensor, world_size: int) -> list[tuple[int, int]]:
-    """(offset, size) of the pieces of a flat buffer, each a multiple of the world size."""
-    limit = PIECE_ELEMENTS.get(flat.device.type, 1 << 22)
+class _Sharing:
+    """One piece of a flat buffer on its way: every rank's blocks to all, who fold them."""
+
+    @torch.no_grad()
+    def __init__(
+        self, group: Group, blocks: list[tuple[Block, ...]], partials: list[Tensor], result: Tensor
+    ) -> None:
+        self._blocks, self._result = blocks, result
+        self._sent = partials[0] if len(partials) == 1 else torch.cat(partials)
+        self._received = result.new_empty(len(blocks) * self._sent.numel())
+        self.pending = group.all_gather_flat(self._received, self._sent)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Raises PeerLost. What was sent is free from here on."""
+        self.pending.wait()
+        received = self._received.split(self._result.numel())
+        if len(received) == 2:
+            left, right = received
+            torch.add(left, right, out=self._result)
+            return
+        blocks = (block for of_rank in self._blocks for block in of_rank)
+        self._result.copy_(fold_blocks(zip(blocks, received, strict=True)))
+
+
+def _is_shared(blocks: list[tuple[Block, ...]], size: int, device_type: str) -> bool:
+    """Whether every rank folds a piece alone; the same on all ranks."""
+    counts = {len(of_rank) for of_rank in blocks}
+    is_small = size <= SHARED_ELEMENTS.get(device_type, 0)
+    return len(counts) == 1 and (is_small or (len(blocks) == 2 and counts == {1}))
+
+
+def pieces_of(layout: FlatLayout, world_size: int) -> list[Piece]:
+    """In the order of launching. Each is a multiple of the world size."""
+    return [
+        piece
+        for number, part in enumerate(layout.parts)
+        for piece in _cut(number, part, world_size)
+    ]
+
+
+def _cut(number: int, part: FlatPart, world_size: int) -> list[Piece]:
+    limit = PIECE_ELEMENTS.get(part.device.type, 1 << 22)
     size = max(limit // world_size, 1) * world_size
-    return [(at, min(size, flat.numel() - at)) for at in range(0, flat.numel(), size)][::-1]
+    starts = reversed(range(0, part.capacity, size))
+    return [(number, at, min(size, part.capacity - at)) for at in starts]

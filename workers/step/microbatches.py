@@ -71,8 +71,3 @@ class Microbatches:
 def weight_of(microbatch_id: int, weight: torch.Tensor | None) -> float | None:
     of = f" of micro-batch {microbatch_id}"
     return None if weight is None else check_weight(float(weight), of)
-
-
-def names_in(records: Iterable[MicrobatchRecord]) -> list[str]:
-    """Of the logged values, each once, in order of appearance."""
-    return list(dict.fromkeys(name for record in records for name in record.logged))

@@ -1,4 +1,5 @@
-"""The vote that ends the preparation of a step, and all that must be agreed with it.
+"""The vote that ends the preparation of a step, and all that must be agreed with it: what one rank
+says (`Ballot`), what all have said (`Vote`), and the vector between the two.
 
 One all-reduce of 64-bit integers. Every slot is non-zero on one rank only (or is a count), so the
 sum is exact whatever order the backend adds in: losses and weights travel as the bits of a
@@ -11,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from elastic.protocol.errors import PeerLost
+from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
 
@@ -49,6 +53,27 @@ class MicrobatchRecord:
     rows: np.ndarray  # int64, (micro_batch,)
     integer_hashes: tuple[int, ...]
     logged: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """What one rank says."""
+
+    records: Sequence[MicrobatchRecord]
+    """Of its own micro-batches."""
+    used: Sequence[bool]
+    """Per parameter: one of them gave it a gradient."""
+    untracked: Sequence[bool]
+    """Per buffer: one of them changed it, and it is not tracked."""
+    wants_pause: bool
+    is_saving: bool
+    wants_save: bool
+    is_finite: bool
+
+    @property
+    def log_names(self) -> list[str]:
+        """Of the logged values, each once, in order of appearance."""
+        return list(dict.fromkeys(name for record in self.records for name in record.logged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +115,19 @@ def _bits(value: float) -> int:
     return int(np.float64(value).view(np.int64))
 
 
-def encode(
-    layout: VoteLayout,
-    records: Sequence[MicrobatchRecord],
-    *,
-    used: Sequence[bool],
-    untracked: Sequence[bool],
-    wants_pause: bool,
-    is_saving: bool,
-    wants_save: bool,
-    is_finite: bool,
-) -> np.ndarray:
-    """This rank's contribution: int64, (layout.size,)."""
+def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
+    """A rank's contribution: int64, (layout.size,)."""
     vector = np.zeros(layout.size, np.int64)
     known = set(layout.log_names)
-    has_unknown = any(name not in known for r in records for name in r.logged)
-    others = (has_unknown, any(untracked), is_saving, wants_save)
-    vector[:_COUNTS] = wants_pause, not is_finite, *others
+    has_unknown = any(name not in known for r in ballot.records for name in r.logged)
+    others = (has_unknown, any(ballot.untracked), ballot.is_saving, ballot.wants_save)
+    vector[:_COUNTS] = ballot.wants_pause, not ballot.is_finite, *others
     at = _COUNTS
-    vector[at : at + layout.num_parameters] = used
+    vector[at : at + layout.num_parameters] = ballot.used
     at += layout.num_parameters
-    vector[at : at + layout.num_buffers] = untracked
+    vector[at : at + layout.num_buffers] = ballot.untracked
     table = vector[at + layout.num_buffers :].reshape(layout.num_microbatches, -1)
-    for record in records:
+    for record in ballot.records:
         assert record.weight is None or math.isfinite(record.weight)  # loss.py has checked it
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
@@ -120,6 +135,16 @@ def encode(
             is_present = name in record.logged
             row += [int(is_present), _bits(record.logged[name]) if is_present else 0]
         table[record.microbatch_id] = row
+    return vector
+
+
+def add_up(group: AnyGroup, vector: np.ndarray, device: torch.device) -> np.ndarray:
+    """The sum of all ranks' contributions. A collective. Raises PeerLost."""
+    summed = torch.from_numpy(vector).to(device)
+    group.all_reduce(summed).wait()
+    vector = summed.cpu().numpy()
+    if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
+        raise PeerLost("the generation was given up")
     return vector
 
 
