@@ -5,6 +5,7 @@ none of its parent's: it has arguments, environment, folder, files and a session
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -121,6 +122,8 @@ def main(address: str) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     assert "ray" not in sys.modules
+    gc.collect()
+    gc.freeze()  # else each child's first collection would copy the pages of all that it has
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
