@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from ray.cluster_utils import Cluster
 
+from tests.cluster.fork_server import ADDRESS, ForkServer
+from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
 from tests.cluster.shared_head import SharedHead
@@ -25,8 +26,18 @@ def ray_temp():
 
 
 @pytest.fixture(scope="session")
-def shared_head():
-    head = SharedHead()
+def fork_server():
+    """Each test process has one; who forks finds it in the environment."""
+    server = ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ADDRESS, server.address)
+        yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def shared_head(fork_server):
+    head = SharedHead(fork_server)
     yield head
     head.close()
 
@@ -90,12 +101,12 @@ def reference(request, tmp_path_factory, ray_temp):
 
 
 @pytest.fixture
-def nodes(ray_temp, monkeypatch):
+def nodes(fork_server, ray_temp, monkeypatch):
     """A head without slots, to which a test adds nodes."""
     for name, value in environment(ray_temp).items():
         monkeypatch.setenv(name, value)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
-    found = Cluster(initialize_head=True, head_node_args=head)
+    found = ForkedNodes(initialize_head=True, head_node_args=head)
     yield found
     found.shutdown()
 

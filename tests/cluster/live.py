@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.cluster.fork_server import ADDRESS, Forked, Order
+
 JOBS = Path(__file__).parent / "jobs"
 PATIENCE_S = 150.0
 
@@ -20,7 +22,11 @@ def environment(temp: Path) -> dict[str, str]:
 
 
 class LiveRun:
-    """`elastic run` in a process of its own. Use as a context manager."""
+    """`elastic run` in a process of its own. Use as a context manager.
+
+    On a Ray of its own, and on hosts, all its processes are started as a user's are. On another
+    Ray they are forked from one that has imported torch already.
+    """
 
     def __init__(self, target: str, storage: Path | str, name: str, ray_temp: Path, **options):
         self.directory = Path(storage) / name
@@ -35,18 +41,23 @@ class LiveRun:
             else:
                 arguments += [f"--{key.replace('_', '-')}", str(value)]
         self.command = [sys.executable, "-m", "elastic", *arguments]
+        self._is_forked = ADDRESS in os.environ and options.get("address", "local") != "local"
         self.env = environment(ray_temp)
         self.seen_pids: set[int] = set()
 
     def __enter__(self) -> "LiveRun":
-        self.process = subprocess.Popen(
-            self.command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.env,
-            start_new_session=True,
-        )
+        if self._is_forked and self.command[0] == sys.executable:
+            order = Order(self.command[1:], self.env, os.getcwd())
+            self.process = Forked(os.environ[ADDRESS], order)
+        else:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self.env,
+                start_new_session=True,
+            )
         return self
 
     def __exit__(self, *_) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def sibling(pid: int, title: bytes) -> int:
-    """The process of the same Ray node that is called `title`."""
+    """The process beside it that is called `title`: of its Ray node, or of its fork server."""
     found = [p for p in running() if parent(p) == parent(pid) and title in about(p, "cmdline")]
     assert len(found) == 1, found
     return found[0]

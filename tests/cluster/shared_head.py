@@ -1,15 +1,16 @@
 """A Ray head that the runs of a test process share: starting one takes longer than most runs."""
 
-import contextlib
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from ray.cluster_utils import Cluster
 
+from tests.cluster.fork_server import ForkServer
+from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.live import environment
+from tests.cluster.processes import about, parent, running
 from tests.object_store import CREDENTIALS
 
 NUM_CPUS = 12
@@ -22,7 +23,8 @@ RAY_DATA = "ray::_"
 class SharedHead:
     """Its address, and whether the runs before have left it as they found it."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
         self._temp = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {**environment(self._temp), **CREDENTIALS}.items():
@@ -30,17 +32,11 @@ class SharedHead:
             # They would have no folder of a test's TARGET, so no run could use them.
             patch.setenv("RAY_prestart_worker_first_driver", "0")
             options = {"num_cpus": NUM_CPUS, "include_dashboard": False}
-            self._cluster = Cluster(
+            self._cluster = ForkedNodes(
                 initialize_head=True,
                 head_node_args=options | {"object_store_memory": 200 * 2**20},
             )
         self.address: str = self._cluster.address
-        self._raylet: int = self._pid_of_raylet()
-
-    def _pid_of_raylet(self) -> int:
-        node = self._cluster.head_node
-        assert node is not None
-        return node.all_processes["raylet"][0].process.pid
 
     def assert_empty(self) -> None:
         """Soon: what a run's end kills is gone a moment after its driver."""
@@ -50,17 +46,13 @@ class SharedHead:
         assert found == [], f"left on the cluster: {found}"
 
     def _actors(self) -> list[str]:
-        """The titles of its processes that are actors."""
+        """The titles of the server's processes that are actors."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode()
-                is_ours = "Actor" in title and not title.startswith(RAY_DATA)
-                if parent == str(self._raylet) and is_ours:
-                    found.append(f"{title} ({entry.name})")
+        for pid in running():
+            title = about(pid, "cmdline").split(b"\0")[0].decode()
+            is_ours = "Actor" in title and not title.startswith(RAY_DATA)
+            if is_ours and parent(pid) == self._server.pid:
+                found.append(f"{title} ({pid})")
         return found
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.cluster.live import JOBS, LiveRun, assert_complete, assert_gone, environment
 
@@ -17,17 +16,10 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
 @pytest.fixture
-def cluster(ray_temp, monkeypatch):
+def cluster(nodes):
     """A head without slots and one node with one."""
-    for name, value in environment(ray_temp).items():
-        monkeypatch.setenv(name, value)
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8},
-    )
-    found.add_node(**NODE)
-    yield found
-    found.shutdown()
+    nodes.add_node(**NODE)
+    return nodes
 
 
 def other_folder(tmp_path):

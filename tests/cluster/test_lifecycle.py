@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.cluster.fork_server import Forked, Order
 from tests.cluster.live import JOBS, assert_complete, environment, leftovers
 
 pytestmark = pytest.mark.cluster
@@ -138,7 +137,9 @@ def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
         assert leftovers(pids) == []
 
 
-def test_a_users_own_loop_logs_and_evaluates_through_a_loss(tmp_path, ray_temp):
+def test_a_users_own_loop_logs_and_evaluates_through_a_loss(
+    tmp_path, ray_temp, shared_head, fork_server
+):
     """From a script: the class and the loop of `__main__` go by value."""
     script = tmp_path / "train.py"
     source = (JOBS / "toy.py").read_text()
@@ -149,39 +150,36 @@ if __name__ == "__main__":
     import sys
     result = elastic.run(
         Logging(sleep=0.01), loop=logging_loop, workers=(1, 2), steps=60, global_batch=48,
-        micro_batch=6, reduction="bitwise", storage={str(tmp_path)!r}, name=sys.argv[1],
+        micro_batch=6, reduction="bitwise", storage={str(tmp_path / "runs")!r}, name=sys.argv[1],
+        address={shared_head.address!r},
     )
     print(result.weights_sha256)
 """
     )
 
     def evaluations(name):
-        lines = (tmp_path / name / "journal.jsonl").read_text().splitlines()
+        lines = (tmp_path / "runs" / name / "journal.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]
         return [f["evaluation"] for f in found if "evaluation" in f]
 
     hashes, users, evaluated = [], [], []
     for name, kills in (("quiet", False), ("killed", True)):
-        process = subprocess.Popen(
-            [sys.executable, str(script), name],
-            env=environment(ray_temp),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        order = Order([str(script), name], environment(ray_temp), str(tmp_path))
+        process = Forked(fork_server.address, order)
         deadline = time.monotonic() + 120
         while kills:
             assert process.poll() is None, "nobody was killed"
             assert time.monotonic() < deadline, "nobody was killed"
-            status = read(tmp_path / name / "status.json")
+            status = read(tmp_path / "runs" / name / "status.json")
             if status["world_size"] == 2 and status["step"] > 10:
                 os.kill(status["workers"][0]["pid"], signal.SIGKILL)
                 break
             time.sleep(0.01)  # polling, bounded by the deadline
-        out, err = process.communicate(timeout=120)
+        process.wait(timeout=120)
+        out, err = process.communicate()
         assert process.returncode == 0, err
         hashes.append(out.splitlines()[-1])
-        metrics = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        metrics = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         users.append([json.loads(line)["user"] for line in metrics])
         evaluated.append([(e["step"], e["values"]) for e in evaluations(name)])
     assert hashes[0] == hashes[1]

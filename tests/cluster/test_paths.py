@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -61,7 +62,8 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     assert_complete(run, 12)
     plan = json.loads((run.directory / "data.json").read_text())["plan"]
     assert list(plan["files"]) == [MORE, "set/p0.parquet"]
-    packages = [p for p in ray_temp.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()]
+    session = Path(nodes.head_node.get_session_dir_path())  # earlier tests have theirs beside it
+    packages = [p for p in session.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()]
     shipped = [sorted(path.name for path in package.iterdir()) for package in packages]
     assert shipped == [["fed.py", "job.py", MORE, "set"]] * 2, "one of each start, without runs"
 

@@ -2,13 +2,12 @@
 
 import os
 import signal
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import command_of
 from tests.cluster.live import assert_complete, assert_same_bits, leftovers
+from tests.cluster.processes import parent, running
 
 pytestmark = pytest.mark.cluster
 
@@ -134,14 +133,10 @@ def test_a_frozen_holder_is_replaced_before_a_worker_needs_it(start, reference):
 
 
 def holders_of(run):
-    found = []
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if process.name.isdigit() and command_of(int(process.name)).startswith("ray::Holder"):
-                environ = (process / "environ").read_bytes().split(b"\0")
-                if f"RAY_TMPDIR={run.env['RAY_TMPDIR']}".encode() in environ:
-                    found.append(int(process.name))
-    return found
+    node = parent(run.status()["controller"]["pid"])
+    return [
+        p for p in running() if parent(p) == node and command_of(p).startswith("ray::BackupServer")
+    ]
 
 
 def unprotected(run):

@@ -3,26 +3,12 @@
 import contextlib
 
 import pytest
-from ray.cluster_utils import Cluster
 
-from tests.cluster.live import JOBS, LiveRun, assert_same_bits, environment, leftovers
+from tests.cluster.live import JOBS, LiveRun, assert_same_bits, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
-
-
-@pytest.fixture
-def cluster(ray_temp, monkeypatch):
-    """A head without slots, for the controller."""
-    for name, value in environment(ray_temp).items():
-        monkeypatch.setenv(name, value)
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8},
-    )
-    yield found
-    found.shutdown()
 
 
 def spoil(checkpoints) -> int:
@@ -36,17 +22,17 @@ def spoil(checkpoints) -> int:
 
 @pytest.mark.parametrize("parallel", ["fsdp", "fsdp-grad-op", "hsdp:2"])
 def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
-    cluster, tmp_path, ray_temp, reference, parallel
+    nodes, tmp_path, ray_temp, reference, parallel
 ):
     """No checkpoint can be read, so nobody does."""
-    nodes = [cluster.add_node(**NODE) for _ in range(3)]
+    added = [nodes.add_node(**NODE) for _ in range(3)]
     options = {"steps": 300, "set": ["sleep=0.01"], "workers": "2..6", "parallel": parallel}
     options |= {"checkpoint_every": 3}
     target = f"{JOBS / 'toy.py'}:Toy"
-    with LiveRun(target, tmp_path, "run", ray_temp, address=cluster.address, **options) as run:
+    with LiveRun(target, tmp_path, "run", ray_temp, address=nodes.address, **options) as run:
         run.wait_for(lambda s: s["world_size"] == 6 and s["step"] > 9)
         assert spoil(run.directory / "checkpoints")
-        cluster.remove_node(nodes[1], allow_graceful=False)
+        nodes.remove_node(added[1], allow_graceful=False)
         run.wait_for(lambda s: s["world_size"] == 4 and s["phase"] == "running")
         end = run.finish()
         pids = run.seen_pids
