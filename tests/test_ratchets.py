@@ -1,4 +1,4 @@
-"""What may only get better: cycles, upward imports, long signatures, wide classes, packed tuples.
+"""What may only get better: upward imports, long signatures, wide classes, packed tuples.
 
 Each count is today's. Whoever mends one lowers its number here; none is ever raised.
 """
@@ -14,14 +14,13 @@ from tests.test_architecture import FILES, ROOT, module_of, named
 
 MAX_POSITIONAL, MAX_ATTRIBUTES = 6, 15
 ORDER = (
-    *("distributed", "reduction", "step", "train_state", "health", "backup", "membership"),
-    *("checkpoint", "data", "resharding", "parallel"),
+    *("distributed", "reduction", "step", "train_state", "checkpoint", "backup", "resharding"),
+    *("data", "parallel", "health", "membership"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
-NUM_UPWARD = 23
-CYCLES = {"elastic": 0, "workers": 2}
+NUM_UPWARD = 18
 LONG_SIGNATURES = {"elastic": 0, "workers": 10}
-WIDE_CLASSES = {"elastic": 11, "workers": 9}
+WIDE_CLASSES = {"elastic": 11, "workers": 8}
 PACKED_TUPLES = {"elastic": 0, "workers": 9}
 
 
@@ -116,10 +115,7 @@ def packed(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[int]:
 
 
 def test_no_module_imports_itself_over_others():
-    found = cycles({module: imported(module) for module in MODULES})
-    for room, most in CYCLES.items():
-        there = [sorted(group) for group in found if any(m.startswith(room) for m in group)]
-        assert len(there) <= most, there
+    assert cycles({module: imported(module) for module in MODULES}) == set()
 
 
 def test_folders_of_workers_import_downwards():
