@@ -5,7 +5,7 @@ Reading the journal's file is not done here (elastic/store).
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from elastic.control import commands, events, state
 from elastic.control.commands import Command
@@ -57,9 +57,15 @@ class Mismatch:
         )
 
 
-JOURNAL_TYPES: Registry = registry(
+def limits_of(**fields: Any) -> Limits:
+    """As a journal has them, also one of before `is_whole`."""
+    if "is_sharded" in fields:
+        fields["is_whole"] = not fields.pop("is_sharded")
+    return Limits(**fields)
+
+
+_CLASSES = registry(
     Membership,
-    Limits,
     Ledger,
     state.Save,
     state.Notice,
@@ -70,6 +76,7 @@ JOURNAL_TYPES: Registry = registry(
     Entry,
     *(c for union in (state.Phase, events.Event, commands.Command) for c in get_args(union)),
 )
+JOURNAL_TYPES: Registry = {**_CLASSES, "Limits": limits_of}
 """For `elastic.protocol.encoding.decode`."""
 
 

@@ -45,6 +45,14 @@ def test_a_lost_worker_s_story_ends_with_its_loss_and_the_reason():
     assert loss.reason.endswith(", 1 of 2 left, min 2, budget 1/8")
 
 
+def test_the_journal_of_an_earlier_version_is_decided_as_it_was(tmp_path, capsys):
+    """Its limits have a field that is another one now."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "journal.jsonl").write_bytes(JOURNAL.read_bytes())
+    assert main(["replay", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("every decision is the same again\n")
+
+
 def test_it_is_printed_a_line_each(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "journal.jsonl").write_bytes(JOURNAL.read_bytes())
