@@ -19,7 +19,7 @@ ORDER = (
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
 NUM_UPWARD = 18
-LONG_SIGNATURES = {"elastic": 0, "workers": 10}
+LONG_SIGNATURES = {"elastic": 0, "workers": 9}
 WIDE_CLASSES = {"elastic": 11, "workers": 8}
 PACKED_TUPLES = {"elastic": 0, "workers": 9}
 
