@@ -26,6 +26,7 @@ class Done:
 class Flat:
     """The collectives of flat tensors, by those of lists."""
 
+    is_abandoned = False
     _rank: int
     _size: int
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.protocol.errors import PeerLost
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
@@ -114,12 +115,13 @@ def build(
     reduction: str = "bitwise",
     workload: Work | None = None,
     open_backup: Callable[[], Backup] = NoBackup,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Any:
     """The strategy of a loading worker, which stands for the initial state."""
     torch.set_num_threads(1)
     config = spec(parallel, reduction, **options)
-    strategy = build_strategy(workload or Work(), config, CPU, open_backup)
+    strategy = build_strategy(workload or Work(), config, device, open_backup)
     if isinstance(strategy, Sharded):
         strategy.holding = Ownership("initial")
     return strategy
@@ -141,8 +143,9 @@ def enter(
     step: int,
     catalogue: Catalogue | None = None,
     generation: int = 1,
+    device: torch.device = CPU,
 ) -> Entered:
-    pieces = Pieces(group, CPU, lambda: None, round_s=30.0)
+    pieces = Pieces(group, device, lambda: None, round_s=30.0)
     return strategy.enter(formed(group, step, catalogue, generation, pieces))
 
 
@@ -163,6 +166,8 @@ def train(
     reduction: str = "bitwise",
     work: Work | None = None,
     after_step: Callable[[TrainState], None] = lambda train_state: None,
+    device: torch.device = CPU,
+    seed: Callable[[int, int, int], None] = seed_microbatch,
 ) -> None:
     """As a session does it, with a vote of what was used."""
     train_state, work = strategy.train_state, work or Work()
@@ -183,26 +188,30 @@ def train(
                 continue
             i = ids[index]
             train_state.buffers.begin_microbatch()
-            seed_microbatch(3, train_state.step, i)
-            loss = train_state.model(work.batch(train_state.step, i), i).square().mean()
+            seed(3, train_state.step, i)
+            batch = work.batch(train_state.step, i).to(device)
+            loss = train_state.model(batch, i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()
             reducer.after_backward(i, train_state.buffers.end_microbatch())
         train_state.casting.restore()
         reduced = reducer.finish()
         strategy.before_vote()
-        is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64)
+        is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64, device=device)
         group.all_reduce(is_bad).wait()
-        assert train_state.loss_scale or not is_bad.item()
-        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
+        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64, device=device)
         group.all_reduce(used).wait()
+        should_skip, all_used = is_bad.item(), [bool(u) for u in used.tolist()]
+        if group.is_abandoned:  # as workers/step/ballot.py: what was read may be garbage
+            raise PeerLost("the generation was given up")
+        assert train_state.loss_scale or not should_skip
         strategy.apply(
             Update(
                 step=train_state.step + 1,
-                is_finite=not is_bad.item(),
+                is_finite=not should_skip,
                 divisor=float(NUM_MICROBATCHES),
                 num_microbatches=NUM_MICROBATCHES,
-                used=tuple(bool(u) for u in used.tolist()),
+                used=tuple(all_used),
                 gradients=reduced.gradients,
                 buffers=reduced.buffers,
                 integers=tuple(train_state.buffers.integers),

@@ -1,0 +1,23 @@
+"""Every test begins with a device that nothing has been asked of."""
+
+import pytest
+import torch
+
+from tests.device import device
+
+
+@pytest.fixture(autouse=True)
+def fresh_device():
+    """What the test has not looked at itself must have been in order.
+
+    Module.to() makes new parameters for a device of PrivateUse1, and tied ones come apart; on a GPU
+    they stay, as they do here where they are swapped.
+    """
+    torch.set_num_threads(1)
+    device.reset()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    device.release()
+    device.check()
+    device.reset()

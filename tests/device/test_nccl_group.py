@@ -1,0 +1,200 @@
+"""The manners of NCCL that the group of simulated devices has."""
+
+import time
+
+import pytest
+import torch
+from torch.distributed import DistBackendError
+
+from tests.device import device
+from tests.device.ranks import Meeting, all_good, run_ranks
+
+
+def connected(rank, meeting, world_size=2):
+    nccl = meeting.nccl(rank, world_size)
+    nccl.eager_connect_single_device(torch.device("sim", rank))
+    return nccl
+
+
+def on(rank, *values):
+    return torch.tensor(values).to(torch.device("sim", rank))
+
+
+def test_collectives_give_what_nccl_gives():
+    def body(rank, meeting):
+        nccl, found = connected(rank, meeting, 3), {}
+        total = on(rank, 1.0, 2.0 * rank)
+        nccl.allreduce([total]).wait()
+        found["sum"] = total.tolist()
+        rows = [on(rank, 0.0) for _ in range(3)]
+        nccl.allgather([rows], [on(rank, float(rank))]).wait()
+        found["rows"] = [row.item() for row in rows]
+        flat = on(rank, 0, 0, 0)
+        nccl._allgather_base(flat, on(rank, rank)).wait()
+        found["flat"] = flat.tolist()
+        sent = torch.arange(9.0).to(total.device) + 10 * rank
+        cut = [1, 3, 5]
+        received = torch.empty(3 * cut[rank], device=total.device)
+        nccl.alltoall_base(received, sent, [cut[rank]] * 3, cut).wait()
+        found["all_to_all"] = received.tolist()
+        part = on(rank, 0.0)
+        nccl._reduce_scatter_base(part, on(rank, 1.0, 2.0, 3.0)).wait()
+        found["scattered"] = part.item()
+        told = on(rank, 5.0 if rank == 0 else 0.0)
+        nccl.broadcast([told]).wait()
+        found["told"] = told.item()
+        return found
+
+    for rank, found in enumerate(all_good(run_ranks(3, body))):
+        cut, start = [1, 3, 5][rank], [0, 1, 4][rank]
+        assert found == {
+            "sum": [3.0, 6.0],
+            "rows": [0.0, 1.0, 2.0],
+            "flat": [0, 1, 2],
+            "all_to_all": [10.0 * r + start + i for r in range(3) for i in range(cut)],
+            "scattered": 3.0 * (rank + 1),
+            "told": 5.0,
+        }
+
+
+def test_a_wait_orders_the_stream_and_the_host_goes_on():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        if rank == 1:
+            device.slow("nccl:", 0.5, device=1)
+        value = on(rank, 1.0)
+        began = time.monotonic()
+        work = nccl.allreduce([value])
+        work.wait()
+        twice = value * 2
+        host_s = time.monotonic() - began
+        return host_s, work.is_completed() and rank == 1, twice.item()
+
+    for host_s, was_done, value in all_good(run_ranks(2, body)):
+        assert host_s < 0.3
+        assert not was_done
+        assert value == 4
+
+
+def test_a_result_that_is_read_without_a_wait_is_a_race():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        value = on(rank, 1.0)
+        work = nccl.allreduce([value])
+        other = value + 1
+        work.wait()
+        torch.sim.synchronize()
+        return other.device
+
+    all_good(run_ranks(2, body))
+    found = device.races()
+    assert len(found) == 2
+    assert all("nccl:all_reduce wrote" in race for race in found)
+
+
+def test_an_abort_leaves_garbage_and_no_error():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        if rank == 1:
+            return None  # it is gone
+        value = on(rank, 1.0)
+        work = nccl.allreduce([value])
+        work.wait()
+        nccl.abort()
+        (read,) = value.view(torch.int32).tolist()
+        with pytest.raises(DistBackendError, match="aborted"):
+            nccl.allreduce([value])
+        return read & 0xFFFFFFFF, work.exception()
+
+    assert run_ranks(2, body)[0] == (0xA5A5A5A5, None)
+
+
+def test_a_host_that_is_stuck_in_a_read_is_woken_by_the_abort():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        if rank == 1:
+            return None
+        value = on(rank, 1.0)
+        nccl.allreduce([value]).wait()
+        with device.before_host_waits(lambda index, reason: nccl.abort()):
+            return value.item()
+
+    assert abs(run_ranks(2, body)[0]) < 1e-10
+
+
+def test_a_lost_peer_is_noticed_asynchronously_and_ends_nothing():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        if rank == 1:
+            return None
+        value = on(rank, 1.0)
+        work = nccl.allreduce([value])
+        before = work.exception()
+        nccl.lose_peer(1)
+        found = before, str(work.exception()), work.is_completed()
+        nccl.abort()
+        return found
+
+    before, after, is_completed = run_ranks(2, body)[0]
+    assert before is None
+    assert "ncclRemoteError" in after
+    assert not is_completed
+
+
+def test_tensors_of_the_host_and_gaps_are_refused():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        with pytest.raises(ValueError, match="must be CUDA and dense"):
+            nccl.allreduce([torch.ones(2)])
+        with pytest.raises(ValueError, match="must be contiguous"):
+            nccl.allreduce([torch.ones(2, 2, device=torch.device("sim", rank)).t()[:1]])
+
+    all_good(run_ranks(2, body))
+
+
+def test_forming_waits_for_an_absent_peer_until_it_is_aborted():
+    nccl = Meeting().nccl(0, 2)
+    began = time.monotonic()
+    nccl.begin_connect(torch.device("sim", 0))
+    time.sleep(0.2)
+    assert not nccl.is_initialized
+    nccl.abort()
+    nccl.connecting.join(1)
+    assert not nccl.connecting.is_alive()
+    assert time.monotonic() - began < 1
+
+
+def test_results_that_are_held_come_when_they_are_let_go():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        nccl.hold(True)
+        value = on(rank, 1.0)
+        work = nccl.allreduce([value])
+        held = work.is_completed()
+        nccl.hold(False)
+        work.wait()
+        return held, value.item()
+
+    assert run_ranks(2, body) == [(False, 2.0)] * 2
+
+
+def test_ranks_that_launch_different_collectives_are_told_of():
+    def body(rank, meeting):
+        nccl = connected(rank, meeting)
+        value = on(rank, 1.0)
+        if rank == 0:
+            nccl.allreduce([value])
+        else:
+            nccl._allgather_base(on(rank, 0.0, 0.0), value)
+        deadline = time.monotonic() + 10
+        found = []
+        while not found and time.monotonic() < deadline:
+            found = device.desyncs()
+        nccl.abort()
+        return found
+
+    found = [text for texts in run_ranks(2, body) for text in texts]
+    assert found
+    assert "all_reduce of 4 bytes" in found[0]
+    assert "all_gather of 4 bytes" in found[0]
+    device.desyncs()
