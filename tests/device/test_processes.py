@@ -16,7 +16,7 @@ DEADLINE_S = 120.0
 
 def connected(rank, port):
     def connect():
-        timeout = timedelta(seconds=0.2)
+        timeout = timedelta(seconds=20)
         return TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
 
     device = torch.device("sim", 0)
