@@ -202,7 +202,7 @@ def train(
         used = torch.tensor(reducer.has_gradient(), dtype=torch.int64, device=device)
         group.all_reduce(used).wait()
         should_skip, all_used = is_bad.item(), [bool(u) for u in used.tolist()]
-        if group.is_abandoned:  # as workers/step/ballot.py: what was read may be garbage
+        if group.is_abandoned:  # as in a vote: what was read may be garbage
             raise PeerLost("the generation was given up")
         assert train_state.loss_scale or not should_skip
         strategy.apply(
