@@ -1,6 +1,7 @@
 """Ranks as real processes with the group that a generation has
 (workers/distributed/process_group.py)."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,23 @@ class Ranks:
         """Wait until the test has done something."""
         self._sender.send(PAUSED)
         self._store().wait([f"resume/{self.index}"])
+
+    def tell(self, result: Any) -> None:
+        """What the test gets of this process, which is about to be killed."""
+        self._sender.send(result)
+
+    def say(self, word: str) -> None:
+        """To all that `hear` it."""
+        self._store().set(f"word/{word}", "")
+
+    def hear(self, word: str, react: Callable[[], None]) -> None:
+        """In a thread, as a worker hears its controller, once somebody has said it."""
+
+        def wait() -> None:
+            self._store().wait([f"word/{word}"])
+            react()
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def meet(self, members: list[int]) -> None:
         """Wait for these, once, without a collective."""
