@@ -33,6 +33,7 @@ RECOVERY = "elastic/control/recovery.py"
 CAPACITY = "elastic/control/scaling.py"
 COMMITS = "elastic/on_ray/commits.py"
 CLUSTER = "elastic/on_ray/cluster.py"
+MACHINE = "workers/membership/machine.py"
 MEMBER = "workers/membership/member.py"
 WORKER = "workers/worker.py"
 SHARDED = "workers/parallel/sharded.py"
@@ -61,9 +62,9 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of a generation are taken for those of the next",
-        MEMBER,
-        "        self.prepared = None\n        self.train_state.forget_unagreed()\n",
-        "        self.train_state.forget_unagreed()\n",
+        MACHINE,
+        "    state = replace(state, is_prepared=False)\n    return Outcome(state, (leave,",
+        "    return Outcome(state, (leave,",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -83,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "saves outlive their generation",
         MEMBER,
-        "        self.group = None\n        self.saver.give_up(self.generation - 1)\n",
-        "        self.group = None\n",
+        "        self.saver.give_up(form.generation - 1)\n",
+        "",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -237,8 +238,8 @@ MUTATIONS = (
     Mutation(
         "what a worker knew before it fell back goes on record",
         MEMBER,
-        "            self.records.forget()\n            self.standing",
-        "            self.standing",
+        "                self.records.forget()\n            case a.LoadState",
+        "            case a.LoadState",
         "tests/workers/test_entering.py",
     ),
     Mutation(

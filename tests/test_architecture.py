@@ -152,7 +152,13 @@ def test_every_room_exists():
 
 
 @pytest.mark.parametrize(
-    "module", ["elastic", "elastic.controller.loop", "elastic.control.transition"]
+    "module",
+    [
+        "elastic",
+        "elastic.controller.loop",
+        "elastic.control.transition",
+        "workers.membership.machine",
+    ],
 )
 def test_importing_it_loads_neither_ray_nor_torch(module: str):
     code = f"import sys, {module}; print([m for m in ('ray', 'torch') if m in sys.modules])"
@@ -160,6 +166,21 @@ def test_importing_it_loads_neither_ray_nor_torch(module: str):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+MACHINE = tuple(
+    f"workers/membership/{name}.py" for name in ("machine", "state", "events", "actions")
+)
+
+
+@pytest.mark.parametrize("path", MACHINE)
+def test_the_machine_of_a_worker_decides_from_values_alone(path: str):
+    """No torch, no thread, no clock, no I/O: the simulation drives what workers run."""
+    pure = {"dataclasses", "enum", "typing", "workers.membership"}
+    pure |= {path.removesuffix(".py").replace("/", ".") for path in MACHINE}
+    for imported in imports(ROOT / path):
+        is_pure = imported.name in pure or imported.name.startswith("elastic.protocol.")
+        assert is_pure, f"{path}:{imported.line} imports {imported.name}"
 
 
 def test_run_config_has_few_fields_each_explained():

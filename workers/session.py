@@ -23,6 +23,7 @@ from workers.data.supply import AnyLoader
 from workers.distributed.exchange import gather_json
 from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
+from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import evaluation
@@ -227,6 +228,7 @@ class Step:
 
     def __enter__(self) -> "Step":
         self._session._open = self
+        self._member.move_loop(Loop.STEP)
         self._session.attempted_step = self._from_step + 1
         self._carried = dict(self._session._logged)  # logged since the step before
         self._began = time.perf_counter()
@@ -242,6 +244,13 @@ class Step:
         traceback: TracebackType | None,
     ) -> bool:
         self._session._open = None
+        try:
+            return self._end(error)
+        finally:
+            self._member.move_loop(Loop.OUTSIDE)
+
+    def _end(self, error: BaseException | None) -> bool:
+        """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
         self._member.train_state.casting.restore()
         is_swallowed = error is None and not self.committed and self._member.is_cancelled
@@ -252,7 +261,7 @@ class Step:
             self._member.records.go_back(self._member.train_state.step)  # it broke in the apply
             if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
-                self._member.wait_for_generation(is_in_step=True)
+                self._member.wait_for_generation()
             self.committed = self._member.train_state.step > self._from_step
             if self.committed:
                 self._session.forget_logged()
@@ -405,11 +414,11 @@ class Step:
             contribution = encode(layout, ballot)
             step_s = time.perf_counter() - self._began
             prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
-            member.prepared = prepared
+            member.prepare(prepared)
             vector = add_up(group, contribution, member.device)
             vote = decode(layout, vector)
             if vote.untracked_buffers:  # all ranks see it: repeat the step with them
-                member.prepared = None
+                member.drop_gradients()
                 names = train_state.buffers.names
                 train_state.buffers.track(names[i] for i in vote.untracked_buffers)
                 raise Repeated
@@ -426,7 +435,7 @@ class Step:
         train_state = member.train_state
         if train_state.skipped_in_a_row < train_state.max_nonfinite:
             return
-        member.prepared = None  # the run stops with this step: nobody rolls forward to it
+        member.drop_gradients()  # the run stops with this step: nobody rolls forward to it
         if vote.divisor == 0:
             train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
         elif not inspection.is_on:

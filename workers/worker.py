@@ -38,6 +38,7 @@ from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
 from workers.loop import fit
+from workers.membership.events import Loop
 from workers.membership.link import Address, ControllerLink, leave
 from workers.membership.member import Member
 from workers.membership.state_stream import PeerServer
@@ -140,7 +141,7 @@ class Worker:
 
     def _on_command(self, command: Command) -> None:
         if self._member is not None:
-            self._member.interrupt(command)
+            self._member.hear(command)
 
     def _introduce(self, controller: Address) -> r.Introduction:
         """To a controller that has taken over; in the link's thread."""
@@ -151,9 +152,17 @@ class Worker:
         self._notice.repeat()
         member = self._member
         member.evaluated.say(member.rank)
-        kind = member.standing.kind(is_cancelled=member.is_cancelled)
-        told = member.standing.told
-        return r.Introduction(kind, before, *told, member.step, self._process())
+        standing = member.standing
+        told, process = standing.word.told, self._process()
+        return r.Introduction(
+            standing.kind,
+            before,
+            told.generation,
+            told.rank,
+            told.world_size,
+            standing.step,
+            process,
+        )
 
     def _say_notice(self, notice_s: float) -> None:
         self._link.send(r.DrainNotice("SIGTERM", notice_s))
@@ -213,6 +222,7 @@ class Worker:
             on_load=self._load,
             on_log_to=self._log_to,
             on_finish=self._finish,
+            is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send(r.Ready(self._process()))
@@ -225,20 +235,18 @@ class Worker:
         assert member is not None
         while True:  # a loss may ask for one more generation, in which there is nothing to do,
             if self._replica.step < self._returned_at:  # or, after a roll back, steps to do again
-                member.is_done = False
+                member.move_loop(Loop.OUTSIDE)
                 self._vitals.enter("user")
                 try:
                     loop(session)
                 except RolledBack:
                     continue
-                member.is_done, self._returned_at = True, self._replica.step
+                self._returned_at = self._replica.step
                 if not member.has_joined:
                     raise RuntimeError(
                         "the training loop returned without a step; loop over next_step()"
                     )
-            member.wait_for_copies()
-            self._link.send(r.Done(member.generation, member.rank, self._replica.step))
-            member.wait_for_generation()
+            member.returned()
 
     def _wake(self) -> None:
         if self._member is not None:

@@ -44,6 +44,8 @@ class Commits:
         """Some of the steps may have been said before."""
         self.keep_vote(report.steps[-1]["metrics"]["step"], report.vote, report.payload)
         generation = report.generation
+        if generation > self._given_up:  # whoever says Joined later does not begin it again
+            self.formed = max(self.formed, generation)
         if not report.world_size or generation == self._ending:  # no loss of one takes it along
             for line in report.steps:
                 self._record(generation, line)

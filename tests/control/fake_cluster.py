@@ -1,196 +1,152 @@
-"""An in-memory cluster of honest workers: obeys commands, delivers events in a seeded order.
+"""An in-memory cluster: shipped controller and shipped workers, over a fake network and clock.
 
-Commands and events are first in, first out per worker and in any order across workers. Workers
-compute, reduce, vote and commit one by one, so that a kill leaves them where a real one would.
-The cluster asserts on the way what no decision may ever violate.
+Messages are in order per worker and direction, late by any time, in any order across workers; a
+link that breaks passes all of it later. A new controller hears an introduction first: what was on
+the wire before is lost, and some things are said again. The cluster asserts on the way what no
+decision may ever violate.
 """
 
 import random
 from collections import deque
 from dataclasses import replace
+from typing import Any, TypeAlias
 
-from elastic.control.commands import (
-    Abort,
-    Checkpoint,
-    Command,
-    Discard,
-    Finish,
-    Form,
-    Keep,
-    Load,
-    Pause,
-    Publish,
-    Recall,
-    Retire,
-    Spawn,
-    Sync,
-)
-from elastic.control.events import (
-    Adopted,
-    CollectiveFailed,
-    Committed,
-    Done,
-    DrainNotice,
-    Ended,
-    Event,
-    Joined,
-    Kept,
-    Loaded,
-    PartFailed,
-    PartSaved,
-    Paused,
-    StopRequested,
-    Suspended,
-    Synced,
-    SyncFailed,
-    Tick,
-    UserFailed,
-    WorkerLost,
-    WorkerReady,
-)
+from elastic.control import commands as c
+from elastic.control import events as ev
+from elastic.control.commands import interruption
+from elastic.control.events import event_of
 from elastic.control.standing import Standing
-from elastic.protocol.membership import Membership
-from tests.control.fake_worker import Faults, Group, Worker
+from elastic.on_ray.commits import Commits
+from elastic.on_ray.evaluations import Evaluations
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages import to_worker as t
+from tests.control.fake_group import Group
+from tests.control.fake_process import Copied, Process
+from tests.control.faults import BURST_TURNS, LATE_S, Faults
 
 AT_REST = ("idle", "suspended", "paused", "done")
-BURST_TURNS = 60
-LATE_S = (1.0, 5.0, 70.0)
-"""After so long a loss may be heard."""
+CUT_S = (0.05, 0.5, 2.0)
+Interruption: TypeAlias = c.Pause | c.Checkpoint | c.Keep | c.Abort | c.Recall
 
 
 class FakeCluster:
+    is_whole = True
+    """Every member holds the whole state."""
+
     def __init__(self, seed: int, steps: int, faults: Faults) -> None:
         self.rng, self.steps, self.faults = random.Random(seed), steps, faults
         self.now = 0.0
-        self.workers: dict[int, Worker] = {}
-        self.outbox: dict[int, deque[tuple[Event, int]]] = {}  # with the sender's state
-        self.news: list[tuple[float, Event]] = []  # from outside the workers: (not before, event)
-        self.pending: deque[int] = deque()  # spawned, no slot yet
+        self.workers: dict[int, Process] = {}
+        self.news: list[tuple[float, ev.Event]] = []
+        """From outside the workers: (not before, event)."""
+        self.to_emit: deque[ev.Event] = deque()
+        self.pending: deque[int] = deque()
+        """Spawned, no slot yet."""
         self.groups: dict[int, Group] = {}
-        self.generation = 0  # the highest that anybody alive was told of
-        self.newest = -1  # the highest number of a worker
-        self.recalled: set[int] = set()  # generations that are never to form
-        self.votes: dict[tuple[int, int], int] = {}  # (generation, step) -> state, as heard
-        self.heard_step = 0  # highest that the ledger has called committed
+        self.generation = 0
+        """The highest that anybody alive was told of."""
+        self.newest = -1
+        """The highest number of a worker."""
+        self.recalled: set[int] = set()
+        """Generations that are never to form."""
+        self.untold: c.Form | None = None
+        """What waits for its rendezvous."""
+        self.commits, self.evaluations = Commits(self.record), Evaluations(lambda _: None)
+        self.votes: dict[tuple[int, int], int] = {}
+        """(generation, step) -> state, as heard."""
+        self.recorded = self.recorded_generation = self.loaded = 0
+        self.loading: int | None = None
+        self.heard_step = 0
+        """The highest that the ledger has called committed."""
         self.falls = 0
-        self.published: list[int] = []  # steps of checkpoints
+        self.published: list[int] = []
         self.dropped: set[tuple[int, int]] = set()
-        self.num_adopted = 0
+        self.num_adopted = self.rollbacks = self.returns = 0
         self.retired: set[int] = set()
-        self.trace: list[Command] = []
+        self.trace: list[c.Command] = []
         self.has_drains = faults.drains > 0
-        self.kept: dict[int, int] = {}  # step -> state, saved for those who leave
-        self.close_turns = 0  # so many more, a fault has company
+        self.kept: dict[int, int] = {}
+        """Step -> state, saved for those who leave."""
+        self.states: dict[int, set[int]] = {}
+        """Step -> states that somebody has committed, of those on record."""
+        self.close_turns = 0
+        """So many more, a fault has company."""
         if faults.stop_at is not None:
-            self.news.append((faults.stop_at, StopRequested("SIGINT", faults.stop_at)))
+            self.news.append((faults.stop_at, ev.StopRequested("SIGINT", faults.stop_at)))
 
-    # --- commands -----------------------------------------------------------------
-    def execute(self, command: Command) -> None:
+    def spawned(self, number: int) -> Process:
+        return Process(number, self)
+
+    # --- commands ------------------------------------------------------------------------
+    def execute(self, command: c.Command) -> None:
         self.trace.append(command)
         match command:
-            case Spawn(workers):
+            case c.Spawn(workers):
                 assert workers[0] > self.newest, "a number is given again"
                 self.newest = workers[-1]
                 self.pending.extend(workers)
-            case Retire(workers):
+            case c.Retire(workers):
                 self.retire(workers)
-            case Load(worker) | Sync(worker=worker):
-                self.workers[worker].inbox.append(command)
-            case Form():
+            case c.Load(worker):
+                self.loading = worker
+                self.tell(worker, t.Load("/run", self.recorded))
+            case c.Sync(worker, source):
+                is_there = source in self.workers and self.workers[source].is_up
+                self.tell(worker, t.Sync(source, ("w", source) if is_there else None))
+            case c.Form():
                 self.form(command)
-            case Recall():
-                self.recall(command)
-            case Publish() | Discard():
+            case c.Publish() | c.Discard():
                 self.conclude_save(command)
-            case (
-                Finish(membership)
-                | Pause(membership)
-                | Abort(membership)
-                | Keep(membership)
-                | Checkpoint(membership)
-            ):
-                if isinstance(command, Finish):
-                    self.begin_end(membership)
-                assert membership.generation == self.generation
-                for number in membership.workers:
-                    self.workers[number].inbox.append(command)
+            case c.Pause() | c.Checkpoint() | c.Keep() | c.Abort() | c.Recall():
+                self.interrupt(command)
+            case c.Finish():
+                self.finish(command)
 
-    def recall(self, command: Recall) -> None:
-        membership = command.membership
-        assert membership.generation > self.generation
-        self.generation = membership.generation
-        self.recalled.add(self.generation)
-        members = [self.workers[w] for w in membership.workers]
-        self.groups[self.generation] = Group(members, is_broken=True)
-        for w in members:
-            w.aborted = self.generation
-            w.inbox.append(command)
+    def tell(self, worker: int, command: t.Command) -> None:
+        self.workers[worker].wire.append(command)
 
-    def begin_end(self, membership: Membership) -> None:
+    def interrupt(self, command: Interruption) -> None:
+        membership, generation = command.membership, command.membership.generation
+        if isinstance(command, c.Recall):
+            assert generation > self.generation
+            self.generation = generation
+            self.recalled.add(generation)
+            self.groups[generation] = Group([self.workers[w] for w in membership.workers])
+        assert generation == self.generation
+        is_unheard = self.untold is not None
+        if isinstance(command, c.Abort | c.Recall):
+            self.untold = None
+            self.commits.give_up(generation)
+        for rank, number in enumerate(membership.workers):
+            self.tell(number, interruption(command, rank, is_unheard=is_unheard))
+
+    def finish(self, command: c.Finish) -> None:
         """By the members of the generation at work, or of a new one."""
+        membership = command.membership
+        generation, size = membership.generation, membership.world_size
         members = [self.workers[w] for w in membership.workers]
-        if membership.generation == self.generation:
-            assert members == self.groups[self.generation].members
-        assert membership.generation >= self.generation, "a generation repeats"
-        self.generation = membership.generation
+        if generation == self.generation:
+            assert members == self.groups[generation].members
+        assert generation >= self.generation, "a generation repeats"
+        self.generation = generation
+        self.groups.setdefault(generation, Group(members))
+        self.commits.end(generation)
+        for rank, w in enumerate(members):
+            told = t.Finish(generation, rank, size, command.outcome, None, self.recorded)
+            self.tell(w.number, told)
 
-    def conclude_save(self, command: Publish | Discard) -> None:
+    def conclude_save(self, command: c.Publish | c.Discard) -> None:
         save = command.generation, command.step
-        if isinstance(command, Discard):  # perhaps again, for the part of a rank that was late
+        if isinstance(command, c.Discard):  # perhaps again, for the part of a rank that was late
             self.dropped.add(save)
             return
         assert save not in self.dropped or self.num_adopted, "it was discarded"
         group = self.groups[command.generation]
         assert group.saved[command.step] == set(range(len(group.members))), command
         self.published.append(command.step)
-
-    def lose_controller(self) -> Adopted:
-        """Its memory is gone, and the reports that were on their way to it."""
-        self.num_adopted += 1
-        self.close_turns = BURST_TURNS
-        self.votes.clear()
-        self.pending.clear()
-        standings: list[Standing] = []
-        everybody = sorted(self.workers.items())
-        if self.faults.slow_takeover:
-            self.rng.shuffle(everybody)
-        for number, w in everybody:
-            self.go_on_alone()
-            if not w.is_alive or w.is_stuck:
-                w.is_alive = False  # what does not answer is ended
-                continue
-            if not w.is_up:
-                standings.append(Standing(number, "starting"))
-                continue
-            box = self.outbox.setdefault(number, deque())
-            for _ in range(self.rng.randint(0, len(box))):
-                box.popleft()
-            standings.append(self.introduce(w))
-        standings.sort(key=lambda s: s.worker)
-        known = {s.worker for s in standings}
-        self.news = [
-            (at, e) for at, e in self.news if not isinstance(e, WorkerLost) or e.worker in known
-        ]
-        self.outbox = {n: box for n, box in self.outbox.items() if n in known}
-        told = [w.newest_membership for w in self.workers.values() if w.number in known]
-        self.generation = max((m.generation for m in told if m), default=0)
-        return Adopted(tuple(standings), self.now, self.newest)
-
-    def go_on_alone(self) -> None:
-        """Without a controller, until the next worker has found its successor."""
-        for _ in range(self.rng.randint(0, 25) if self.faults.slow_takeover else 0):
-            self.now += 0.002
-            self.go_wrong()
-            self.advance_one()
-
-    def introduce(self, w: Worker) -> Standing:
-        told, kind = w.newest_membership, w.kind
-        if told is None:
-            return Standing(w.number, kind, step=w.step)
-        if kind == "working" and w.rank == 0 and w.step > 0:
-            self.send(w, Committed(told.generation, w.step, 0.1, self.now))
-        rank = told.rank_of(w.number)
-        return Standing(w.number, kind, told.generation, rank, told.world_size, w.step)
+        for w in self.workers.values():
+            if w.last_part is not None and w.last_part.step == command.step:
+                w.last_part = None
 
     def retire(self, workers: tuple[int, ...]) -> None:
         self.retired |= set(workers)
@@ -200,7 +156,8 @@ class FakeCluster:
             elif number in self.pending:
                 self.pending.remove(number)
 
-    def form(self, command: Form) -> None:
+    # --- forming -------------------------------------------------------------------------
+    def form(self, command: c.Form) -> None:
         membership, before = command.membership, self.generation
         assert membership.generation > before
         assert membership.generation == before + 1 or self.num_adopted
@@ -209,47 +166,93 @@ class FakeCluster:
         self.groups[self.generation] = Group(members)
         self.check_form(command, members, before)
         self.heard_step = command.step
-        for w in members:
-            w.inbox.append(command)
+        self.recorded = min(self.recorded, command.step)
+        self.evaluations.go_back(command.step)
+        if self.rng.random() < 0.9:
+            self.tell_form(command)
+        else:  # it waits for its rendezvous
+            self.untold = command
 
-    def check_form(self, command: Form, members: list[Worker], before: int) -> None:
+    def tell_form(self, form: c.Form) -> None:
+        membership, self.untold = form.membership, None
+        for rank, worker in enumerate(membership.workers):
+            is_rolling = worker in form.roll_forward
+            vote, _ = self.commits.vote_of(form.step) if is_rolling else (None, b"")
+            told = t.Form(
+                generation=membership.generation,
+                rank=rank,
+                world_size=membership.world_size,
+                step=form.step,
+                then_pause=form.then_pause,
+                recorded_step=self.recorded,
+                store=None,
+                vote=vote,
+                evaluation=self.evaluations.newest(membership.workers),
+                holders=(),
+            )
+            self.tell(worker, told)
+
+    def check_form(self, command: c.Form, members: list[Process], before: int) -> None:
         """Everybody can get to the step; no committed step is given up while somebody holds it."""
         assert len(set(command.membership.workers)) == len(members)
         states: set[int] = set()
         for w in members:
-            is_rolling = w.number in command.roll_forward
-            if is_rolling:
+            if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
                 vote = self.votes[before, command.step]
-                assert w.prepared == vote, "no vote to roll forward with"
+                assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
-            elif w.source is None and not w.has_complained and w.is_alive:
+            elif not w.follows and not w.has_complained and w.is_alive:
                 assert w.step == command.step, (w, command)
-                states.add(w.state)
-            if w.is_alive and w.source is None and w.form is not None:
+                states.add(w.weights)
+            if w.is_alive and not w.follows and w.generation:
                 assert w.mode in AT_REST, (w, command)
         assert len(states) <= 1, "members differ"
         is_rolling = bool(command.roll_forward)
-        assert not is_rolling or not any(w.source for w in members), "misses an evaluation"
+        assert not is_rolling or not any(w.follows for w in members), "misses an evaluation"
         assert command.vote_of is None or command.vote_of in command.membership.workers
         for w in self.workers.values():
-            if w.is_alive and w.source is None and w.mode in ("suspended", "paused"):
+            if w.is_alive and not w.follows and w.mode in ("suspended", "paused"):
                 assert w.step <= command.step, (w, command)
                 has_vote = (before, self.heard_step) in self.votes
-                reach = w.step + (w.prepared is not None and has_vote)
+                reach = w.step + (w.machine.is_prepared and has_vote)
                 if command.step < self.heard_step:
                     assert reach < self.heard_step, (w, command, "a step fell although it lives on")
         self.falls += command.step < self.heard_step
 
-    # --- events -------------------------------------------------------------------
-    def send(self, worker: Worker, event: Event) -> None:
-        self.outbox.setdefault(worker.number, deque()).append((event, worker.state))
+    def check_commit(self, w: Process) -> None:
+        is_replaced = w.generation < self.generation and self.generation not in self.recalled
+        assert not is_replaced, "a generation that was replaced commits"
 
-    def next_event(self) -> Event:
+    # --- what is between workers -----------------------------------------------------------
+    def feed(self, source: Process, update: Copied) -> None:
+        """What one step changes, to whoever follows and does not lag."""
+        for w in self.workers.values():
+            if w.source is source and w.is_alive and not (w.is_copying or w.is_lagging):
+                w.received.append(update)
+
+    def renew(self, source: Process) -> None:
+        """Whoever lags gets the state as it is now."""
+        for w in self.workers.values():
+            if w.source is source and w.is_alive and w.is_lagging:
+                w.received.append(source.state_of())
+
+    def freeze_one(self, w: Process) -> None:
+        """Told to form, it freezes, which is noticed late."""
+        if self.faults.stuck and self.rng.random() < 0.2:
+            self.faults.stuck -= 1
+            w.is_stuck = True
+            at = self.now + 100
+            self.news.append((at, ev.WorkerLost(w.number, "heartbeat_silent", self.now, at)))
+
+    # --- what is said ------------------------------------------------------------------------
+    def next_event(self) -> ev.Event:
         for _ in range(40):
             self.now += 0.002
             self.start_pending()
             self.go_wrong()
+            if self.untold is not None and self.rng.random() < 0.1:
+                self.tell_form(self.untold)
             draw = self.rng.random()
             if draw < 0.3:
                 event = self.deliver()
@@ -258,38 +261,145 @@ class FakeCluster:
             elif draw < 0.985:
                 self.advance_one()
             else:
-                return Tick(self.now)
+                return ev.Tick(self.now)
         self.now += self.rng.choice((0.05, 1.0))
-        return Tick(self.now)
+        return ev.Tick(self.now)
 
-    def deliver(self) -> Event | None:
+    def deliver(self) -> ev.Event | None:
+        if self.to_emit:
+            return replace(self.to_emit.popleft(), at=self.now)
         news = enumerate(self.news)
         due = [i for i, (not_before, e) in news if not_before <= self.now and self.may_hear(e)]
         if due and self.rng.random() < 0.5:
             event = self.news.pop(self.rng.choice(due))[1]
-            if isinstance(event, WorkerLost):
+            if isinstance(event, ev.WorkerLost):
                 self.workers[event.worker].is_alive = False  # a suspect is killed first
             return replace(event, at=self.now)
-        senders = [n for n, box in self.outbox.items() if box]
+        senders = [w for w in self.workers.values() if w.unsent and w.cut_until <= self.now]
         if not senders:
             return None
-        return self.hear(*self.outbox[self.rng.choice(senders)].popleft())
+        w = self.rng.choice(senders)
+        return self.hear(w, w.unsent.popleft())
 
-    def may_hear(self, _: Event) -> bool:
-        return True
+    def may_hear(self, event: ev.Event) -> bool:
+        """Whoever is lost is not heard any more, as its link is dropped."""
+        return not isinstance(event, ev.WorkerLost) or not self.workers[event.worker].unsent
 
-    def hear(self, event: Event, state: int) -> Event:
-        """The votes that reports bring along stay with the controller."""
-        if isinstance(event, Committed | Suspended) and event.generation == self.generation:
-            self.votes[event.generation, event.step] = state
-        return replace(event, at=self.now)
+    def hear(self, w: Process, report: r.Report) -> ev.Event | None:  # noqa: C901
+        """As elastic/on_ray/cluster.py does."""
+        match report:
+            case r.Ready():
+                return ev.WorkerReady(w.number, self.now)
+            case r.Loaded(step):
+                if self.loading != w.number:
+                    return None  # a controller before this one had asked for it
+                self.loaded = self.recorded = step
+                self.commits.vote = None
+                return ev.Loaded(w.number, step, self.now)
+            case r.UserFailed(message):
+                return ev.UserFailed(w.number, message, self.now)
+            case r.Committed():
+                self.keep_vote(report.generation, report.steps[-1]["metrics"]["step"], report.vote)
+                self.commits.hear(report)
+                return None
+            case r.Held():
+                self.commits.hear_held(report)
+                return None
+            case r.Evaluated(evaluation):
+                self.evaluations.hear(evaluation)
+                return None
+            case r.Joined():
+                is_first = self.commits.hear_joined(report.generation)
+                if is_first and report.step < self.recorded:
+                    self.check_return(report.step)
+                    self.roll_back(report.step)
+            case r.Suspended():
+                self.keep_vote(report.generation, report.step, report.vote)
+                self.commits.keep_vote(report.step, report.vote, b"")
+                self.evaluations.hear_last(w.number, report.evaluation)
+            case _:
+                pass
+        event: Any = report
+        return event_of(w.number, event, self.now)
 
+    def keep_vote(self, generation: int, step: int, vote: dict[str, Any] | None) -> None:
+        if generation == self.generation and vote is not None:
+            self.votes[generation, step] = vote["weights"]
+
+    def record(self, generation: int, line: dict[str, Any]) -> None:
+        """A step goes on record once, in order; again if a later generation has done it again."""
+        step, done_by = line["metrics"]["step"], line["metrics"]["generation"]
+        if step <= self.recorded and done_by > self.recorded_generation > 0:
+            self.roll_back(step - 1)
+        if step == self.recorded + 1:
+            self.recorded, self.recorded_generation = step, done_by
+            self.to_emit.append(ev.Committed(generation, step, 0.1, self.now))
+        is_gap = step > self.recorded
+        assert not is_gap or self.num_adopted, f"{step} comes, {self.recorded} is on record"
+
+    def roll_back(self, step: int) -> None:
+        self.recorded = step
+        self.evaluations.go_back(step)
+
+    def check_return(self, step: int) -> None:
+        raise AssertionError(f"a generation begins at {step}, {self.recorded} is on record")
+
+    # --- a new controller --------------------------------------------------------------------
+    def lose_controller(self) -> ev.Adopted:
+        """Its memory is gone, and what was on the wire from it and to it."""
+        self.num_adopted += 1
+        self.close_turns = BURST_TURNS
+        self.votes.clear()
+        self.pending.clear()
+        self.untold = self.loading = None
+        self.to_emit.clear()
+        self.commits, self.evaluations = Commits(self.record), Evaluations(lambda _: None)
+        standings: list[Standing] = []
+        everybody = sorted(self.workers.items())
+        if self.faults.slow_takeover:
+            self.rng.shuffle(everybody)
+        for number, w in everybody:
+            self.go_on_alone()
+            if not w.is_alive or w.is_stuck:
+                w.is_alive = False  # what does not answer is ended
+                continue
+            standings.append(self.introduced(w) if w.is_up else Standing(number, "starting"))
+        standings.sort(key=lambda s: s.worker)
+        known = {s.worker for s in standings}
+        self.news = [
+            (at, e) for at, e in self.news if not isinstance(e, ev.WorkerLost) or e.worker in known
+        ]
+        for number, w in self.workers.items():
+            if number not in known:
+                w.unsent.clear()
+        told = [self.workers[n].machine.word.told.generation for n in known]
+        self.generation = max(told, default=0)
+        return ev.Adopted(tuple(standings), self.now, self.newest)
+
+    def go_on_alone(self) -> None:
+        """Without a controller, until the next worker has found its successor."""
+        for _ in range(self.rng.randint(0, 25) if self.faults.slow_takeover else 0):
+            self.now += 0.002
+            self.go_wrong()
+            self.advance_one()
+
+    def introduced(self, w: Process) -> Standing:
+        for _ in range(self.rng.randint(0, len(w.unsent))):
+            w.unsent.popleft()
+        for _ in range(self.rng.randint(0, len(w.wire))):
+            w.wire.pop()
+        while w.wire:  # has come before the connection ended
+            w.hear()
+        said = w.introduction()
+        return Standing(w.number, said.kind, said.generation, said.rank, said.world_size, said.step)
+
+    # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
         slots = max((n for at, n in self.faults.slots if at <= self.now), default=0)
         alive = sum(w.is_alive for w in self.workers.values()) if self.pending else 0
         while self.pending and alive < slots:
             number = self.pending.popleft()
-            self.workers[number] = Worker(number)
+            self.workers[number] = self.spawned(number)
             alive += 1
 
     def go_wrong(self) -> None:
@@ -301,10 +411,18 @@ class FakeCluster:
             self.kill_one()
         if self.has_drains:
             self.drain()
+        if self.faults.link_breaks and self.rng.random() < 0.005:
+            self.break_link()
 
     def chance(self, alone: float) -> float:
         """Of a fault, now; alone: without company."""
         return max(alone, self.faults.burst) if self.close_turns else alone
+
+    def break_link(self) -> None:
+        candidates = [w for w in self.workers.values() if w.is_alive and w.is_up]
+        if candidates:
+            self.faults.link_breaks -= 1
+            self.rng.choice(candidates).cut_until = self.now + self.rng.choice(CUT_S)
 
     def kill_one(self) -> None:
         candidates = [w for w in self.workers.values() if w.is_alive]
@@ -321,11 +439,11 @@ class FakeCluster:
             self.close_turns = BURST_TURNS
             self.kill(self.rng.choice(candidates))
 
-    def torn_members(self) -> list[Worker]:
+    def torn_members(self) -> list[Process]:
         """Of a step that some have committed and others have not."""
         group = self.groups.get(self.generation)
         members = [w for w in group.members if w.is_alive] if group else []
-        return members if len({w.step for w in members if w.source is None}) > 1 else []
+        return members if len({w.step for w in members if not w.follows}) > 1 else []
 
     def controller_chance(self) -> float:
         """Of its death, now."""
@@ -347,281 +465,44 @@ class FakeCluster:
             self.close_turns = BURST_TURNS
             worker = self.rng.choice(candidates)
             worker.doomed_at = self.now + self.rng.choice(self.faults.notice_s)
-            notice = DrainNotice(worker.number, "drain", worker.doomed_at, self.now)
+            notice = ev.DrainNotice(worker.number, "drain", worker.doomed_at, self.now)
             self.news.append((self.now, notice))
 
-    def kill(self, worker: Worker, delay_s: float | None = None) -> None:
+    def kill(self, worker: Process, delay_s: float | None = None) -> None:
         worker.is_alive = False
-        box = self.outbox.get(worker.number)
-        while box and self.rng.random() < 0.3:
-            box.pop()  # never left its process
+        while worker.unsent and self.rng.random() < 0.3:
+            worker.unsent.pop()  # never left its process
+        for w in self.workers.values():
+            while w.source is worker and w.received and self.rng.random() < 0.5:
+                w.received.pop()  # likewise
         if delay_s is None:
             is_slow = self.rng.random() < self.faults.slow_detection
             delay_s = self.rng.choice(LATE_S) if is_slow else 0.02 * self.rng.random()
         at = self.now + delay_s
-        self.news.append((at, WorkerLost(worker.number, "process_died", self.now, at)))
+        self.news.append((at, ev.WorkerLost(worker.number, "process_died", self.now, at)))
 
-    # --- workers ------------------------------------------------------------------
+    # --- workers -----------------------------------------------------------------------------
     def advance_one(self) -> None:
         alive = [w for w in self.workers.values() if w.is_alive and not w.is_stuck]
         if not alive:
             return
         worker = self.rng.choice(alive)
+        if self.rng.random() < 0.1:
+            worker.hear_word(self.recorded, self.commits.formed)
         if not worker.is_up:
             self.boot(worker)
-        elif worker.inbox and self.rng.random() < 0.6:
-            self.obey(worker, worker.inbox.popleft())
+        elif worker.wire and worker.cut_until <= self.now and self.rng.random() < 0.6:
+            worker.hear()
         else:
-            self.follow(worker)
-            work = getattr(self, f"in_{worker.mode}", None)
-            if work is not None:
-                work(worker)
+            worker.turn()
 
-    def boot(self, worker: Worker) -> None:
+    def boot(self, worker: Process) -> None:
         if self.faults.stillborn and self.rng.random() < 0.5:
             self.faults.stillborn -= 1
             self.kill(worker)
         elif self.rng.random() < 0.5:
             worker.is_up = True
-            self.send(worker, WorkerReady(worker.number, self.now))
+            worker.send(r.Ready(r.Process("n", "ip", 1, "cpu", ("w", worker.number))))
 
-    def obey(self, w: Worker, command: Command) -> None:
-        match command:
-            case Load():
-                self.load(w)
-            case Sync(source=source):
-                w.source, w.is_copying, w.has_complained = self.workers[source], True, False
-                w.step, w.prepared = -1, None
-            case Form():
-                self.be_told(w, command)
-            case Recall():
-                self.be_recalled(w, command)
-            case Abort():
-                self.abort(w, command)
-            case Pause():
-                w.wants_pause = True
-            case Checkpoint(membership, step):
-                w.save_asked = (membership.generation, step)
-            case Keep():
-                self.keep(w, command)
-            case Finish():
-                self.end(w, command)
-            case _:
-                raise AssertionError(command)
-
-    def be_told(self, w: Worker, form: Form) -> None:
-        rank = form.membership.rank_of(w.number)
-        w.membership = form.membership
-        if form.membership.generation <= w.aborted:
-            w.form, w.rank = form, rank  # it is recalled already
-            return
-        if self.faults.stuck and self.rng.random() < 0.2:
-            self.faults.stuck -= 1
-            w.is_stuck = True
-            at = self.now + 100
-            self.news.append((at, WorkerLost(w.number, "heartbeat_silent", self.now, at)))
-            return
-        w.form, w.rank, w.mode = form, rank, "lobby"
-        w.wants_pause = False
-        if w.number in form.roll_forward:
-            assert w.prepared is not None
-            self.step_to(w, w.prepared)
-        w.prepared = None
-
-    def abort(self, w: Worker, command: Abort) -> None:
-        assert w.form is not None
-        assert w.form.membership == command.membership, (w, command)
-        self.suspend(w, command.membership.generation)
-
-    def be_recalled(self, w: Worker, command: Recall) -> None:
-        if w.form is not None and w.form.membership.generation in self.groups:
-            self.groups[w.form.membership.generation].is_broken = True
-        w.rank, w.membership = command.membership.rank_of(w.number), command.membership
-        self.suspend(w, command.membership.generation)
-
-    def suspend(self, w: Worker, generation: int) -> None:
-        is_between, has_gradient = w.mode in ("evaluate", "done"), w.prepared is not None
-        if w.source is not None:
-            w.source = None
-            w.step = -1 if w.is_copying else w.step
-        self.groups[generation].is_broken = True
-        w.mode = "suspended"
-        said = (w.rank, w.step, has_gradient, is_between)
-        self.send(w, Suspended(generation, *said, self.now))
-
-    def end(self, w: Worker, command: Finish) -> None:
-        has_followed = w.mode == "idle" and w.step >= 0 and not w.is_copying
-        assert has_followed or w.mode in ("paused", "done", "ended"), w
-        w.membership = membership = command.membership
-        w.mode, w.rank = "ended", membership.rank_of(w.number)
-        members = [self.workers[number] for number in membership.workers]
-        self.groups.setdefault(membership.generation, Group(members))
-        if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
-            self.send(w, Committed(membership.generation, w.step, 0.1, self.now))
-        self.save(w, membership.generation)
-        sha = f"{w.state:x}"
-        self.send(w, Ended(membership.generation, w.rank, sha, self.now))
-
-    def save(self, w: Worker, generation: int) -> None:
-        """This worker's part of the checkpoint of its step."""
-        w.save_begun = (generation, w.step)
-        if self.faults.failing_saves and self.rng.random() < 0.1:
-            self.faults.failing_saves -= 1
-            self.send(w, PartFailed(generation, w.rank, w.step, "disk full", self.now))
-        else:
-            self.groups[generation].saved[w.step].add(w.rank)
-            self.send(w, PartSaved(generation, w.rank, w.step, self.now))
-
-    def keep(self, w: Worker, command: Keep) -> None:
-        assert w.mode == "paused", w
-        generation = command.membership.generation
-        if generation <= w.aborted:
-            return
-        self.kept[w.step] = w.state
-        self.save(w, generation)
-        self.send(w, Kept(generation, w.rank, self.now))
-
-    def load(self, w: Worker) -> None:
-        """What it has from peers, unless the record of it is lost, or was saved for leavers; there
-        are no other checkpoints."""
-        if w.is_copying or not 0 <= w.step <= self.heard_step:
-            w.step, w.state = 0, 1
-        newest = max((s for s in self.kept if s in self.published), default=0)
-        if newest > w.step:
-            w.step, w.state = newest, self.kept[newest]
-        w.source, w.is_copying, w.prepared = None, False, None
-        self.send(w, Loaded(w.number, w.step, self.now))
-
-    def step_to(self, w: Worker, state: int) -> None:
-        """Commit one step; followers were never allowed to stay two steps behind."""
-        for follower in self.workers.values():
-            if follower.source is w and not follower.is_copying and follower.is_alive:
-                follower.step, follower.state = w.step, w.state
-        w.step, w.state, w.prepared = w.step + 1, state, None
-
-    def follow(self, w: Worker) -> None:
-        source = w.source
-        if source is None:
-            return
-        is_gone = not source.is_alive or source.step < 0
-        if is_gone and not w.is_copying and source.step > w.step and self.rng.random() < 0.3:
-            w.step, w.state = source.step, source.state  # was on the wire already
-        if is_gone and w.form and w.mode == "lobby" and w.step == w.form.step:
-            return  # needs nobody any more
-        if not is_gone and w.is_copying and self.faults.sync_failures and self.rng.random() < 0.2:
-            self.faults.sync_failures -= 1
-            is_gone = True
-        if is_gone:
-            w.source, w.has_complained = None, True
-            w.step = -1 if w.is_copying else w.step
-            w.is_copying = False
-            self.send(w, SyncFailed(w.number, "source is gone", self.now))
-        elif w.is_copying:
-            if self.rng.random() < 0.4:
-                w.is_copying, w.step, w.state = False, source.step, source.state
-                self.send(w, Synced(w.number, self.now))
-        elif w.mode == "idle" or (w.form and w.step < w.form.step):
-            w.step, w.state = source.step, source.state
-
-    def group(self, w: Worker) -> Group:
-        assert w.form is not None
-        return self.groups[w.form.membership.generation]
-
-    def fail(self, w: Worker) -> None:
-        assert w.form is not None
-        self.group(w).is_broken = True
-        w.mode = "failed"
-        generation = w.form.membership.generation
-        self.send(w, CollectiveFailed(generation, w.rank, "connection reset", self.now))
-
-    def in_lobby(self, w: Worker) -> None:
-        assert w.form is not None
-        if w.step == w.form.step and not w.is_copying:
-            w.source, w.mode = None, "rendezvous"
-            self.group(w).arrived.add(w.rank)
-        elif w.step > w.form.step and not w.has_complained:
-            w.source, w.has_complained = None, True
-            self.send(w, SyncFailed(w.number, "ahead of the generation", self.now))
-
-    def in_rendezvous(self, w: Worker) -> None:
-        group = self.group(w)
-        assert w.form is not None
-        if len(group.arrived) == len(group.members) and self.rng.random() < 0.7:
-            generation = w.form.membership.generation
-            self.send(w, Joined(generation, w.rank, 0.001, self.now))
-            w.mode, w.formed = "boundary", generation
-            if w.rank == 0 and w.step > 0 and self.rng.random() < 0.5:
-                self.send(w, Committed(generation, w.step, 0.1, self.now))
-        elif group.has_gap() and self.rng.random() < 0.2:
-            self.fail(w)
-
-    def in_boundary(self, w: Worker) -> None:
-        assert w.form is not None
-        generation = w.form.membership.generation
-        every = self.faults.eval_every
-        if every and w.step % every == 0 and w.evaluated < w.step:
-            w.mode = "evaluate"
-        elif w.form.then_pause:
-            w.mode = "paused"
-            self.send(w, Paused(generation, w.rank, w.step, self.now))
-        elif w.step >= self.steps:
-            w.mode = "done"
-            self.send(w, Done(generation, w.rank, w.step, self.now))
-        else:
-            w.mode = "compute"
-
-    def in_evaluate(self, w: Worker) -> None:
-        if self.rng.random() < 0.2:
-            w.evaluated, w.mode = w.step, "boundary"
-
-    def in_compute(self, w: Worker) -> None:
-        if self.rng.random() < self.faults.user_failure:
-            w.mode = "failed"
-            self.send(w, UserFailed(w.number, "ValueError: no", self.now))
-            return
-        self.group(w).contributed[w.step, "reduce"].add(w.rank)
-        w.mode = "reduce"
-
-    def in_reduce(self, w: Worker) -> None:
-        group = self.group(w)
-        assert w.form is not None
-        if not self.passes(w, group, "reduce"):
-            return
-        w.prepared = hash((w.state, w.form.membership.generation, w.step + 1))
-        group.contributed[w.step, "vote"].add(w.rank)
-        if w.wants_pause:
-            group.pause_at.add(w.step)
-        if w.wants_save:
-            group.save_at.add(w.step)
-        w.mode = "vote"
-
-    def in_vote(self, w: Worker) -> None:
-        group = self.group(w)
-        assert w.form is not None
-        if not self.passes(w, group, "vote"):
-            return
-        generation = w.form.membership.generation
-        if generation < w.aborted:  # it was recalled while it waited
-            self.fail(w)
-            return
-        is_replaced = generation < self.generation and self.generation not in self.recalled
-        assert not is_replaced, "a generation that was replaced commits"
-        assert w.prepared is not None
-        must_pause, must_save = w.step in group.pause_at, w.step in group.save_at
-        self.step_to(w, w.prepared)
-        if w.rank == 0:
-            self.send(w, Committed(generation, w.step, 0.1, self.now))
-        if w.step % 3 == 0 or (must_save and w.step < self.steps):
-            self.save(w, generation)
-        if must_pause and w.step < self.steps:
-            w.mode = "paused"
-            self.send(w, Paused(generation, w.rank, w.step, self.now))
-        else:
-            w.mode = "boundary"
-
-    def passes(self, w: Worker, group: Group, what: str) -> bool:
-        """Whether the collective completes for `w` now; it may also fail if a peer is gone."""
-        if group.has_gap() and self.rng.random() < 0.7:
-            self.fail(w)
-            return False
-        return group.is_complete(w.step, what)
+    def followers_of(self, w: Process) -> list[Process]:
+        return [f for f in self.workers.values() if f.source is w and f.is_alive]

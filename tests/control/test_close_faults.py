@@ -10,7 +10,7 @@ import pytest
 from elastic.control.replay import replay
 from elastic.control.state import Finished, Limits
 from tests.control.fake_cluster import FakeCluster
-from tests.control.fake_worker import Faults
+from tests.control.faults import Faults
 from tests.control.sharded_cluster import RareSnapshots, ShardedCluster
 from tests.control.test_simulation import Run, check_end, scenario, simulate
 

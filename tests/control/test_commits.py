@@ -88,3 +88,11 @@ def test_the_newest_vote_is_kept_for_those_who_missed_it():
     told.commits.keep_vote(1, {"of": 1}, b"")
     told.commits.keep_vote(3, None, b"")
     assert told.commits.vote_of(2) == ({"of": 2}, b"content")
+
+
+def test_who_joins_after_a_step_of_the_generation_was_said_does_not_begin_it_again():
+    """A new controller may hear them in that order: each comes over a link of its own."""
+    told = Told()
+    told.commit(6, 4, world_size=0)
+    assert not told.commits.hear_joined(6)
+    assert told.commits.hear_joined(7)

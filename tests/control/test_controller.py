@@ -18,7 +18,7 @@ from elastic.control.state import Decision, Finished, Limits
 from elastic.controller.loop import control
 from elastic.protocol.encoding import dumps, loads
 from tests.control.fake_cluster import FakeCluster
-from tests.control.fake_worker import Faults
+from tests.control.faults import Faults
 
 LIMITS = Limits(
     min_workers=2,

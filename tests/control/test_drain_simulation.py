@@ -6,7 +6,7 @@ from random import Random
 
 from elastic.control.replay import replay
 from elastic.control.state import Finished, Limits
-from tests.control.fake_worker import Faults
+from tests.control.faults import Faults
 from tests.control.sharded_cluster import ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 

@@ -8,12 +8,13 @@ import pytest
 from elastic.control.commands import Form
 from elastic.control.replay import replay
 from elastic.control.state import Finished
-from tests.control.fake_worker import Faults, Group
-from tests.control.sharded_cluster import LargeStates, RareSnapshots, Rows, ShardedCluster
+from tests.control.fake_group import Group
+from tests.control.fake_parts import Rows
+from tests.control.faults import Faults
+from tests.control.sharded_cluster import LargeStates, RareSnapshots, ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 
-NUM_SEEDS = 1200
-SLICES = 6
+NUM_SEEDS = 600
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,31 @@ def abort(generation):
     return Abort(generation, 0, 1)
 
 
+def obey(member, command):
+    """Whether a generation has formed that may step."""
+    member.hear(command)
+    member._obey(command)
+    return member.standing.is_at_work
+
+
+class Commands(queue.SimpleQueue):
+    """They come when they are taken: what comes earlier, a test has the member `hear`."""
+
+    def hear(self, command):
+        raise AssertionError("nobody is connected")
+
+    def get(self, *arguments, **settings):
+        command = super().get(*arguments, **settings)
+        if command is not None:
+            self.hear(command)
+        return command
+
+
 class FakeLink:
     """The controller's part: its commands are scripted, what is reported is kept."""
 
     def __init__(self):
-        self.commands = queue.SimpleQueue()
+        self.commands = Commands()
         self.recorded_step = 0
         self.num_controllers = 1
         self.concluded_saves = {}
@@ -122,6 +142,7 @@ class Rig:
             Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
             on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip
+        self.link.commands.hear = self.member.hear
         self.session = Session(self.spec, self.workload, self.member, self.loader)
 
     def form(self, generation, step, vote=None, payload=b"", **changes):
@@ -138,5 +159,10 @@ class Rig:
     def join(self, group):
         """Be a rank of `group` from now on."""
         assert self.session.step == 0  # waits for the first generation
-        self.member.group = group
-        self.member.rank, self.member.world_size = group.rank(), group.size()
+        self.member.own.group = group
+        self.sit(group.rank(), group.size())
+
+    def sit(self, rank, world_size=1):
+        """Be that rank of the generation at hand, which has more members than one."""
+        seat = replace(self.member.standing.seat, rank=rank, world_size=max(world_size, rank + 1))
+        self.member.standing = replace(self.member.standing, seat=seat)

@@ -44,11 +44,11 @@ def test_all_ranks_save_the_same_step_whenever_they_hear_of_it(tmp_path):
         rig.join(InThread(group.rank(), group._mailboxes))
         rig.step()
         if not is_late:
-            rig.member.interrupt(asked(1))
+            rig.member.hear(asked(1))
         rig.step()
         assert saved_steps(rig) == [2]
         if is_late:
-            rig.member.interrupt(asked(1))
+            rig.member.hear(asked(1))
         rig.step()
         return saved_steps(rig), weights_sha256(rig.train_state.model)
 
@@ -76,7 +76,7 @@ def test_an_asked_save_waits_for_the_one_before(rig, tmp_path):
     saver.catalogue = Slow(open_folder(str(tmp_path)))
     saver.begin(rig.train_state, rig.member)
     rig.step()
-    rig.member.interrupt(asked(2))
+    rig.member.hear(asked(2))
     rig.step()
     is_allowed.set()
     assert saved_steps(rig) == [1]
@@ -86,9 +86,9 @@ def test_an_asked_save_waits_for_the_one_before(rig, tmp_path):
 
 
 def test_nothing_is_saved_for_another_generation_or_twice_at_the_end(rig):
-    rig.member.interrupt(asked(1, generation=2))
+    rig.member.hear(asked(1, generation=2))
     for _ in range(rig.spec.steps - 1):
         rig.step()
-    rig.member.interrupt(asked(8))
+    rig.member.hear(asked(8))
     rig.step()
     assert saved_steps(rig) == []

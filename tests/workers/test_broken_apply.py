@@ -37,6 +37,7 @@ def made(request, tmp_path):
         Saver(link, settings), Vitals(), CPU, on_load=load,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
+    link.commands.hear = member.hear
     loader = Loader(Tiny(), 3, 12, 3)
     for command in (Load("", 0), form(1, 0)):
         link.commands.put(command)
@@ -88,7 +89,7 @@ def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     if not member.strategy.is_whole:
         return  # a sharded member goes back instead
     assert step(session)
-    member.group = LosesVote()
+    member.own.group = LosesVote()
     session._reducer_of = (0, ())  # the reducer of the group that fails
     vote, payload = member.records.last_vote  # any will do
     link.commands.put(abort(1))

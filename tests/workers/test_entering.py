@@ -10,7 +10,7 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers import session_rig
 from tests.workers.ranks import run_ranks
-from tests.workers.session_rig import CPU, FakeLink
+from tests.workers.session_rig import CPU, FakeLink, obey
 from tests.workers.sharded_rig import Work, spec, train
 from workers.checkpoint.saver import Saver
 from workers.health.vitals import Vitals
@@ -74,15 +74,16 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
         work = Looking()
         member = member_of(work, str(tmp_path))
         if ranks.index == 0:
-            member._obey(Load("", 0))
-            assert member._obey(form(1, 0, 1, None, 0))
+            obey(member, Load("", 0))
+            assert obey(member, form(1, 0, 1, None, 0))
             train(member.strategy, member.group, "fsdp", 2, work=work)
             member.records.take(lines(1, 1, 2))
+            obey(member, session_rig.abort(1))
         else:
             member.records.take(lines(0, 1, 2))
-            member._obey(Sync(0, None))
+            obey(member, Sync(0, None))
         before = member.records.to_frame()
-        assert member._obey(form(2, ranks.index, 2, ranks.address, 2))
+        assert obey(member, form(2, ranks.index, 2, ranks.address, 2))
         return before, member.step, member.records.to_frame(), work.phases[-1]
 
     told = run_ranks(2, body)

@@ -7,7 +7,7 @@ import torch
 
 from elastic.on_ray.evaluations import Evaluations
 from elastic.protocol.messages.to_controller import Evaluation
-from tests.workers.session_rig import Rig, abort
+from tests.workers.session_rig import Rig, abort, obey
 from workers.step.evaluation import _evaluate_ids
 from workers.worker import Worker
 
@@ -29,7 +29,7 @@ def evaluate(rig, value: float) -> float:
 def form(rig, step: int, evaluation: Evaluation | None) -> None:
     """The next generation forms here."""
     generation = rig.member.generation + 1
-    rig.member._obey(abort(generation - 1))
+    obey(rig.member, abort(generation - 1))
     rig.form(generation, step, evaluation=evaluation)
     rig.member.wait_for_generation()
 
@@ -59,7 +59,7 @@ def test_a_result_of_one_s_own_is_forgotten_with_its_step(rig):
     form(rig, 1, None)
     assert rig.step().committed
     assert rig.member.evaluated.next_ordinal(2) == 0
-    rig.member._obey(abort(2))
+    obey(rig.member, abort(2))
     assert rig.link.of("suspended")[-1][0]["evaluation"] is None
 
 
@@ -97,7 +97,7 @@ def test_the_lowest_rank_says_the_last_result_again_to_a_new_controller(rig):
     worker._member, worker._saver = rig.member, Silent()
     worker._notice, worker._pulse = Silent(), Silent()
     for rank in (0, 1):
-        rig.member.rank = rank
+        rig.sit(rank)
         worker._introduce(("127.0.0.1", 1))
     first, again = rig.link.of("evaluated")
     assert first == again
@@ -133,7 +133,7 @@ def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
     where = (rig.member, rig.workload, rig.spec, [0.0] * 6)
     drawn = []
     for rank in (0, 1):
-        rig.member.rank = rank
+        rig.sit(rank)
         rows = _evaluate_ids(*where, lambda model, batch: float(torch.rand(())), range(2), [])
         drawn.append(rows)
     assert drawn[0] == drawn[1]

@@ -8,6 +8,7 @@ import torch
 from elastic.protocol.messages.to_worker import Finish
 from tests.workers.session_rig import Rig
 from workers.membership import member
+from workers.membership.unwinding import RunEnded
 from workers.parallel.sharded import Ownership, Sharded
 from workers.train_state import digest
 from workers.worker import Worker
@@ -42,7 +43,9 @@ def test_a_member_says_now_and_then_that_the_hash_of_the_final_state_gets_furthe
     monkeypatch.setattr(digest, "tensor_bytes", slowly)
     monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rig.link.sent.clear()
-    rig.member.end(Finish(2, 0, 1, "succeeded", None, 0))
+    rig.link.commands.put(Finish(2, 0, 1, "succeeded", None, 0))
+    with pytest.raises(RunEnded):
+        rig.member.returned()
     num_tensors = len(rig.workload.build_model().state_dict())
     assert now[0] == 100.0 + num_tensors * TENSOR_S
     said = [kind for kind, _, _ in rig.link.sent if kind in ("still_saving", "ended")]

@@ -14,7 +14,7 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.to_worker import Load, LogTo, Sync
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import Rig, obey
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
@@ -27,7 +27,7 @@ def pair():
     source.form(generation=1, step=0)
     assert source.step().committed
     sync = Sync(0, source.member.peers.address)
-    newcomer.member._obey(sync)
+    obey(newcomer.member, sync)
     deadline = time.monotonic() + 120
     while not newcomer.link.of("synced"):
         assert time.monotonic() < deadline
@@ -65,7 +65,7 @@ def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):
     assert source.step().committed
     newcomer.member._copying.catch_up(2, lambda: False)
     load = Load("", 1)
-    newcomer.member._obey(load)
+    obey(newcomer.member, load)
     (said,) = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in said[0]["steps"]] == [2]
     assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": ()})
@@ -100,8 +100,7 @@ def test_a_source_whose_link_is_cut_is_given_up(pair):
     following = newcomer.member._copying._following
     following.arrived.clear()
     assert following.arrived.wait(60)
-    newcomer.member.vitals.enter("lobby")
-    newcomer.member._copying.apply_received()
+    newcomer.member._look_around()
     (failed,) = newcomer.link.of("sync_failed")
     assert "the source closed the connection" in failed[0]["reason"]
 
@@ -132,7 +131,7 @@ def test_a_newcomer_without_memory_for_the_copy_leaves_alone_and_says_why():
     threading.Thread(target=offer_too_much, args=(listener,), daemon=True).start()
     sync = Sync(0, listener.getsockname())
     newcomer.member.wake = lambda: None
-    newcomer.member._obey(sync)
+    obey(newcomer.member, sync)
     assert newcomer.member._copying._following.arrived.wait(120)
     newcomer.link.commands.put(LogTo(""))
     with pytest.raises(OutOfMemory, match=r"it copied the state: .*can't allocate memory"):

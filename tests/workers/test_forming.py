@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.workers.session_rig import Rig, abort, form
+from tests.workers.session_rig import Rig, abort, form, obey
 from workers.distributed import process_group
 from workers.distributed.rendezvous import Rendezvous
 
@@ -22,13 +22,13 @@ def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
     rendezvous, form_for = Rendezvous("127.0.0.1"), process_group.form_for
 
     def taken_back(*asked):
-        rig.member.interrupt(abort(1))
+        rig.member.hear(abort(1))
         return form_for(*asked)
 
     monkeypatch.setattr(process_group, "form_for", taken_back)
     began = time.monotonic()
-    assert not rig.member._obey(form(1, 0, world_size=2, store=rendezvous.open(1)))
+    assert not obey(rig.member, form(1, 0, world_size=2, store=rendezvous.open(1)))
     assert time.monotonic() - began < rig.spec.join_timeout_s / 2
-    rig.member._obey(abort(1))
+    obey(rig.member, abort(1))
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
     rendezvous.forget()

@@ -13,7 +13,7 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
-from tests.workers.session_rig import CPU, Rig
+from tests.workers.session_rig import CPU, Rig, abort, obey
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
@@ -79,7 +79,7 @@ def copy_until_level(rig: Rig) -> None:
 def lag(source: Rig, newcomer: Rig, slow_link) -> None:
     begin(source)
     address = list(source.member._followers._server.address)
-    newcomer.member._obey(Sync(0, address))
+    obey(newcomer.member, Sync(0, address))
     begun, is_through = slow_link
     while not begun.is_set():
         source.member._take_on_newcomers()
@@ -92,9 +92,10 @@ def lag(source: Rig, newcomer: Rig, slow_link) -> None:
 def enter_together(source: Rig, newcomer: Rig) -> list[str]:
     """Their hashes after some more steps."""
     rendezvous = Rendezvous("127.0.0.1")
+    source.link.commands.put(abort(1))
     for rank, rig in enumerate((source, newcomer)):
         rig.form(2, STEPS_MEANWHILE, rank=rank, world_size=2, store=rendezvous.open(2))
-    source.member.should_pause = True
+    source.member.hear(abort(1))
     with ThreadPoolExecutor(2) as both:
         hashes = list(both.map(lambda rig: steps_of(rig, STEPS), (source, newcomer)))
     rendezvous.forget()

@@ -12,7 +12,7 @@ from elastic.protocol.messages.to_worker import Finish, Pause, Recall
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import Done
-from tests.workers.session_rig import Rig, Tiny, abort
+from tests.workers.session_rig import Rig, Tiny, abort, obey
 from workers.distributed import process_group
 from workers.membership.member import RunEnded
 from workers.train_state.digest import weights_sha256
@@ -41,7 +41,7 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     for rig in rigs:
         assert rig.step().committed
     assert committed.step().committed
-    behind.member.group = LosesVote()
+    behind.member.own.group = LosesVote()
     behind.session._reducer_of = (0, ())  # the reducer of the group that fails
     fields, payload = committed.link.of("committed")[-1]
     behind.link.commands.put(abort(1))
@@ -70,7 +70,7 @@ def leave_behind(committed, behind):
     for rig in (committed, behind):
         rig.step()
     committed.step()
-    behind.member.group = LosesVote()
+    behind.member.own.group = LosesVote()
     behind.session._reducer_of = (0, ())
     behind.link.commands.put(abort(1))
     return committed.link.of("committed")[-1]
@@ -87,7 +87,7 @@ def test_who_is_recalled_from_a_generation_it_was_never_told_of_answers_and_roll
 
     def send(report):
         if isinstance(report, Suspended) and report.generation == 1:
-            behind.member.interrupt(recall)
+            behind.member.hear(recall)
         return say(report)
 
     monkeypatch.setattr(behind.link, "send", send)
@@ -123,7 +123,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     with cancelled.session.next_step() as step:
         for batch in step.microbatches():
             try:
-                cancelled.member.group.abandon()
+                cancelled.member.hear(abort(1))
                 step.backward(cancelled.workload.loss(cancelled.session.model, batch))
             except Exception:
                 pytest.fail("a user's `except Exception` must not eat the cancellation")
@@ -139,8 +139,13 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
 class AbandonedInVote(process_group.Alone):
     """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
 
+    def __init__(self, member):
+        super().__init__()
+        self._member = member
+
     def all_reduce(self, tensor):
-        self.abandon()
+        self._member.hear(abort(1))
+        assert self.is_abandoned
         return Done()
 
 
@@ -148,7 +153,7 @@ def test_a_vote_of_a_generation_that_was_given_up_meanwhile_commits_nothing(rigs
     rig, _ = rigs
     rig.step()
     before = weights_sha256(rig.train_state.model)
-    rig.member.group = AbandonedInVote()
+    rig.member.own.group = AbandonedInVote(rig.member)
     rig.session._reducer_of = (0, ())
     rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
@@ -162,13 +167,13 @@ def test_gradients_of_a_generation_are_not_those_of_the_next(rigs):
     """It did not roll forward: the step is done again, and is prepared once it is."""
     rig, _ = rigs
     rig.step()
-    rig.member.group = LosesVote()
+    rig.member.own.group = LosesVote()
     rig.session._reducer_of = (0, ())
     rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
     assert not rig.step().committed
     assert rig.session.generation == 2
-    rig.member._obey(abort(2))
+    obey(rig.member, abort(2))
     said = [(f["generation"], f["is_prepared"]) for f, _ in rig.link.of("suspended")]
     assert said == [(1, True), (2, False)]
 
@@ -185,7 +190,7 @@ def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
 
     saver.catalogue = Slow(open_folder(str(tmp_path)))
     saver.begin(rig.train_state, rig.member)
-    rig.member._obey(abort(1))
+    obey(rig.member, abort(1))
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
     is_allowed.set()
@@ -223,7 +228,7 @@ def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeyp
         for batch in step.microbatches():
             loss = rig.workload.loss(rig.session.model, batch)
             if not copied:
-                rig.member.group.abandon()
+                rig.member.hear(abort(1))
                 rig.link.commands.put(abort(1))
                 rig.form(generation=2, step=0)
             step.backward(loss)
@@ -234,10 +239,10 @@ def test_a_newcomer_never_copies_a_buffer_that_a_cut_off_forward_changed(monkeyp
 def test_who_is_done_takes_no_newcomer_into_the_generation_that_ends_the_run(rigs):
     rig, _ = rigs
     rig.step()
-    rig.member.is_done = True
     rig.link.commands.put(abort(1))
     rig.form(generation=2, step=1)
-    rig.member.wait_for_generation()
+    rig.member.returned()
+    assert rig.link.of("done")[-1][0]["step"] == 1
     assert rig.link.of("suspended")[-1][0]["is_between_steps"]
 
 
@@ -256,11 +261,11 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
         for batch in step.microbatches():
             loss = cancelled.workload.loss(cancelled.session.model, batch)
             if where != "commit":
-                cancelled.member.group.abandon()
+                cancelled.member.hear(abort(1))
                 loss = torch.zeros(())  # what a fallback gives: nothing to be differentiated
             step.backward(loss)
         if where == "commit":
-            cancelled.member.group.abandon()
+            cancelled.member.hear(abort(1))
             with swallowing:
                 step.commit()
         else:
@@ -274,7 +279,7 @@ def test_code_that_swallows_the_cancellation_does_not_end_the_run(rigs, where):
 def test_a_pause_is_taken_at_the_next_boundary_by_the_vote(rigs):
     rig, _ = rigs
     rig.step()
-    rig.member.interrupt(Pause(1, 0, 1))
+    rig.member.hear(Pause(1, 0, 1))
     assert rig.step().committed
     assert rig.link.of("paused") == []
     rig.form(generation=2, step=2)
@@ -299,13 +304,13 @@ def test_the_block_says_what_is_wrong_with_a_loop(rigs):
 
 
 def finish(rank: int, recorded_step: int) -> Finish:
-    return Finish(1, rank, 1, "stopped", None, recorded_step)
+    return Finish(1, rank, 2, "stopped", None, recorded_step)
 
 
 def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig, _ = rigs
     rig.step()
-    rig.member.interrupt(Pause(1, 0, 1))
+    rig.member.hear(Pause(1, 0, 1))
     rig.step()
     rig.link.commands.put(finish(0, 2))
     with pytest.raises(RunEnded):
@@ -322,9 +327,10 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
     for _ in range(3):
         rig.step()
         other.step()
-    for rank, member in enumerate((rig.member, other.member)):
+    for rank, each in enumerate((rig, other)):
+        each.link.commands.put(finish(rank, 1))
         with pytest.raises(RunEnded):
-            member._obey(finish(rank, 1))
+            each.member.returned()
     *_, (fields, vote) = rig.link.of("committed")
     assert [line["metrics"]["step"] for line in fields["steps"]] == [2, 3]
     assert vote == rig.link.of("committed")[-2][1]

@@ -1,6 +1,7 @@
 """A sharded member between its rendezvous and its first step: its work is done in pieces."""
 
 import time
+from dataclasses import replace
 from mmap import PROT_READ, mmap
 from threading import Lock
 from typing import Any
@@ -13,9 +14,10 @@ from torch import nn
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from tests.workers.fake_groups import ThreadGroup
-from tests.workers.session_rig import Rig, Tiny, abort, form
+from tests.workers.session_rig import Rig, Tiny, abort, form, obey
 from tests.workers.sharded_rig import build, catalogue_in, save_part, sha256
 from workers.health.vitals import LAYOUT, PHASES
+from workers.membership.state import Holding
 from workers.parallel.sharded import Ownership
 from workers.train_state.digest import weights_sha256
 
@@ -112,6 +114,7 @@ def restoring(request, tmp_path):
     folder = Folder(Slow(watched), str(tmp_path / "checkpoints"))
     rig.member.saver.catalogue = Catalogue(folder)
     rig.strategy.holding = Ownership(request.param)
+    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
     watched.num_pieces = 0
     yield rig, watched, expected
     rig.loader.close()
@@ -119,15 +122,15 @@ def restoring(request, tmp_path):
 
 def test_an_abort_between_two_pieces_is_obeyed_and_the_state_is_not_lost(restoring):
     rig, watched, expected = restoring
-    watched.happens = lambda: rig.member.interrupt(ABORT)
-    assert not rig.member._obey(form(1, 0))
+    watched.happens = lambda: rig.member.hear(ABORT)
+    assert not obey(rig.member, form(1, 0))
     num_done = watched.num_pieces
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]
-    rig.member._obey(ABORT)
+    obey(rig.member, ABORT)
     ((suspended, _),) = rig.link.of("suspended")
     assert suspended["step"] == 0, "it stands for the state, as before"
     watched.num_pieces = 0
-    assert rig.member._obey(form(2, 0))
+    assert obey(rig.member, form(2, 0))
     assert num_done < watched.num_pieces
     assert rig.strategy.weights_sha256() == expected
 
@@ -142,7 +145,7 @@ def test_each_piece_is_a_sign_of_life(restoring):
         seen.append((generation, PHASES[phase], since))
 
     watched.happens = look
-    assert rig.member._obey(form(1, 0))
+    assert obey(rig.member, form(1, 0))
     look()
     (first, _) = seen
     assert first[:2] == (1, "restore")

@@ -9,7 +9,7 @@ import torch
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Load
 from tests.workers.places import Place
-from tests.workers.session_rig import Rig, Tiny
+from tests.workers.session_rig import Rig, Tiny, obey
 from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.backup.client import BackupClient
@@ -59,7 +59,7 @@ def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone
     rig = Rig("bitwise")
     rig.member._on_load = lambda place, step: torch.empty(2**46)
     with pytest.raises(OutOfMemory, match=r"while it loaded the state: .*can't allocate memory"):
-        rig.member._obey(Load("", 0))
+        obey(rig.member, Load("", 0))
     assert rig.link.sent == []
     rig.loader.close()
 
@@ -68,6 +68,6 @@ def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alo
     rig = Rig("bitwise", Greedy(), parallel="fsdp")
     rig.strategy.holding = Ownership("initial")
     with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
-        rig.member._obey(form(1, 0))
+        obey(rig.member, form(1, 0))
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]
     rig.loader.close()

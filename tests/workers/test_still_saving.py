@@ -2,10 +2,13 @@
 
 import threading
 
+import pytest
+
 from elastic.protocol.messages.to_controller import StillSaving
 from elastic.protocol.messages.to_worker import Finish
 from elastic.store.files import open_folder
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import Rig, obey
+from workers.membership.member import RunEnded
 
 FINISH = Finish(2, 0, 1, "succeeded", None, 0)
 LEASE_S = 0.1
@@ -29,7 +32,8 @@ def test_a_member_says_now_and_then_that_the_final_save_gets_further(tmp_path):
 
     rig.link.send, saver._memory.take = send, slowly
     saver.open(str(tmp_path))
-    rig.member.end(FINISH)
+    with pytest.raises(RunEnded):
+        obey(rig.member, FINISH)
     (first, _), *_ = rig.link.of("still_saving")
     assert first == {"generation": 2, "rank": 0}
     told = [kind for kind, _, _ in rig.link.sent if kind != "still_saving"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.messages.to_worker import Sync
 from tests.workers.fake_groups import run_threads
-from tests.workers.session_rig import Rig
+from tests.workers.session_rig import Rig, obey
 from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
     Work,
@@ -192,7 +192,7 @@ def test_a_newcomer_that_copies_and_follows_has_the_bits_of_its_source(reduction
     source, newcomer = (Rig(reduction, Images(OPTIMIZERS["fused"])) for _ in range(2))
     source.form(generation=1, step=0)
     assert source.step().committed
-    newcomer.member._obey(Sync(0, source.member.peers.address))
+    obey(newcomer.member, Sync(0, source.member.peers.address))
     deadline = time.monotonic() + 120
     while not newcomer.link.of("synced"):
         assert time.monotonic() < deadline

@@ -14,9 +14,14 @@ from workers.train_state.train_state import TrainState
 class Standing(Protocol):
     """Whose state it is: `Member`."""
 
-    generation: int
-    rank: int
-    world_size: int
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     @property
     def mesh(self) -> Mesh: ...

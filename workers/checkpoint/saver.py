@@ -35,9 +35,14 @@ _POLL_S = 0.05
 class Standing(Protocol):
     """Whose state it is: `Member`."""
 
-    generation: int
-    rank: int
-    world_size: int
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
     @property
     def mesh_of_rows(self) -> Mesh:

@@ -6,20 +6,18 @@ workers/membership/member.py's.
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages import peer
-from elastic.protocol.messages.to_controller import Synced, SyncFailed
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
-from workers.membership.link import ControllerLink
-from workers.membership.standing import Standing
+from workers.membership import events as e
 from workers.membership.state_stream import Following
+from workers.membership.step_log import Records
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.train_state import TrainState, Update
 
@@ -31,51 +29,45 @@ class Copying:
         self,
         spec: WorkerSpec,
         train_state: TrainState,
-        link: ControllerLink,
         vitals: Vitals,
         device: torch.device,
-        standing: Standing,
-        on_replaced: Callable[[dict[str, Any]], None],
-        on_followed: Callable[[dict[str, Any]], None],
+        records: Records,
+        tell: Callable[[e.Event], None],
     ) -> None:
-        """on_replaced: the state is another worker's now; on_followed: it has taken a step. Both
-        are given what the other one knows of steps that are not on record."""
-        self._spec, self._replica, self._link = spec, train_state, link
+        """records: takes what the source knows of steps that are not on record. tell: the worker's
+        machine, of what has become of the state."""
+        self._spec, self._replica = spec, train_state
         self._vitals, self._device = vitals, device
-        self._on_replaced, self._on_followed = on_replaced, on_followed
+        self._records, self._tell = records, tell
         self._following: Following | None = None
-        self._standing = standing
         self._is_lagging = False
         """The state is an old one; the source sends its own anew once a generation forms."""
 
-    def start(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> None:
-        """Follow the worker at `address`, instead of any earlier source; None: it is gone."""
-        self.stop()
-        if address is None:
-            self._link.send(SyncFailed("cannot reach the source: it is gone"))
-            return
-        try:
-            self._following = Following(
-                address,
-                token=self._spec.token,
-                worker=self._spec.worker,
-                timeout_s=self._spec.join_timeout_s,
-                detect_s=self._spec.detect_s,
-                wake=wake,
-            )
-            self._standing.is_following = False
-        except OSError as error:
-            self._link.send(SyncFailed(f"cannot reach the source: {error}"))
+    def start(self, address: tuple[str, int], wake: Callable[[], None]) -> None:
+        """Follow the worker at `address`. Raises OSError."""
+        self._following = Following(
+            address,
+            token=self._spec.token,
+            worker=self._spec.worker,
+            timeout_s=self._spec.join_timeout_s,
+            detect_s=self._spec.detect_s,
+            wake=wake,
+        )
 
     def stop(self) -> None:
         """What was received stays."""
         if self._following is not None:
             self._following.close()
-        self._following = self._standing.is_following = None
+        self._following = None
         self._is_lagging = False
 
+    @property
+    def failure(self) -> str:
+        """Why nothing more will come; empty while it may."""
+        return "" if self._following is None else self._following.failure
+
     def apply_received(self) -> None:
-        """Catch up with what has arrived; says so when that is everything for the first time."""
+        """Catch up with what has arrived."""
         following = self._following
         if following is None:
             return
@@ -83,10 +75,6 @@ class Copying:
             self._apply(following)
             if following.shortage is not None:
                 raise following.shortage
-        if following.failure and self._vitals.phase == "lobby":
-            failure = following.failure
-            self.stop()
-            self._link.send(SyncFailed(failure))
 
     def _apply(self, following: Following) -> None:
         train_state = self._replica
@@ -95,20 +83,22 @@ class Copying:
             match said:
                 case peer.State():
                     train_state.restore(said.state, tensors)
-                    self._standing.has_state, self._is_lagging = True, False
-                    self._on_replaced(said.records)
+                    self._is_lagging = False
+                    self._records.forget()
+                    self._records.take(said.records)
+                    self._tell(e.StateReplaced(train_state.step))
                 case peer.Lags():
                     self._is_lagging = True
                 case peer.Update() if said.step == train_state.step + 1:
                     train_state.apply(Update.from_message(said, tensors, self._device))
-                    self._on_followed(said.records)
+                    self._records.take(said.records)
+                    self._tell(e.StepFollowed(train_state.step))
                     following.memory.give(tensors)
                 case peer.Update():
                     pass  # it is part of the state that came
             self._vitals.step = train_state.step
-            if said.queued == 0 and not self._standing.is_following:
-                self._standing.is_following = True
-                self._link.send(Synced(train_state.step))
+            if said.queued == 0:
+                self._tell(e.CopyLevel())
 
     def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
         """Wait until the state stands at `step`, lags, or is_over(). PeerLost if it never will."""

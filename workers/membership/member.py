@@ -1,11 +1,12 @@
-"""A worker between and inside generations: it obeys the controller's commands at step boundaries.
+"""A worker between and inside generations: the shell of its machine (machine.py).
 
-`Member` owns the process group, the followers it feeds and the source it follows. What happens
-inside a step is workers/session.py's; what it means for the state is
+`Member` tells the machine what comes and what is done, and carries out what it asks for. What
+happens inside a step is workers/session.py's; what it means for the state is
 workers/train_state/train_state.py's.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,31 +19,21 @@ import torch
 from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
-from elastic.protocol.messages.to_worker import (
-    Abort,
-    Checkpoint,
-    Command,
-    Finish,
-    Form,
-    Holders,
-    Keep,
-    Load,
-    LogTo,
-    Pause,
-    Recall,
-    Sync,
-)
+from elastic.protocol.messages.to_worker import Command, Finish, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
-from workers.distributed import process_group
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
+from workers.membership import actions as a
+from workers.membership import events as e
 from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
-from workers.membership.standing import Standing
+from workers.membership.machine import transition
+from workers.membership.own_group import OwnGroup
+from workers.membership.state import State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded
@@ -58,7 +49,11 @@ log = logging.getLogger(__name__)
 
 
 class Member:
-    """Commands in, reports out, and the state that a generation needs."""
+    """Commands in, reports out, and the state that a generation needs.
+
+    The link's thread calls `hear` and reads `standing`, all else is the main thread's. The
+    machine's state is a value that is replaced under a lock.
+    """
 
     def __init__(
         self,
@@ -73,58 +68,134 @@ class Member:
         on_load: Callable[[str, int], list[Damage]],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
+        is_checked: bool = True,
     ) -> None:
+        """is_checked: the machine's invariants are, after each event."""
         self.spec, self.strategy, self.link, self.peers = spec, strategy, link, peers
         self.train_state, self.backup = strategy.train_state, strategy.backup
         self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
-        self.group: AnyGroup | None = None
-        self.generation, self.rank, self.world_size = 0, 0, 0
-        self.has_joined = False
+        self._is_checked, self._lock = is_checked, threading.Lock()
+        self.standing = State(is_whole=strategy.is_whole)
         self.prepared: Prepared | None = None
-        self.should_pause = False
-        """Agreed by vote: the next boundary is a pause."""
-        self.is_evaluating = self.is_done = False
+        """The reduced gradients of the next step, if the machine counts on them."""
         self._told_at = 0.0
         """When it was last said that the hash of the final state gets further."""
+        self._state_s = 0.0
+        """So long the state of this generation took."""
         self.evaluated = EvaluationLog(link)
-        self.standing = Standing()
-        self._pause_asked = self._aborted = 0  # generations; written by the link's thread
-        self._save_asked = (0, 0)  # generation, step; likewise
         self.compilation = Compilation(vitals)
-        self._formation: process_group.Formation | None = None
+        self.own = OwnGroup(spec, vitals, device, lambda: self.standing.is_given_up)
+        self._pieces: Pieces | None = None
         self._followers = Followers(peers)
-        delays = strategy.backup.delays_commits
-        self.records = records = Records(link, spec.global_batch, is_delayed=delays)
-        seams = self.standing, self._on_replaced, records.take
-        self._copying = Copying(spec, self.train_state, link, vitals, device, *seams)
+        delays = self.backup.delays_commits
+        self.records = Records(link, spec.global_batch, is_delayed=delays)
+        self._copying = Copying(spec, self.train_state, vitals, device, self.records, self._tell)
 
-    # --- called by the link's thread -------------------------------------------------
-    def interrupt(self, command: Command) -> None:
-        """At once, what cannot wait for the main thread."""
-        match command:
-            case Holders(holders):
+    # --- the machine -----------------------------------------------------------------
+    def hear(self, command: Command) -> None:
+        """In the link's thread: at once, what cannot wait for the main thread."""
+        self._tell(e.Heard(command))
+
+    def _tell(self, event: e.Event) -> None:
+        """Any thread: what follows is done here."""
+        with self._lock:
+            self.standing, actions = transition(self.standing, event)
+            if self._is_checked:
+                validate(self.standing)
+        for action in actions:
+            if (done := self._do(action)) is not None:
+                self._tell(done)
+
+    def _do(self, action: a.Action) -> e.Event | None:  # noqa: C901
+        """Gives what it ended with, if the machine waits for that."""
+        match action:
+            case a.Say(report):
+                self.link.send(self._completed(report))
+            case a.Abandon(generation):
+                self.own.abandon(generation)
+            case a.TakeHolders(holders):
                 self.backup.hear(holders)
-            case Form() | Finish():
-                self.standing.hear(command)
-            case Pause(generation):
-                self._pause_asked = generation
-            case Checkpoint(generation, step=step):
-                self._save_asked = (generation, step)
-            case Abort(generation) | Recall(generation):
-                self.standing.hear(command)
-                self._give_up(generation)
-            case Load() | Sync() | LogTo() | Keep():
-                pass
+            case a.ProtectState(is_pausing):
+                self._protect(is_pausing=is_pausing)
+            case a.StopCopy():
+                self._copying.stop()
+            case a.Follow(address):
+                return self._follow(address)
+            case a.ForgetState():
+                self.strategy.forget()
+                self.records.forget()
+            case a.LoadState(place, recorded_step):
+                return self._load(place, recorded_step)
+            case a.SaveState():
+                self.saver.save_now(self.train_state, self)
+            case a.OpenLog(place):
+                self._on_log_to(place)
+            case a.LeaveGroup(form):
+                self._leave_group(form)
+            case a.BeginGroup(form):
+                self.own.begin(form)
+            case a.RollForward(form):
+                self._roll_forward(form)
+            case a.DropGradients():
+                self.prepared = None
+                self.train_state.forget_unagreed()
+            case a.CatchUp(step):
+                return self._catch_up(step)
+            case a.RenewFollowers():
+                self._followers.renew(self._state_and_records)
+            case a.Meet():
+                return self._meet()
+            case a.CatchUpLate() | a.AssembleState():
+                with told_as_loss("it got its part of the state"):
+                    return self._enter(action)
+            case a.SayUnrecorded(recorded_step):
+                self.records.repeat(self, recorded_step)
+            case a.TakeEvaluation(evaluation):
+                self.evaluated.hear(evaluation, self.train_state.step)
+                self.evaluated.say(self.rank)
+            case a.MeetAll():
+                return self._meet_all()
+            case a.WriteFinal(generation, log_folder):
+                return self._write_final(generation, log_folder)
+        return None
 
-    def _give_up(self, generation: int) -> None:
-        self._aborted = max(self._aborted, generation)
-        if self._formation is not None:
-            self._formation.abandon()
-        if self.group is not None and self.generation <= generation:
-            self.group.abandon()
+    def _completed(self, report: r.Report) -> r.Report:
+        """With what the machine does not know."""
+        match report:
+            case r.Suspended():
+                vote, payload = self.records.last_vote or (None, b"")
+                last = self.evaluated.last
+                return replace(report, vote=vote, evaluation=last, payload=payload)
+            case r.Joined(generation, rank, step=step):
+                where = (generation, step, rank, self.world_size)
+                log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
+                return replace(report, state_s=round(self._state_s, 6))
+            case _:
+                return report
 
     # --- what a step asks --------------------------------------------------------------
+    @property
+    def group(self) -> AnyGroup | None:
+        return self.own.group
+
+    @property
+    def generation(self) -> int:
+        return self.standing.seat.generation
+
+    @property
+    def rank(self) -> int:
+        return self.standing.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.standing.seat.world_size
+
+    @property
+    def has_joined(self) -> bool:
+        """A generation, ever."""
+        return self.standing.formed > 0
+
     @property
     def step(self) -> int:
         """Committed steps."""
@@ -132,15 +203,15 @@ class Member:
 
     @property
     def is_cancelled(self) -> bool:
-        return self.group is None or self.group.is_abandoned
+        return self.standing.is_cancelled
 
     @property
     def wants_pause(self) -> bool:
-        return self._pause_asked == self.generation
+        return self.standing.wants_pause
 
     @property
     def wants_save(self) -> bool:
-        generation, step = self._save_asked
+        generation, step = self.standing.word.save_asked
         return generation == self.generation and not self.saver.has_begun(generation, step)
 
     @property
@@ -161,17 +232,23 @@ class Member:
         """Of a step, on this rank."""
         return self.mesh.num_passes(self.spec.num_microbatches, self.rank)
 
+    def move_loop(self, to: e.Loop) -> None:
+        """The user's loop has come there."""
+        self._tell(e.LoopMoved(to))
+
+    def prepare(self, prepared: Prepared) -> None:
+        """A vote on it begins."""
+        self.prepared = prepared
+        self._tell(e.StepPrepared())
+
+    def drop_gradients(self) -> None:
+        """What all members have agreed on."""
+        self.prepared = None
+        self._tell(e.GradientsDropped())
+
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
-        assert self.group is not None
-        if not self.group.is_abandoned:
-            self.group.abandon()
-            self._say_failed(error)
-
-    def _say_failed(self, error: PeerLost) -> None:
-        is_refused = isinstance(error, CollectiveRefused)
-        why = str(error)[:500]
-        self.link.send(r.CollectiveFailed(self.generation, self.rank, why, is_refused))
+        self._tell(lost_with(error))
 
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
@@ -199,7 +276,7 @@ class Member:
         )
         self.strategy.apply(update)
         self.prepared = None
-        self.should_pause = self.should_pause or vote.should_pause
+        self._tell(e.StepCommitted(train_state.step, vote.should_pause))
         self.vitals.step = train_state.step
         self.compilation.tell(self.generation, train_state.step)
         self.backup.after_step(train_state, self)
@@ -210,116 +287,74 @@ class Member:
     def boundary(self) -> None:
         """Before a step: take on newcomers, pause if so agreed, join the next generation."""
         self._take_on_newcomers()
-        if self.should_pause and not self.is_cancelled:
-            self._say_paused()
-            self.wait_for_generation()
-        while self.is_cancelled:
+        self._tell(e.BoundaryReached())
+        if not self.standing.is_at_work:
             self.wait_for_generation()
 
-    def _say_paused(self) -> None:
-        self.backup.before_pause(self.train_state, self)
-        self.wait_for_copies()
-        self.link.send(r.Paused(self.generation, self.rank, self.train_state.step))
+    def returned(self) -> None:
+        """The user's loop has, or has nothing to do: wait until there is, or the run ends."""
+        self._tell(e.LoopReturned())
+        self.wait_for_generation()
 
-    def wait_for_generation(self, *, is_in_step: bool = False) -> None:
+    def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
-        self.standing.is_waiting = True
-        while True:
-            self.vitals.enter("done" if self.is_done else "lobby")
-            while not self._obey(self._next_command()):
-                if self.vitals.phase in FORMING:  # in vain: it waits for nobody now
-                    self.vitals.enter("lobby")
-            if is_in_step or not self.should_pause or self.is_evaluating or self.is_done:
-                break
-            self._say_paused()
-        self.standing.is_waiting = False
+        self.vitals.enter("done" if self.standing.loop is e.Loop.RETURNED else "lobby")
+        while not self.standing.is_at_work:
+            self._obey(self._next_command())
+            if self.vitals.phase in FORMING:  # in vain, or to pause: it waits for nobody now
+                self.vitals.enter("lobby")
         self.vitals.enter("user")
 
     def _next_command(self) -> Command:
         """The deadline of this wait is the lease: without a controller the process ends."""
         while True:
-            self._take_on_newcomers()
-            self._copying.apply_received()
+            self._look_around()
             if (command := self.link.commands.get()) is not None:
                 return command
+
+    def _look_around(self) -> None:
+        self._take_on_newcomers()
+        self._copying.apply_received()
+        if why := self._copying.failure:
+            self._tell(e.SourceLost(why))
 
     def wake(self) -> None:
         """Any thread: there is something to do at the boundary."""
         self.link.wake()
 
-    def _obey(self, command: Command) -> bool:  # noqa: C901
-        """True once a new generation has formed."""
-        match command:
-            case Load():
-                self._load(command)
-            case Sync(address=address):
-                self._follow(address)
-            case LogTo(place):
-                self._on_log_to(place)
-            case Abort(generation):
-                if generation == self.generation:  # else it is a dead one's, and no news
-                    self._say_suspended()
-            case Recall():
-                self._copying.stop()
-                self.generation, self.rank, self.world_size = self.standing.told
-                self._say_suspended()
-            case Form():
-                return self._form(command)
-            case Keep():
-                self.saver.save_now(self.train_state, self)
-                self.link.send(r.Kept(self.generation, self.rank))
-            case Finish():
-                self.end(command)
-                raise RunEnded
-            case Pause() | Checkpoint() | Holders():
-                pass  # `interrupt` has heard of it
-        return False
+    def _obey(self, command: Command) -> None:
+        self._tell(e.Obeyed(command))
+        if isinstance(command, Finish):
+            raise RunEnded
 
-    def _load(self, command: Load) -> None:
-        self._copying.stop()
+    def _protect(self, *, is_pausing: bool) -> None:
+        if is_pausing:
+            self.backup.before_pause(self.train_state, self)
+        self.wait_for_copies()
+
+    def _load(self, place: str, recorded_step: int) -> e.Event:
         with told_as_loss("it loaded the state"):
-            damaged = self._on_load(command.place, command.recorded_step)
-        step = self.train_state.step
-        if self.strategy.is_whole:
+            damaged = self._on_load(place, recorded_step)
+        self.prepared, step = None, self.train_state.step
+        if self.standing.is_whole:
             self.records.go_back(step)
-            self.records.repeat(self, command.recorded_step)
-        self.standing.has_state = True
+            self.records.repeat(self, recorded_step)
         self.vitals.step = step
-        self.link.send(r.Loaded(step, tuple((d.step, d.what) for d in damaged)))
+        return e.StateLoaded(step, tuple((d.step, d.what) for d in damaged))
 
-    def _say_suspended(self) -> None:
-        vote = self.records.last_vote
-        report = r.Suspended(
-            generation=self.generation,
-            rank=self.rank,
-            step=self.strategy.held_step,
-            is_prepared=self.prepared is not None,
-            is_between_steps=self.is_evaluating or self.is_done,
-            vote=vote[0] if vote else None,
-            evaluation=self.evaluated.last,
-            payload=vote[1] if vote else b"",
-        )
-        self.link.send(report)
-
-    def end(self, command: Finish) -> None:
-        """Say what is not on record (nobody will later), write the final state and say its hash;
-        once more if a member was lost meanwhile."""
-        self.generation, self.rank = command.generation, command.rank
-        self.world_size = command.world_size
-        if self.rank == 0:
-            self.records.repeat(self, command.recorded_step)
-        self.saver.give_up(self.generation - 1)
+    def _write_final(self, generation: int, log_folder: str | None) -> e.Event:
+        """The state, and its hash; once more if a member was lost meanwhile."""
+        self.saver.give_up(generation - 1)
         self.vitals.enter("save")
         self._told_at = time.monotonic()
         try:  # the hash first: it is a collective, and the ranks' saves may take different times
-            sha256 = self._on_finish(self, command.log_folder)
+            sha256 = self._on_finish(self, log_folder)
             self.saver.save_now(self.train_state, self, self._say_still_saving)
         except PeerLost as error:  # of a sharded state nobody can say the hash now
-            self.collective_failed(error)
-            return
+            return lost_with(error)
         finally:
             self.vitals.enter("lobby")
-        self.link.send(r.Ended(self.generation, self.rank, sha256))
+        return e.FinalWritten(sha256)
 
     def say_still_hashing(self) -> None:
         """Called after each tensor, and said now and then."""
@@ -332,169 +367,122 @@ class Member:
         self.link.send(r.StillSaving(self.generation, self.rank))
 
     # --- forming ---------------------------------------------------------------------------
-    def _form(self, command: Form) -> bool:
-        self.generation, self.rank = command.generation, command.rank
-        self.world_size = command.world_size
-        self.link.recorded_step = command.recorded_step  # lower than before after a roll back
-        self.vitals.generation = self.generation
+    def _leave_group(self, form: Form) -> None:
+        self.link.recorded_step = form.recorded_step  # lower than before after a roll back
+        self.vitals.generation = form.generation
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
-        if self.group is not None:
-            process_group.leave(self.group)
-        self.group = None
-        self.saver.give_up(self.generation - 1)
-        if self._aborted >= self.generation:
-            return False
+        self.own.leave(form.generation)
+        self.saver.give_up(form.generation - 1)
+        self._state_s = 0.0
+
+    def _roll_forward(self, form: Form) -> None:
+        assert form.vote is not None
+        assert self.prepared is not None
         began = time.monotonic()
-        is_alone = self.world_size == 1
-        self._formation = (
-            None if is_alone else process_group.form_for(self.spec, command, self.device)
-        )
-        if self._formation is not None and self._aborted >= self.generation:
-            self._formation.abandon()  # `interrupt` may have looked before it was there
+        layout = replace(self.prepared.layout, log_names=tuple(form.vote["log_names"]))
+        vector = np.frombuffer(form.payload, "<i8").astype(np.int64)
+        prepared = replace(self.prepared, layout=layout)
+        self.commit(prepared, decode(layout, vector), vector)
+        self._state_s += time.monotonic() - began
+
+    def _catch_up(self, step: int) -> e.Event:
+        began = time.monotonic()
         try:
-            self._reach(command)
+            self._copying.catch_up(step, lambda: self.standing.is_given_up)
         except PeerLost as error:
-            self._copying.stop()
-            self.link.send(r.SyncFailed(str(error)))
-            return False
-        state_s = time.monotonic() - began
-        self._followers.renew(self._state_and_records)
-        if not self._join_group():
-            return False
+            return e.CatchUpFailed(str(error))
+        self._state_s += time.monotonic() - began
+        return e.CaughtUp()
+
+    def _meet(self) -> e.Event:
+        try:
+            self.own.meet()
+        except PeerLost as error:
+            return lost_with(error)
         assert self.group is not None
-        began, say_alive = time.monotonic(), partial(self.vitals.enter, "restore")
+        say_alive = partial(self.vitals.enter, "restore")
         round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
-        pieces = Pieces(self.group, self.device, say_alive, round_s)
-        get_state = self._catch_up_late if self.strategy.is_whole else self._enter
-        with told_as_loss("it got its part of the state"):
-            if not get_state(command, pieces):
-                return False
-        self._copying.stop()
-        self._say_joined(command, state_s + time.monotonic() - began)
-        return not self.strategy.is_whole or self._has_met(pieces)
+        self._pieces = Pieces(self.group, self.device, say_alive, round_s)
+        return e.Met()
 
-    def _join_group(self) -> bool:
-        """False if forming failed, which the controller knows then."""
+    def _enter(self, action: a.CatchUpLate | a.AssembleState) -> e.Event:
+        began = time.monotonic()
+        match action:
+            case a.CatchUpLate(step):
+                failed = self._catch_up_late(step)
+            case a.AssembleState(form):
+                failed = self._assemble(form)
+        self._state_s += time.monotonic() - began
+        return failed or e.StateEntered(self.train_state.step)
+
+    def _catch_up_late(self, step: int) -> e.Event | None:
+        assert self._pieces is not None
         try:
-            formation = self._formation
-            alone = process_group.Alone()
-            group = alone if formation is None else formation.wait(self.spec.join_timeout_s)
+            self._copying.catch_up_late(step, self._pieces)
         except PeerLost as error:
-            if self._aborted < self.generation:
-                self._say_failed(error)
-            return False
-        self._formation = None
-        if not isinstance(group, process_group.Alone):
-            group.on_wait = self.vitals.waits_in
-        self.group = group
-        if self._aborted >= self.generation:
-            group.abandon()
-            return False
-        return True
+            return e.CatchUpFailed(str(error))
+        return None
 
-    def _say_joined(self, command: Form, state_s: float) -> None:
-        self.should_pause = command.then_pause
-        self.has_joined = self.standing.has_state = True
-        self.standing.formed = self.generation
-        where = (self.generation, self.train_state.step, self.rank, self.world_size)
-        log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
-        step = self.train_state.step
-        self.link.send(r.Joined(self.generation, self.rank, round(state_s, 6), step))
-        self.evaluated.hear(command.evaluation, step)
-        self.evaluated.say(self.rank)
-        if self.rank == 0:
-            self.records.repeat(self, command.recorded_step)
-
-    def _reach(self, command: Form) -> None:
-        """Stand at the generation's step: roll a prepared step forward, or follow up to it."""
-        if not self.strategy.is_whole:
-            return
-        if command.vote is not None and self.prepared is not None:
-            names = tuple(command.vote["log_names"])
-            layout = replace(self.prepared.layout, log_names=names)
-            vector = np.frombuffer(command.payload, "<i8").astype(np.int64)
-            prepared = replace(self.prepared, layout=layout)
-            self.commit(prepared, decode(layout, vector), vector)
-        self.prepared = None
-        self.train_state.forget_unagreed()
-        self._copying.catch_up(command.step, lambda: self._aborted >= self.generation)
-
-    # --- following and being followed --------------------------------------------------------
-    def _follow(self, address: tuple[str, int] | None) -> None:
-        if self.strategy.is_whole:
-            self._copying.start(address, self.wake)
-        else:  # its rows come when the generation forms
-            self.strategy.forget()
-            self.records.forget()
-            self.standing.is_following = self.standing.has_state = True
-            self.link.send(r.Synced(self.train_state.step))
-
-    def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
-        return self.train_state.snapshot(), self.records.to_frame()
-
-    def _enter(self, command: Form, pieces: Pieces) -> bool:
-        """Get this rank's part of the newest state that is whole. False if that failed."""
+    def _assemble(self, form: Form) -> e.Event | None:
         assert self.group is not None
-        self.backup.hear(command.holders)
+        assert self._pieces is not None
+        self.backup.hear(form.holders)
         formed = Formed(
-            generation=self.generation,
-            step=command.step,
+            generation=form.generation,
+            step=form.step,
             known_step=self.records.known_step,
             group=self.group,
-            pieces=pieces,
+            pieces=self._pieces,
             catalogue=self.saver.catalogue,
             say_lost=self.collective_failed,
             gathering=self.vitals.gathering,
-            on_connected=lambda: self.link.send(r.Connected(self.generation, self.rank)),
+            on_connected=lambda: self._tell(e.PartBegun()),
         )
         try:
             entered = self.strategy.enter(formed)
             self.records.share(self.group, self.device)
         except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
-            self.link.send(r.SyncFailed(str(error)))
-            return False
+            return e.PartsMissing(str(error))
         except PeerLost as error:
-            self.collective_failed(error)
-            return False
+            if self.strategy.held_step < 0:
+                self._tell(e.PartGone())
+            return lost_with(error)
         step = self.train_state.step
         self.records.go_back(step)
-        self.link.go_back(self.generation, step)
+        self.link.go_back(form.generation, step)
         self.prepared, self.vitals.step = None, step
         self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
-        return True
+        return None
 
-    def _catch_up_late(self, command: Form, pieces: Pieces) -> bool:
-        """False if the generation was given up, or the source is gone, which costs it as well."""
-        if self.train_state.step == command.step:
-            return True
-        self.link.send(r.Connected(self.generation, self.rank))
-        try:
-            self._copying.catch_up_late(command.step, pieces)
-        except PeerLost as error:
-            if self._aborted < self.generation:
-                self._copying.stop()
-                self.link.send(r.SyncFailed(str(error)))
-            return False
-        return True
-
-    def _has_met(self, pieces: Pieces) -> bool:
+    def _meet_all(self) -> e.Event:
         """Whoever is level waits for those that get their state late: a step's first collective
-        would wait no longer than the backend lets it. False if the generation was given up."""
+        would wait no longer than the backend lets it."""
+        assert self._pieces is not None
         try:
-            pieces.wait_for_all()
+            self._pieces.wait_for_all()
         except PeerLost as error:
-            self.collective_failed(error)
-            return False
-        return True
+            return lost_with(error)
+        return e.EverybodyEntered()
 
-    def _on_replaced(self, records: dict[str, Any]) -> None:
-        """The state is a peer's now."""
-        self.prepared = None
-        self.records.forget()
-        self.records.take(records)
+    # --- following and being followed --------------------------------------------------------
+    def _follow(self, address: tuple[str, int] | None) -> e.Event | None:
+        if address is None:
+            return e.SourceLost("cannot reach the source: it is gone")
+        try:
+            self._copying.start(address, self.wake)
+        except OSError as error:
+            return e.SourceLost(f"cannot reach the source: {error}")
+        return None
+
+    def _state_and_records(self) -> tuple[Snapshot, dict[str, Any]]:
+        return self.train_state.snapshot(), self.records.to_frame()
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
         self._followers.take_on(self._state_and_records)
+
+
+def lost_with(error: PeerLost) -> e.PeersLost:
+    return e.PeersLost(str(error)[:500], isinstance(error, CollectiveRefused))

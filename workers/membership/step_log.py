@@ -23,9 +23,14 @@ from workers.step.vote import Prepared, Vote, dump
 class Standing(Protocol):
     """Who commits: `Member`."""
 
-    generation: int
-    rank: int
-    world_size: int
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
 class Records:

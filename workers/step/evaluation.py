@@ -17,6 +17,7 @@ from elastic.protocol.messages.to_controller import Evaluation
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.distributed.exchange import gather_json
+from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import RolledBack
 from workers.reduction.tree import fold_scalars
@@ -31,7 +32,7 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
     """See `Session.evaluate`."""
     step = member.train_state.step
     ordinal = member.evaluated.next_ordinal(step)
-    member.is_evaluating = True
+    member.move_loop(Loop.EVALUATION)
     member.vitals.enter("evaluate")
     try:
         while True:
@@ -51,7 +52,7 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
                     raise RolledBack from error
                 member.vitals.enter("evaluate")
     finally:
-        member.is_evaluating = False
+        member.move_loop(Loop.OUTSIDE)
         member.vitals.enter("user")
     member.evaluated.add(Evaluation(step, ordinal, means, generation), member.rank)
     return means[SCALAR] if list(means) == [SCALAR] else means

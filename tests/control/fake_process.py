@@ -1,0 +1,576 @@
+"""A worker's process in a simulation: the shipped machine, and effects that cost nothing.
+
+The state is a number, the gradients are the number that it becomes with the step. The main thread
+is a generator: wherever it yields, others go on, or the process is killed.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from elastic.protocol.messages import to_controller as r
+from elastic.protocol.messages.to_worker import Command, Finish, Form
+from tests.control.fake_group import Group
+from workers.membership import actions as a
+from workers.membership import events as e
+from workers.membership.machine import transition
+from workers.membership.state import (
+    Broken,
+    Done,
+    Ended,
+    Entering,
+    Forming,
+    Lobby,
+    Paused,
+    Source,
+    State,
+    Suspended,
+    Working,
+    validate,
+)
+from workers.step.evaluation_log import EvaluationLog
+
+if TYPE_CHECKING:
+    from tests.control.fake_cluster import FakeCluster
+
+JOIN_S = 60.0
+MODES = {
+    Lobby: "idle",
+    Entering: "rendezvous",
+    Paused: "paused",
+    Done: "done",
+    Broken: "failed",
+    Suspended: "suspended",
+    Ended: "ended",
+}
+Turns: TypeAlias = Generator[None, None, None]
+Work: TypeAlias = Generator[None, None, e.Event | None]
+
+
+class Cancelled(Exception):
+    """Of a step, or of an evaluation."""
+
+
+class RolledBack(Exception):
+    pass
+
+
+class RunEnded(Exception):
+    pass
+
+
+class PeerLost(Exception):
+    pass
+
+
+class Copied(NamedTuple):
+    """What a source sends: its state, or a step's change of it."""
+
+    is_state: bool
+    step: int
+    weights: int
+    unrecorded: dict[int, int]
+    vote: int | None
+
+
+class Process:
+    def __init__(self, number: int, cluster: "FakeCluster", *, is_whole: bool = True) -> None:
+        self.number, self.cluster, self.rng = number, cluster, cluster.rng
+        self.machine = State(is_whole=is_whole)
+        self.is_alive, self.is_up, self.is_stuck, self.has_failed = True, False, False, False
+        self.doomed_at: float | None = None
+        """It has a drain notice: gone then, if it has not left before."""
+        self.wire: deque[Command] = deque()
+        """On its way here."""
+        self.heard: deque[Command] = deque()
+        """Not yet obeyed."""
+        self.unsent: deque[r.Report] = deque()
+        """On its way to the controller."""
+        self.cut_until = 0.0
+        """The link passes nothing before."""
+        self.at = "boundary"
+        self.weights, self.gradient = 0, None
+        self.vote: int | None = None
+        self.unrecorded: dict[int, int] = {}
+        """Step -> generation that computed it."""
+        self.recorded = 0
+        """As the controller has said last."""
+        self.went_back = 0
+        """The generation that last began behind what is on record."""
+        self.num_controllers = self.num_told = 0
+        self.group: Group | None = None
+        self.group_of = 0
+        self.is_abandoned = False
+        self.source: Process | None = None
+        self.received: deque[Copied] = deque()
+        self.is_lagging = self.is_copying = False
+        self.has_complained = False
+        """It has said SyncFailed, and has no new source yet."""
+        self.save_begun = (0, 0)
+        self.last_part: r.PartSaved | r.PartFailed | None = None
+        self.evaluated = EvaluationLog(self)  # pyright: ignore[reportArgumentType]
+        self.main = self.run()
+
+    def __repr__(self) -> str:
+        return f"w{self.number} {self.mode} step {self.step} weights {self.weights} {self.machine}"
+
+    # --- what the cluster asks -----------------------------------------------------------
+    @property
+    def step(self) -> int:
+        return self.machine.step
+
+    @property
+    def rank(self) -> int:
+        return self.machine.seat.rank
+
+    @property
+    def generation(self) -> int:
+        return self.machine.seat.generation
+
+    @property
+    def holds(self) -> bool:
+        """A state of its own, or of whom it follows."""
+        return self.machine.holding.name == "STATE"
+
+    @property
+    def follows(self) -> bool:
+        return self.machine.source is not Source.NONE
+
+    @property
+    def mode(self) -> str:
+        phase = self.machine.phase
+        is_at = isinstance(phase, Working | Forming)
+        return self.at if is_at else MODES[type(phase)]
+
+    def introduction(self) -> r.Introduction:
+        """To a controller that has taken over, as workers/worker.py does it."""
+        self.num_controllers += 1
+        self.went_back = 0
+        if self.last_part is not None:
+            self.send(self.last_part)
+        self.evaluated.say(self.rank)
+        told = self.machine.word.told
+        seat = told.generation, told.rank, told.world_size
+        return r.Introduction(self.machine.kind, ("", 0), *seat, self.step)
+
+    # --- threads -------------------------------------------------------------------------
+    def hear(self) -> None:
+        """The link's thread takes the next command."""
+        command = self.wire.popleft()
+        self.advance(e.Heard(command))
+        self.heard.append(command)
+
+    def hear_word(self, recorded: int, formed: int) -> None:
+        """As workers/membership/link.py: not what was said before it heard of a step back."""
+        if formed >= self.went_back:
+            self.recorded = recorded
+
+    def turn(self) -> None:
+        """The main thread's."""
+        next(self.main, None)
+
+    def send(self, report: r.Report) -> None:
+        self.unsent.append(report)
+
+    def advance(self, event: e.Event) -> tuple[a.Action, ...]:
+        """The machine's; what cannot wait is done at once."""
+        self.machine, actions = transition(self.machine, event)
+        validate(self.machine)
+        if isinstance(event, e.SourceLost | e.CatchUpFailed):
+            self.has_complained = True
+        for action in actions:
+            if isinstance(action, a.Abandon):
+                self.abandon(action.generation)
+        return actions
+
+    def tell(self, event: e.Event) -> Turns:
+        for action in self.advance(event):
+            if self.rng.random() < 0.1:
+                yield  # a kill between two of them leaves it here
+            done = yield from self.do(action)
+            if done is not None:
+                yield from self.tell(done)
+
+    def abandon(self, generation: int) -> None:
+        if self.group is not None and self.group_of <= generation:
+            self.is_abandoned = True
+            self.group.left.add(self.number)
+
+    def run(self) -> Turns:
+        """As workers/worker.py: the loop, again after a roll back, then done until the end."""
+        returned_at, steps = self.cluster.steps, self.cluster.steps
+        while True:
+            try:
+                yield from self.wait()
+                while True:
+                    if self.step < returned_at:
+                        yield from self.tell(e.LoopMoved(e.Loop.OUTSIDE))
+                        try:
+                            yield from self.train(steps)
+                        except RolledBack:
+                            continue
+                        returned_at = self.step
+                    yield from self.tell(e.LoopReturned())
+                    yield from self.wait()
+            except RunEnded:
+                pass
+
+    def wait(self) -> Turns:
+        """For a generation that may step."""
+        while not self.machine.is_at_work:
+            yield
+            yield from self.look_around()
+            if self.heard:
+                command = self.heard.popleft()
+                if isinstance(command, Form):
+                    self.cluster.freeze_one(self)
+                yield from self.tell(e.Obeyed(command))
+                if isinstance(command, Finish):
+                    raise RunEnded
+
+    # --- the user's loop -----------------------------------------------------------------
+    def train(self, steps: int) -> Turns:
+        every = self.cluster.faults.eval_every
+        while self.step < steps:
+            self.at = "boundary"
+            yield
+            yield from self.tell(e.BoundaryReached())
+            yield from self.wait()
+            before = self.step
+            yield from self.one_step()
+            if every and self.step > before and self.step % every == 0:
+                yield from self.evaluate()
+
+    def one_step(self) -> Turns:
+        yield from self.tell(e.LoopMoved(e.Loop.STEP))
+        try:
+            try:
+                yield from self.compute()
+            except PeerLost as error:
+                yield from self.tell(e.PeersLost(str(error)))
+                raise Cancelled from error
+        except Cancelled:
+            self.go_back(self.step)
+            yield from self.wait()
+        finally:
+            self.advance(e.LoopMoved(e.Loop.OUTSIDE))
+
+    def compute(self) -> Turns:
+        self.at = "compute"
+        yield
+        if self.machine.is_cancelled:
+            raise Cancelled
+        if self.rng.random() < self.cluster.faults.user_failure:
+            self.send(r.UserFailed("ValueError: no"))
+            while True:
+                yield
+        yield from self.collective("reduce")
+        self.gradient = hash((self.weights, self.generation, self.step + 1))
+        self.before_vote()
+        yield from self.tell(e.StepPrepared())
+        wishes = self.machine.wants_pause, self.wants_save
+        voted = yield from self.collective("vote", wishes)
+        should_pause, should_save = (any(each) for each in zip(*voted, strict=True))
+        assert self.gradient is not None
+        self.cluster.check_commit(self)
+        yield from self.commit(self.gradient, should_pause=should_pause)
+        self.tell_record()
+        if self.step % 3 == 0 or (should_save and self.step < self.cluster.steps):
+            self.save()
+
+    @property
+    def wants_save(self) -> bool:
+        generation, step = self.machine.word.save_asked
+        begun = self.save_begun
+        return generation == self.generation and not (begun[0] == generation and begun[1] >= step)
+
+    def commit(self, weights: int, *, should_pause: bool) -> Turns:
+        step, self.vote = self.step + 1, weights
+        self.unrecorded[step] = self.generation
+        self.drop_recorded()
+        newest = {step: self.generation}
+        self.cluster.feed(self, Copied(False, step, weights, newest, weights))
+        if self.rng.random() < 0.1:
+            yield
+        self.weights, self.gradient = weights, None
+        yield from self.tell(e.StepCommitted(step, should_pause))
+
+    def evaluate(self) -> Turns:
+        step, ordinal = self.step, self.evaluated.next_ordinal(self.step)
+        yield from self.tell(e.LoopMoved(e.Loop.EVALUATION))
+        generation = self.generation
+        try:
+            while (known := self.evaluated.known(step, ordinal)) is None:
+                self.at = "evaluate"
+                try:
+                    while self.rng.random() < 0.7:
+                        yield
+                    yield from self.collective(("evaluate", ordinal))
+                    generation = self.generation
+                    break
+                except PeerLost as error:
+                    yield from self.tell(e.PeersLost(str(error)))
+                    yield from self.wait()
+                    if self.step < step:
+                        raise RolledBack from error
+            generation = known.generation if known is not None else generation
+        finally:
+            self.advance(e.LoopMoved(e.Loop.OUTSIDE))
+        self.evaluated.add(r.Evaluation(step, ordinal, {"value": 0.0}, generation), self.rank)
+
+    def collective(
+        self, what: Any, brought: Any = (False,), step: int | None = None
+    ) -> Generator[None, None, list[Any]]:
+        """What all have brought. step: at which they are, if not at the same one yet."""
+        group, key = self.group, (self.step if step is None else step, what)
+        if group is None or self.is_abandoned:
+            raise PeerLost("the generation was given up")
+        self.at = what if isinstance(what, str) else self.at
+        group.arrive(key, self.number, brought)
+        while True:
+            yield
+            if self.is_abandoned:
+                raise PeerLost("the generation was given up")
+            is_torn = group.has_gap() and self.rng.random() < 0.7
+            if is_torn or self.rng.random() < self.cluster.faults.false_alarms:
+                raise PeerLost("connection reset")
+            if group.is_complete(key):
+                return list(group.arrived[key].values())
+
+    # --- steps that may not be on record -------------------------------------------------
+    def go_back(self, step: int) -> None:
+        self.unrecorded = {s: g for s, g in self.unrecorded.items() if s <= step}
+
+    def drop_recorded(self) -> None:
+        self.unrecorded = {s: g for s, g in self.unrecorded.items() if s > self.recorded}
+
+    def known_from(self, recorded: int) -> int:
+        while recorded + 1 in self.unrecorded:
+            recorded += 1
+        return recorded
+
+    def tell_record(self) -> None:
+        """The lowest rank's last step; all that it knows to a new controller."""
+        is_new, self.num_told = self.num_told != self.num_controllers, self.num_controllers
+        if self.rank == 0 and self.unrecorded:
+            self.say_steps(sorted(self.unrecorded)[0 if is_new else -1 :])
+
+    def say_steps(self, steps: list[int]) -> None:
+        if steps:
+            lines = tuple(
+                {"metrics": {"step": s, "step_s": 0.1, "generation": self.unrecorded[s]}}
+                for s in steps
+            )
+            size = self.machine.seat.world_size if self.is_delayed else 0
+            self.send(r.Committed(self.generation, size, lines, {"weights": self.vote}))
+
+    is_delayed = False
+    """The controller takes a step only once all say that their copy of it is held."""
+
+    # --- copies --------------------------------------------------------------------------
+    def state_of(self) -> Copied:
+        """For whoever follows this worker."""
+        return Copied(True, self.step, self.weights, dict(self.unrecorded), self.vote)
+
+    def is_source_gone(self) -> bool:
+        return self.source is None or not self.source.is_alive
+
+    def look_around(self) -> Turns:
+        """At a boundary: what the source has sent is taken over."""
+        yield from self.apply_received()
+        if self.source is None:
+            return
+        may_fail, faults = self.is_copying, self.cluster.faults
+        is_cut = may_fail and faults.sync_failures > 0 and self.rng.random() < 0.2
+        faults.sync_failures -= is_cut
+        if not self.received and (is_cut or self.is_source_gone()):
+            yield from self.tell(e.SourceLost("source is gone"))
+
+    def receive(self) -> None:
+        """The source takes this worker on, at a boundary of its own or between two steps."""
+        source = self.source
+        if source is None or not self.is_copying or self.is_source_gone() or not source.holds:
+            return
+        if self.rng.random() < 0.4:
+            self.is_copying = False
+            self.received.append(source.state_of())
+            self.is_lagging = self.rng.random() < self.cluster.faults.lags
+
+    def apply_received(self) -> Turns:
+        self.receive()
+        while self.received:
+            copied = self.received.popleft()
+            if copied.is_state:
+                self.weights, self.vote = copied.weights, copied.vote
+                self.unrecorded = copied.unrecorded
+                yield from self.tell(e.StateReplaced(copied.step))
+            elif copied.step == self.step + 1:
+                self.weights, self.vote = copied.weights, copied.vote
+                self.unrecorded |= copied.unrecorded
+                yield from self.tell(e.StepFollowed(copied.step))
+            self.drop_recorded()
+            if not self.received and not self.is_copying:
+                yield from self.tell(e.CopyLevel())
+
+    def catch_up(self, step: int) -> Work:
+        self.at, deadline = "lobby", self.cluster.now + JOIN_S
+        while self.step != step and not self.is_lagging:
+            if self.received or self.is_copying:
+                yield from self.apply_received()
+            is_lost = self.is_source_gone() or self.cluster.now > deadline
+            if not self.received and (is_lost or self.step > step) and self.step != step:
+                return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
+            if self.machine.is_given_up:
+                break
+            yield
+        return e.CaughtUp()
+
+    def catch_up_late(self, step: int) -> Work:
+        self.at = "lobby"
+        while self.step != step:
+            yield from self.apply_received()
+            if self.step == step:
+                break
+            if self.is_abandoned or (not self.received and self.is_source_gone()):
+                return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
+            yield
+        return e.StateEntered(step)
+
+    # --- what the machine asks for -------------------------------------------------------
+    def do(self, action: a.Action) -> Work:  # noqa: C901
+        match action:
+            case a.Say(report):
+                self.say(report)
+            case a.StopCopy():
+                self.source, self.is_lagging, self.is_copying = None, False, False
+                self.received.clear()
+            case a.Follow(address):
+                return self.follow(address)
+            case a.LoadState(recorded_step=recorded):
+                yield
+                return e.StateLoaded(self.load(recorded))
+            case a.SaveState():
+                self.cluster.kept[self.step] = self.weights
+                self.save()
+            case a.LeaveGroup(form):
+                self.abandon(form.generation)
+                self.group, self.group_of, self.is_abandoned = None, form.generation, False
+                self.recorded = form.recorded_step
+            case a.BeginGroup(form):
+                self.group = self.cluster.groups[form.generation]
+                self.group.arrive("form", self.number)
+                if self.machine.is_given_up:
+                    self.abandon(form.generation)
+            case a.RollForward(form):
+                assert form.vote is not None
+                assert self.gradient == form.vote["weights"], "no vote to roll forward with"
+                yield
+                yield from self.commit(self.gradient, should_pause=False)
+            case a.DropGradients():
+                self.gradient = None
+            case a.CatchUp(step):
+                return (yield from self.catch_up(step))
+            case a.RenewFollowers():
+                self.cluster.renew(self)
+            case a.Meet():
+                return (yield from self.meet())
+            case a.CatchUpLate(step):
+                return (yield from self.catch_up_late(step))
+            case a.AssembleState(form):
+                return (yield from self.assemble(form))
+            case a.SayUnrecorded(recorded):
+                self.say_steps([s for s in sorted(self.unrecorded) if s > recorded])
+            case a.TakeEvaluation(evaluation):
+                self.evaluated.hear(evaluation, self.step)
+                self.evaluated.say(self.rank)
+            case a.MeetAll():
+                return (yield from self.meet_all())
+            case a.WriteFinal():
+                return (yield from self.write_final())
+            case a.ProtectState():
+                self.protect()
+            case a.ForgetState():
+                self.forget()
+            case a.Abandon() | a.TakeHolders() | a.OpenLog():
+                pass
+        return None
+
+    def say(self, report: r.Report) -> None:
+        if isinstance(report, r.Suspended):
+            vote = None if self.vote is None else {"weights": self.vote}
+            report = replace(report, vote=vote, evaluation=self.evaluated.last)
+        self.send(report)
+
+    def follow(self, address: tuple[str, int] | None) -> e.Event | None:
+        self.source = None if address is None else self.cluster.workers.get(address[1])
+        if self.source is None or not self.source.is_alive:
+            return e.SourceLost("cannot reach the source")
+        self.has_complained = False
+        self.is_copying, self.is_lagging = True, False
+        return None
+
+    def load(self, recorded: int) -> int:
+        """What it has from peers, unless steps before it cannot be reported, or what was saved for
+        those who left; there are no other checkpoints."""
+        step = self.step
+        if not self.holds or step > self.known_from(recorded):
+            step, self.weights, self.vote = 0, 1, None
+        published = self.cluster.published
+        newest = max((s for s in self.cluster.kept if s in published), default=0)
+        if newest > step:
+            step, self.weights, self.vote = newest, self.cluster.kept[newest], None
+        self.go_back(step)
+        self.gradient = None
+        self.say_steps([s for s in sorted(self.unrecorded) if s > recorded])
+        return step
+
+    def save(self) -> None:
+        """This worker's part of the checkpoint of its step."""
+        faults = self.cluster.faults
+        self.save_begun = (self.generation, self.step)
+        if faults.failing_saves and self.rng.random() < 0.1:
+            faults.failing_saves -= 1
+            self.last_part = r.PartFailed(self.generation, self.rank, self.step, "disk full")
+        else:
+            self.cluster.groups[self.generation].saved[self.step].add(self.rank)
+            self.last_part = r.PartSaved(self.generation, self.rank, self.step)
+        self.send(self.last_part)
+
+    def meet(self) -> Work:
+        group, deadline = self.group, self.cluster.now + JOIN_S
+        assert group is not None
+        self.at = "rendezvous"
+        while True:
+            yield
+            if self.is_abandoned:
+                return e.PeersLost("the generation was given up while it formed")
+            if group.is_complete("form") and self.rng.random() < 0.7:
+                return e.Met()
+            is_torn = group.has_gap() and self.rng.random() < 0.2
+            if is_torn or self.cluster.now > deadline:
+                return e.PeersLost("forming failed")
+
+    def meet_all(self) -> Work:
+        try:
+            yield from self.collective("enter")
+        except PeerLost as error:
+            return e.PeersLost(str(error))
+        return e.EverybodyEntered()
+
+    def write_final(self) -> Work:
+        yield
+        self.save()
+        return e.FinalWritten(f"{self.weights:x}")
+
+    def before_vote(self) -> None:
+        pass
+
+    def protect(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+    def assemble(self, form: Form) -> Work:
+        raise NotImplementedError

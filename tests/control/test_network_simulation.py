@@ -1,0 +1,66 @@
+"""Seeded runs over a bad network, with everything else that may go wrong: both halves of the
+protocol are the shipped ones.
+
+Links break and pass everything later, collectives of the living fail, copies lag, and controllers
+die: then what was on the wire is lost, and some of it is said again.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from elastic.control.replay import replay
+from elastic.control.state import Finished, Limits
+from tests.control.fake_cluster import FakeCluster
+from tests.control.faults import Faults
+from tests.control.sharded_cluster import ShardedCluster
+from tests.control.test_close_faults import close_faults
+from tests.control.test_simulation import check_end, scenario, simulate
+
+NUM_SEEDS = 240
+ALL_SEEDS = 20_000
+SLICES = 20
+SLICE = ALL_SEEDS // SLICES
+
+
+def bad_network(seed: int) -> tuple[Limits, Faults]:
+    """Every third seed with faults close together, every third with a controller's death."""
+    dice = Random(seed)
+    limits, faults = close_faults(seed) if seed % 3 == 0 else scenario(seed)
+    if seed % 3 == 1:
+        faults.controller_kills = dice.choice((1, 2))
+    faults.link_breaks = dice.choice((1, 4, 10))
+    faults.false_alarms = dice.choice((0.0, 0.0005, 0.002))
+    faults.lags = dice.choice((0.0, 0.3))
+    return limits, faults
+
+
+def run_seed(kind: type[FakeCluster], seed: int) -> str:
+    """How it ended."""
+    limits, faults = bad_network(seed)
+    if kind is not FakeCluster:
+        limits = replace(limits, is_whole=False, has_copies=True)
+    run = simulate(seed, limits, faults, kind)
+    check_end(run)
+    assert isinstance(run.phase, Finished)
+    if run.phase.outcome != "succeeded":  # all were killed between the last step and the end
+        assert run.phase.reason.startswith("no member lived"), (seed, run.phase)
+    if seed % 10 == 0:
+        assert not list(replay(run.journal))
+    return run.phase.outcome
+
+
+@pytest.mark.parametrize("kind", [FakeCluster, ShardedCluster])
+def test_runs_over_a_bad_network_end_with_all_steps(kind: type[FakeCluster]) -> None:
+    seen = Counter(run_seed(kind, seed) for seed in range(NUM_SEEDS))
+    assert seen["succeeded"] > 0.9 * NUM_SEEDS, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FakeCluster, ShardedCluster])
+@pytest.mark.parametrize("begin", range(0, ALL_SEEDS, SLICE))
+def test_twenty_thousand_runs_over_a_bad_network(kind: type[FakeCluster], begin: int) -> None:
+    seen = Counter(run_seed(kind, seed) for seed in range(begin, begin + SLICE))
+    assert seen["succeeded"] > 0.9 * SLICE, seen
