@@ -71,7 +71,7 @@ def run_ranks(world_size: int, body: Callable[[int, Meeting], Any]) -> list[Any]
     meeting, results = Meeting(), [None] * world_size
 
     def run(rank: int) -> None:
-        torch.sim.set_device(rank)  # pyright: ignore[reportAttributeAccessIssue]
+        torch.sim.set_device(rank)
         try:
             results[rank] = body(rank, meeting)
         except Exception as error:

@@ -56,6 +56,7 @@ struct Event {
   Point point;
   Clock clock;
   double done_at = 0;
+  mutable int num_asked = 0;  // in vain
 };
 using EventPtr = std::shared_ptr<Event>;
 
