@@ -1,7 +1,7 @@
 """Ranks as real processes with the group that a generation has
 (workers/distributed/process_group.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -9,6 +9,8 @@ import torch
 
 from tests.workers.forking import forking
 from workers.distributed import process_group
+from workers.distributed.backends import connect_for
+from workers.distributed.process_group import Alone, Group
 from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
 
@@ -17,9 +19,13 @@ DEADLINE_S = 240.0
 
 
 def run_ranks(
-    num_ranks: int, body: Callable[["Ranks"], Any], on_pause: Callable[[], None] | None = None
+    num_ranks: int,
+    body: Callable[["Ranks"], Any],
+    on_pause: Callable[[], None] | None = None,
+    killed: Sequence[int] = (),
 ) -> list[Any]:
-    """body(ranks) in one process per rank; its (picklable) results in rank order.
+    """body(ranks) in one process per rank; its (picklable) results in rank order, without those of
+    the `killed`, which give none.
 
     on_pause: done here once every rank has called `ranks.pause()` or returned.
     """
@@ -36,7 +42,7 @@ def run_ranks(
         process.start()
     for _, sender in pipes:
         sender.close()
-    results = [_next(receiver) for receiver, _ in pipes]
+    results = [_next(receiver) for r, (receiver, _) in enumerate(pipes) if r not in killed]
     if on_pause is not None:
         on_pause()
         store = StoreClient(address, DEADLINE_S)
@@ -76,25 +82,33 @@ class Ranks:
         store.set(f"here/{self.index}", "")
         store.wait([f"here/{i}" for i in members])
 
+    def say(self, key: str, value: str = "") -> None:
+        self._store().set(key, value)
+
+    def hear(self, key: str) -> str:
+        """Wait until some rank says it."""
+        return self._store().get(key).decode()
+
     def _store(self) -> StoreClient:
         return StoreClient(self.address, DEADLINE_S)
 
     def form(
         self, generation: int, members: list[int], operation_timeout_s: float = DEADLINE_S
-    ) -> process_group.AnyGroup:
+    ) -> Group:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
-            return process_group.Alone()
-        return process_group.form(
+            return Alone()
+        group = process_group.form(
             store_address=self.address,
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
-            host="127.0.0.1",
-            device=torch.device("cpu"),
+            connect=connect_for(torch.device("cpu"), "127.0.0.1"),
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)
+        group.register(members)
+        return group
 
 
 def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:

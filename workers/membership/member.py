@@ -36,8 +36,9 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
 from workers.distributed import process_group
+from workers.distributed.backends import connect_for
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.process_group import Alone, AnyGroup
 from workers.health.compilation import Compilation
 from workers.health.vitals import FORMING, Vitals
 from workers.membership.joining import Copying
@@ -347,9 +348,8 @@ class Member:
             return False
         began = time.monotonic()
         is_alone = self.world_size == 1
-        self._formation = (
-            None if is_alone else process_group.form_for(self.spec, command, self.device)
-        )
+        connect = connect_for(self.device, self.spec.host)
+        self._formation = None if is_alone else process_group.form_for(self.spec, command, connect)
         if self._formation is not None and self._aborted >= self.generation:
             self._formation.abandon()  # `interrupt` may have looked before it was there
         try:
@@ -378,15 +378,15 @@ class Member:
         """False if forming failed, which the controller knows then."""
         try:
             formation = self._formation
-            alone = process_group.Alone()
+            alone = Alone(process_group.name_of(self.spec, self.generation))
             group = alone if formation is None else formation.wait(self.spec.join_timeout_s)
         except PeerLost as error:
             if self._aborted < self.generation:
                 self._say_failed(error)
             return False
         self._formation = None
-        if not isinstance(group, process_group.Alone):
-            group.on_wait = self.vitals.waits_in
+        group.on_wait = self.vitals.waits_in
+        group.register(range(self.world_size))
         self.group = group
         if self._aborted >= self.generation:
             group.abandon()
