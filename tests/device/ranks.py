@@ -14,7 +14,8 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from tests.device.nccl_group import SimulatedNccl
-from workers.distributed.process_group import Alone, AnyGroup, Group
+from workers.distributed.nccl import NcclGroup
+from workers.distributed.process_group import Alone, Group
 
 DEADLINE_S = 60.0
 _prefixes = itertools.count()
@@ -35,13 +36,13 @@ class Meeting:
             lambda: PrefixStore(prefix, self._store), rank, world_size, device=where
         )
 
-    def group(self, rank: int, world_size: int, generation: Any = 1) -> AnyGroup:
+    def group(self, rank: int, world_size: int, generation: Any = 1) -> Group:
         """The group of that generation on device `rank`. Waits for the others."""
         if world_size == 1:
             return Alone()
         nccl = self.nccl(rank, world_size, generation)
         nccl.eager_connect_single_device(torch.device("sim", rank))
-        group = Group(nccl, "nccl", rank, world_size)
+        group = NcclGroup(nccl, rank, world_size)
         group.form_part = lambda name, r, size: _Formed(
             self, torch.device("sim", rank), f"{generation}/{name}", r, size
         )
@@ -59,7 +60,7 @@ class _Formed:
 
     def wait(self, timeout_s: float) -> Group:
         self._nccl.eager_connect_single_device(self._where)
-        return Group(self._nccl, "nccl", self._rank, self._size)
+        return NcclGroup(self._nccl, self._rank, self._size)
 
     def abandon(self) -> None:
         self._nccl.abort()

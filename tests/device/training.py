@@ -65,6 +65,15 @@ def trained_on_device(
 class InThreads(ThreadGroup):
     """Of ranks as threads, on the host; its parts are all of it, or one rank."""
 
+    def __init__(self, rank: int, mailboxes: Any) -> None:
+        super().__init__(rank, mailboxes)
+        self._for_torch = Unconnected(rank, len(mailboxes))
+        self.register = self._for_torch.register
+
+    @property
+    def group_name(self) -> str:
+        return self._for_torch.group_name
+
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> Any:
         return Alone() if len(ranks) == 1 else self
 

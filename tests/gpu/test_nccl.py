@@ -5,6 +5,7 @@ import torch
 
 from tests.cluster.conftest import ray_temp, start  # noqa: F401
 from workers.distributed import process_group
+from workers.distributed.backends import connect_for
 from workers.distributed.rendezvous import Rendezvous
 
 pytestmark = [
@@ -16,7 +17,7 @@ pytestmark = [
 def form(rendezvous, generation):
     return process_group.form(
         store_address=rendezvous.open(generation), prefix=f"test/{generation}", rank=0,
-        world_size=1, host="127.0.0.1", device=torch.device("cuda", 0), join_timeout_s=60,
+        world_size=1, connect=connect_for(torch.device("cuda", 0), "127.0.0.1"), join_timeout_s=60,
         operation_timeout_s=60,
     ).wait(60)  # fmt: skip
 

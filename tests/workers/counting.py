@@ -5,7 +5,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from workers.distributed.process_group import AnyGroup, Pending
+from workers.distributed.pending import Pending
+from workers.distributed.process_group import AnyGroup
 
 
 class CountingGroup:

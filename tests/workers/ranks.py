@@ -2,7 +2,7 @@
 (workers/distributed/process_group.py)."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -10,6 +10,8 @@ import torch
 
 from tests.workers.forking import forking
 from workers.distributed import process_group
+from workers.distributed.backends import connect_for
+from workers.distributed.process_group import Alone, Group
 from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
 
@@ -18,9 +20,13 @@ DEADLINE_S = 240.0
 
 
 def run_ranks(
-    num_ranks: int, body: Callable[["Ranks"], Any], on_pause: Callable[[], None] | None = None
+    num_ranks: int,
+    body: Callable[["Ranks"], Any],
+    on_pause: Callable[[], None] | None = None,
+    killed: Sequence[int] = (),
 ) -> list[Any]:
-    """body(ranks) in one process per rank; its (picklable) results in rank order.
+    """body(ranks) in one process per rank; its (picklable) results in rank order, without those of
+    the `killed`, which give none.
 
     on_pause: done here once every rank has called `ranks.pause()` or returned.
     """
@@ -37,7 +43,7 @@ def run_ranks(
         process.start()
     for _, sender in pipes:
         sender.close()
-    results = [_next(receiver) for receiver, _ in pipes]
+    results = [_next(receiver) for r, (receiver, _) in enumerate(pipes) if r not in killed]
     if on_pause is not None:
         on_pause()
         store = StoreClient(address, DEADLINE_S)
@@ -75,15 +81,11 @@ class Ranks:
         """What the test gets of this process, which is about to be killed."""
         self._sender.send(result)
 
-    def say(self, word: str) -> None:
-        """To all that `hear` it."""
-        self._store().set(f"word/{word}", "")
-
-    def hear(self, word: str, react: Callable[[], None]) -> None:
-        """In a thread, as a worker hears its controller, once somebody has said it."""
+    def once_said(self, key: str, react: Callable[[], None]) -> None:
+        """In a thread, as a worker hears its controller."""
 
         def wait() -> None:
-            self._store().wait([f"word/{word}"])
+            self._store().wait([key])
             react()
 
         threading.Thread(target=wait, daemon=True).start()
@@ -94,25 +96,33 @@ class Ranks:
         store.set(f"here/{self.index}", "")
         store.wait([f"here/{i}" for i in members])
 
+    def say(self, key: str, value: str = "") -> None:
+        self._store().set(key, value)
+
+    def hear(self, key: str) -> str:
+        """Wait until some rank says it."""
+        return self._store().get(key).decode()
+
     def _store(self) -> StoreClient:
         return StoreClient(self.address, DEADLINE_S)
 
     def form(
         self, generation: int, members: list[int], operation_timeout_s: float = DEADLINE_S
-    ) -> process_group.AnyGroup:
+    ) -> Group:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
-            return process_group.Alone()
-        return process_group.form(
+            return Alone()
+        group = process_group.form(
             store_address=self.address,
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
-            host="127.0.0.1",
-            device=torch.device("cpu"),
+            connect=connect_for(torch.device("cpu"), "127.0.0.1"),
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)
+        group.register(members)
+        return group
 
 
 def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:

@@ -41,7 +41,7 @@ def test_it_has_the_bits_of_ddp_at_every_world_size_and_when_a_rank_is_killed(pl
             enter(strategy, group, 0)
             is_to_die = len(members) == 4 and ranks.index == 3
             if len(members) == 4:
-                ranks.hear("abort", group.abandon)
+                ranks.once_said("abort", group.abandon)
 
             def die(train_state, is_to_die=is_to_die):
                 if is_to_die and train_state.step == LOST_AFTER:

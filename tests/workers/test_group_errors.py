@@ -5,7 +5,7 @@ import torch
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from tests.workers.ranks import Ranks, run_ranks
-from workers.distributed import process_group
+from workers.distributed.pending import failure_of
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,11 @@ from workers.distributed import process_group
     ],
 )
 def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str, kind: type):
-    assert type(process_group.failure_of(RuntimeError(said))) is kind
+    assert type(failure_of(RuntimeError(said))) is kind
 
 
 def test_an_error_of_this_device_is_no_loss():
-    assert type(process_group.failure_of(torch.AcceleratorError("device-side assert"))) is (
-        CollectiveRefused
-    )
+    assert type(failure_of(torch.AcceleratorError("device-side assert"))) is (CollectiveRefused)
 
 
 LIMIT_S = 1.0

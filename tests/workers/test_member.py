@@ -13,12 +13,12 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.workers.fake_groups import Done
 from tests.workers.session_rig import Rig, Tiny, abort, obey
-from workers.distributed import process_group
+from workers.distributed.process_group import Alone
 from workers.membership.member import RunEnded
 from workers.train_state.digest import weights_sha256
 
 
-class LosesVote(process_group.Alone):
+class LosesVote(Alone):
     """Fails the vote, the only all-reduce of a lone member."""
 
     def all_reduce(self, tensor):
@@ -136,7 +136,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
 
 
-class AbandonedInVote(process_group.Alone):
+class AbandonedInVote(Alone):
     """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
 
     def __init__(self, member):

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import torch
 
+from workers.distributed.nccl import NcclGroup
 from workers.distributed.process_group import Formation, Group
 
 
@@ -26,7 +27,7 @@ class Backend:
 
 
 def group(rank: int, size: int) -> Group:
-    return Group(cast(Any, Backend()), "nccl", rank, size)
+    return NcclGroup(cast(Any, Backend()), rank, size)
 
 
 def test_a_wait_in_a_part_is_told_with_the_part_s_name():

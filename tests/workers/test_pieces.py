@@ -16,8 +16,8 @@ from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
 from tests.workers.sharded_rig import build, formed, sha256
 from tests.workers.test_restoring import ReadBy, publish
+from workers.distributed.nccl import NcclGroup
 from workers.distributed.pieces import Pieces
-from workers.distributed.process_group import Group
 from workers.health.vitals import Vitals
 from workers.parallel.sharded import Ownership
 
@@ -46,7 +46,7 @@ class Backend:
 
 
 def test_who_begins_a_piece_is_at_work_also_when_a_round_has_just_ended():
-    vitals, group, now = Vitals(), Group(Backend(), "nccl", 0, 2), [0.0]
+    vitals, group, now = Vitals(), NcclGroup(Backend(), 0, 2), [0.0]
     group.on_wait = vitals.waits_in
     pieces = Pieces(group, CPU, lambda: vitals.enter("restore"), 1.0, lambda: now[0])
     phases = []
@@ -57,16 +57,16 @@ def test_who_begins_a_piece_is_at_work_also_when_a_round_has_just_ended():
     assert phases == ["restore"] * 4
 
 
-class AbortedWhileRead(Group):
+class AbortedWhileRead(NcclGroup):
     """The generation is given up between the wait, which is of the stream, and the read."""
 
-    def check_nccl(self):
-        super().check_nccl()
+    def finish(self, pending):
+        super().finish(pending)
         self.is_abandoned = True
 
 
 def test_a_round_of_a_generation_that_was_given_up_meanwhile_says_nothing():
-    group = AbortedWhileRead(Backend(), "nccl", 0, 2)
+    group = AbortedWhileRead(Backend(), 0, 2)
     with pytest.raises(PeerLost):
         Pieces(group, CPU, lambda: None, 1.0).wait_for_all()
 

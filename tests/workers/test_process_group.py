@@ -1,10 +1,13 @@
 """A generation's process group over a backend that the test answers for."""
 
+import threading
 from typing import Any, cast
 
+import pytest
 import torch
 
-from workers.distributed.process_group import Group
+from elastic.protocol.errors import PeerLost
+from workers.distributed.nccl import NcclGroup
 
 
 class Works:
@@ -34,7 +37,7 @@ class Work:
 
 def test_a_launch_asks_for_the_oldest_operation_in_flight_only() -> None:
     backend = Works()
-    group = Group(cast(Any, backend), "nccl", 0, 2)
+    group = NcclGroup(cast(Any, backend), 0, 2)
     for _ in range(100):
         group.all_reduce(torch.zeros(1))
     assert backend.num_asked == 99, "each launch but the first asked once"
@@ -43,4 +46,29 @@ def test_a_launch_asks_for_the_oldest_operation_in_flight_only() -> None:
     assert backend.num_asked == 99 + 61
     assert not group.is_settled
     backend.num_ended = 101
+    assert group.is_settled
+
+
+class SlowAbort(Works):
+    """Its abort ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        assert self.may_end.wait(60.0)
+
+
+def test_who_abandons_does_not_wait_for_the_device_and_the_group_is_kept_meanwhile() -> None:
+    backend = SlowAbort()
+    group = NcclGroup(cast(Any, backend), 0, 2)
+    group.abandon()
+    group.abandon()
+    with pytest.raises(PeerLost):
+        group.all_reduce(torch.zeros(1))
+    assert not group.is_settled
+    backend.may_end.set()
+    assert group._aborting is not None
+    group._aborting.join(60.0)
     assert group.is_settled

@@ -14,6 +14,7 @@ from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import Hello
 from workers.distributed import process_group
 from workers.distributed.admission import MAX_STRANGERS
+from workers.distributed.backends import connect_for
 from workers.distributed.process_group import Formation
 from workers.distributed.rendezvous import MAX_VALUE_BYTES, Rendezvous
 from workers.distributed.store import StoreClient
@@ -133,8 +134,9 @@ def test_frames_that_are_none_of_ours_end_their_own_connection_only(rendezvous):
 
 def formed(address: tuple[str, int, str], rank: int, timeout_s: float = LONG_S) -> Formation:
     return process_group.form(
-        store_address=address, prefix="1", rank=rank, world_size=2, host="127.0.0.1",
-        device=torch.device("cpu"), join_timeout_s=timeout_s, operation_timeout_s=LONG_S,
+        store_address=address, prefix="1", rank=rank, world_size=2,
+        connect=connect_for(torch.device("cpu"), "127.0.0.1"),
+        join_timeout_s=timeout_s, operation_timeout_s=LONG_S,
     )  # fmt: skip
 
 

@@ -1,37 +1,42 @@
-"""torch's DeviceMesh for one rank of a generation, without any torch process group.
+"""torch's DeviceMesh over the groups of one generation.
 
-FSDP2 asks the mesh's groups for their sizes and ranks only: what it communicates goes through our
-own group (workers/parallel/collectives.py), whose waits can be given up. The default process
-group stays free for the user's code.
+Each generation's mesh has axis names of its own. DTensor remembers how it sharded an operation by
+the mesh's ranks and axis names, not by its groups: two generations of equal ranks and names would
+share what it remembers, with the dead generation's group in it.
+
+The default process group, which torch's own ways of making a mesh ask for, stays the user's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Stands where torch expects the process group of a mesh axis."""
-
-    index: int
-    num_ranks: int
-    group_name: str = "not to be communicated on"
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return self.num_ranks
+from workers.distributed.process_group import Group
 
 
-def shard_mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
-    """The mesh of the shard axis as `rank` sees it."""
-    mesh = DeviceMesh(device.type, list(range(world_size)), _init_backend=False, _rank=rank)
-    axis = _Axis(rank, world_size)
-    found = cast(Any, mesh)
-    found.get_group = lambda mesh_dim=None: axis
-    found.get_local_rank = lambda mesh_dim=None: rank
+def device_mesh(
+    device: torch.device, group: Group, axes: Mapping[str, Group], ranks: torch.Tensor
+) -> DeviceMesh:
+    """The mesh of a generation as this rank sees it; `axis_name` has the names of its axes.
+
+    group: the generation's own. axes: by name the group that this rank has along the axis; all are
+    registered. ranks: of the generation, one dim per axis, in the order of `axes`.
+    """
+    names = tuple(axis_name(axis, group) for axis in axes)
+    mesh = DeviceMesh(
+        device.type, ranks, mesh_dim_names=names, _init_backend=False, _rank=group.rank()
+    )
+    cast(Any, mesh)._dim_group_names = [axis.group_name for axis in axes.values()]
     return mesh
+
+
+def axis_name(axis: str, group: Group) -> str:
+    """Of an axis of `group`'s generation, as torch has it."""
+    return f"{axis}@{group.group_name}"
+
+
+def shard_mesh(device: torch.device, shards: Group) -> DeviceMesh:
+    """The mesh of a shard axis alone, in which a rank's number is its shard's."""
+    return device_mesh(device, shards, {"shard": shards}, torch.arange(shards.size()))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from elastic.protocol.errors import PeerLost
-from workers.distributed.process_group import Alone, AnyGroup, Pending
+from workers.distributed.pending import Settling
+from workers.distributed.process_group import AnyGroup
 
 ROUND_OF_JOINING = 0.5
 """Ranks that are apart meet after this part of what a generation has for forming."""
@@ -39,7 +40,7 @@ class Pieces:
         limit per collective."""
         self._group, self._device, self._say_alive = group, device, say_alive
         self._round_s, self._clock = round_s, clock
-        self._round: tuple[Pending | Alone, torch.Tensor] | None = None
+        self._round: tuple[Settling, torch.Tensor] | None = None
         self._due_at = clock() + round_s
 
     def begin(self) -> None:

@@ -1,7 +1,8 @@
-"""The process group of one generation: forming it, reducing over it, and walking away from it.
+"""The process group of one generation: reducing over it, and walking away from it.
 
-Backends are used directly, without torch's global registry of groups: a generation's group is a
-value that is dropped whole. What is reduced lives in workers/reduction.
+A group is a `torch.distributed.ProcessGroup`: torch's meshes, functional collectives, tensor
+parallelism and pipeline stages take it as it is (c10d.py). gloo.py and nccl.py are the groups over
+torch's backends. What is reduced lives in workers/reduction.
 
 A gloo operation whose peer is frozen cannot be aborted (measured, torch 2.13), so a survivor
 abandons it: waiting ends at once, the group is kept until its threads have come back, and nobody
@@ -11,176 +12,133 @@ reuses a buffer that an abandoned operation may still write.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch import Tensor
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
+from workers.distributed import registry
+from workers.distributed.c10d import C10dGroup
+from workers.distributed.pending import Pending, Settling, Waitable, What, failure_of
 from workers.distributed.store import StoreClient
 
-REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
-"""NCCL's words for a call that no peer's death explains."""
-DIRECT_WAIT = timedelta(milliseconds=10)
-"""So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
-but the collective: an abandonment may be noticed so much later."""
-_left_behind: list["AnyGroup"] = []
+UNNAMED = "unnamed"
 
 
-class Backend(Protocol):
-    """What a `Group` asks of gloo and NCCL; torch's stub of its Backend has no collectives."""
+class Forming(Protocol):
+    """A group on its way."""
 
-    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], /
-    ) -> dist.Work: ...
-
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, /) -> dist.Work: ...
-
-    def alltoall_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], /
-    ) -> dist.Work: ...
-
-    def abort(self) -> None: ...
+    def wait(self, timeout_s: float) -> "Group": ...
+    def abandon(self) -> None: ...
 
 
-class Pending:
-    """A collective in flight. `wait()` raises PeerLost if it fails or its group is abandoned."""
+class Group(C10dGroup):
+    """Collectives among the members of one generation, over one of torch's backends.
 
-    def __init__(
-        self,
-        group: "Group",
-        work: dist.Work,
-        unpack: Callable[[], None] | None,
-        what: tuple[int, str, int],
-    ) -> None:
-        self._group, self._work, self._unpack, self._what = group, work, unpack, what
-        self._is_done = False
-
-    def wait(self) -> None:
-        group = self._group
-        if not self._work.is_completed():
-            group.on_wait(*self._what, "")
-            if group.backend_name == "gloo" and not group.is_abandoned:
-                self._wait_for_gloo()
-        if group.is_abandoned:
-            raise PeerLost("the generation was given up")
-        try:
-            self._work.wait()
-            if group.backend_name == "nccl":
-                # Ordered on the stream only; the host learns of a failure at the next
-                # synchronisation, which is the vote's read-back.
-                group.check_nccl()
-        except RuntimeError as error:
-            raise failure_of(error) from error
-        if self._unpack is not None:
-            self._unpack()
-
-    def _wait_for_gloo(self) -> None:
-        """Until it is done or its group is abandoned."""
-        with suppress(RuntimeError):  # it took longer, or failed, which is looked at again
-            self._work.wait(DIRECT_WAIT)
-        if not self._work.is_completed():
-            self._work.get_future().add_done_callback(self._on_done)
-            with self._group.changed:
-                self._group.changed.wait_for(lambda: self._is_done or self._group.is_abandoned)
-
-    def _on_done(self, _: object) -> None:
-        with self._group.changed:
-            self._is_done = True
-            self._group.changed.notify_all()
-
-    @property
-    def is_settled(self) -> bool:
-        return self._work.is_completed()
-
-
-def failure_of(error: RuntimeError) -> PeerLost:
-    """What a backend raises while it waits is of the connections, whatever it says; except for an
-    error of this device, and for NCCL's that name a wrong call."""
-    text = str(error)
-    if isinstance(error, torch.AcceleratorError) or any(words in text for words in REFUSALS):
-        return CollectiveRefused(text)
-    return PeerLost(text)
-
-
-class Group:
-    """Collectives among the members of one generation.
-
-    Every method returns a `Pending`; sums are over ranks. Tensors live on `device`.
+    What our own code calls is here, and returns what is in flight; sums are over ranks. Tensors
+    live on the backend's device.
     """
 
+    backend_name = ""
+
     def __init__(
-        self,
-        backend: Backend,
-        backend_name: str,
-        rank: int,
-        world_size: int,
-        store: StoreClient | None = None,
+        self, backend: Any, rank: int, world_size: int, name: str = UNNAMED, store: Any = None
     ) -> None:
-        """store: what the backend was formed over, kept as long as the backend may ask it."""
-        self.backend, self.backend_name, self._store = backend, backend_name, store
+        """backend: torch's own. name: carries run and generation. store: what the backend was
+        formed over, kept as long as it may ask it."""
+        super().__init__(backend, rank, world_size)
+        self.name_of_group, self._store = name, store
         self._rank, self._size = rank, world_size
         self.changed = threading.Condition()
-        self.is_abandoned = False
+        self.is_abandoned = self._is_registered = False
         self.on_wait: Callable[[int, str, int, str], None] = lambda number, name, size, part: None
         """Told before a wait: which collective of the group, its name, its elements (0 where
-        ranks may differ), and the name of the part whose it is."""
-        self._num_launched = 0
+        ranks may differ), and the name of the part whose it is, or the one peer."""
+        self._num_launched = self._num_exchanged = 0
         self._pending: deque[Pending] = deque()
-        self._parts: list[Group | Formation] = []
-        self.form_part: FormPart | None = None
-        """Forms another group over the same store; None: this group has no parts."""
+        self._parts: list[Group | Forming] = []
+        self.form_part: Callable[[str, int, int], Forming] | None = None
+        """(name, rank, world size): forms another group over the same store; None: this group has
+        no parts."""
 
+    # --- what a backend's own group answers -------------------------------------------------
+    def finish(self, pending: Pending) -> None:
+        """Wait for it. Raises PeerLost."""
+        raise NotImplementedError
+
+    def refusal_of(self, error: RuntimeError) -> PeerLost:
+        """What a launch has raised."""
+        return failure_of(error)
+
+    def abort(self) -> None:
+        """Torch's name for `abandon`."""
+        self.abandon()
+
+    # --- who belongs to it ------------------------------------------------------------------
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
         return self._size
 
-    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "AnyGroup":
+    def getGroupName(self) -> str:
+        return self.name_of_group
+
+    getGroupDesc = getGroupName
+
+    def getBackendName(self) -> str:
+        return self.backend_name
+
+    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Group":
         """The group of some of the ranks, this one among them, in that order; it is given up with
         this one. All of them must ask for it by the same name. Raises PeerLost."""
         if len(ranks) == 1:
-            return Alone()
-        if list(ranks) == list(range(self._size)):
+            part: Group = Alone(f"{self.name_of_group}/{name}")
+        elif list(ranks) == list(range(self._size)):
             return self
-        assert self.form_part is not None
-        formation = self.form_part(name, list(ranks).index(self._rank), len(ranks))
-        self._adopt(formation)
-        part = formation.wait(timeout_s)
-        part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
+        else:
+            assert self.form_part is not None
+            formation = self.form_part(name, list(ranks).index(self._rank), len(ranks))
+            self._adopt(formation)
+            part = formation.wait(timeout_s)
+            part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
+        part.register(ranks)
         self._adopt(part)
         return part
 
-    def _adopt(self, part: "Group | Formation") -> None:
+    def register(self, ranks: Sequence[int]) -> None:
+        """Torch finds it by its name from now on, until it is left; once is enough. ranks: of its
+        members in the generation."""
+        if not self._is_registered:
+            self._is_registered = True
+            self.name_of_group = registry.unused(self.name_of_group)
+            registry.register(self, self.backend_name, ranks)
+
+    def _adopt(self, part: "Group | Forming") -> None:
         with self.changed:
             self._parts.append(part)
             is_late = self.is_abandoned
         if is_late:
             part.abandon()
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    # --- collectives ------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor) -> Settling:
         """Sum `tensor` in place over the ranks."""
         what = ("all_reduce", tensor.numel())
         return self._launch(what, lambda: self.backend.allreduce([tensor]))
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Pending:
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Settling:
         """`outputs[r]` becomes rank r's `tensor`; one dtype, sizes may differ."""
         if len({t.numel() for t in outputs}) == 1:
             what = ("all_gather", tensor.numel())
             return self._launch(what, lambda: self.backend.allgather([list(outputs)], [tensor]))
         return self.all_to_all(outputs, [tensor] * self._size)
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Pending:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Settling:
         """`outputs[r]` becomes rank r's `inputs[rank]`. One-dimensional, one dtype, any sizes."""
         sent = torch.cat([t.reshape(-1) for t in inputs])
         received = torch.empty(
@@ -197,18 +155,18 @@ class Group:
 
         return self._launch(("all_to_all", 0), launch, unpack)
 
-    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> Pending:
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
         """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
         what = ("all_gather", tensor.numel())
         return self._launch(what, lambda: self.backend._allgather_base(output, tensor))
 
     def all_to_all_flat(
         self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
+        output: Tensor,
+        tensor: Tensor,
         out_sizes: Sequence[int] = (),
         in_sizes: Sequence[int] = (),
-    ) -> Pending:
+    ) -> Settling:
         """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
         `output` becomes rank r's stretch `rank` of `tensor`."""
         sizes = list(out_sizes), list(in_sizes)
@@ -220,26 +178,38 @@ class Group:
         what: tuple[str, int],
         launch: Callable[[], dist.Work],
         unpack: Callable[[], None] | None = None,
-    ) -> Pending:
+    ) -> Settling:
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
         try:
             work = launch()
         except RuntimeError as error:
-            if self.backend_name == "gloo":  # which connects and sends in threads of its own
-                raise CollectiveRefused(str(error)) from error
-            raise failure_of(error) from error
+            raise self.refusal_of(error) from error
+        self._num_launched += 1
+        return self._in_flight(work, (self._num_launched, *what, ""), unpack)
+
+    def _in_flight(
+        self, work: Waitable, what: What, unpack: Callable[[], None] | None = None
+    ) -> Pending:
         while self._pending and self._pending[0].is_settled:  # the oldest settle first, mostly
             self._pending.popleft()
-        self._num_launched += 1
-        pending = Pending(self, work, unpack, (self._num_launched, *what))
+        pending = Pending(self, work, unpack, what)
         self._pending.append(pending)
         return pending
 
-    def check_nccl(self) -> None:
+    def _exchange(self, what: tuple[str, int, int], launch: Callable[[], dist.Work]) -> Settling:
+        """Between two ranks. Not counted among the collectives, which all ranks make alike."""
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
+        name, size, peer = what
+        try:
+            work = self._waitable(launch())
+        except RuntimeError as error:
+            raise failure_of(error) from error
+        self._num_exchanged += 1
+        return self._in_flight(work, (self._num_exchanged, name, size, f"peer{peer}"))
 
+    # --- walking away -----------------------------------------------------------------------
     def abandon(self) -> None:
         """Wake whoever waits; from now on every operation raises PeerLost. Any thread may call."""
         with self.changed:
@@ -248,8 +218,14 @@ class Group:
             parts = list(self._parts)
         for part in parts:
             part.abandon()
-        if self.backend_name == "nccl":
-            self.backend.abort()
+
+    def forget(self) -> None:
+        """Torch finds neither it nor its parts by name any more, and keeps nothing of it alive."""
+        registry.unregister(self)
+        self._drop()
+        for part in self._parts:
+            if isinstance(part, Group):
+                part.forget()
 
     @property
     def is_settled(self) -> bool:
@@ -257,63 +233,99 @@ class Group:
         return all(p.is_settled for p in (*self._pending, *groups))
 
 
-class Alone:
+class Alone(Group):
     """The group of a single member: nothing to exchange, so it cannot fail."""
 
-    def __init__(self) -> None:
-        self.is_abandoned = False
+    backend_name = "gloo"
 
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+    def __init__(self, name: str = UNNAMED) -> None:
+        super().__init__(_Copies(), 0, 1, name)
 
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Alone":
         return self
 
-    def all_reduce(self, tensor: torch.Tensor) -> "Alone":
+    def all_reduce(self, tensor: Tensor) -> Settling:
         return self
 
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> "Alone":
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Settling:
         outputs[0].copy_(tensor)
         return self
 
-    def all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> "Alone":
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Settling:
         outputs[0].copy_(inputs[0])
         return self
 
-    def all_gather_flat(self, output: torch.Tensor, tensor: torch.Tensor) -> "Alone":
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
         output.copy_(tensor)
         return self
 
     def all_to_all_flat(
         self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
+        output: Tensor,
+        tensor: Tensor,
         out_sizes: Sequence[int] = (),
         in_sizes: Sequence[int] = (),
-    ) -> "Alone":
+    ) -> Settling:
         output.copy_(tensor)
+        return self
+
+    def _launch(
+        self,
+        what: tuple[str, int],
+        launch: Callable[[], Any],
+        unpack: Callable[[], None] | None = None,
+    ) -> Settling:
+        self.wait()
+        launch()
         return self
 
     def wait(self) -> None:
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
 
-    def abandon(self) -> None:
+
+class Unconnected(Group):
+    """The group of a place in a mesh before its generation's groups are there, or of a rank that
+    stands by: it has a size and no members. Every operation raises PeerLost."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(None, rank, world_size, "unconnected")
         self.is_abandoned = True
 
-    @property
-    def is_settled(self) -> bool:
-        return True
+
+class _Copies:
+    """A backend of one rank, for c10d's names."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def reduce(self, tensors: list[Tensor], opts: Any) -> None: ...
+    def barrier(self, opts: Any) -> None: ...
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any) -> None:
+        output.copy_(tensor.view_as(output))
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, out_sizes: Any, in_sizes: Any, opts: Any
+    ) -> None:
+        output.copy_(tensor)
+
+    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> None:
+        outputs[0].copy_(tensors[0])
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> None:
+        outputs[0][0].copy_(tensors[0])
+
+    def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> None:
+        outputs[0].copy_(tensors[0][0])
+
+    _reduce_scatter_base, gather, reduce_scatter = _allgather_base, allgather, scatter
 
 
-AnyGroup = Group | Alone
-FormPart = Callable[[str, int, int], "Formation"]
-"""(name, rank, world size)"""
+AnyGroup = Group
+
+
+Connect = Callable[[StoreClient, str, int, int, float], Group]
+"""(store, name, rank, world size, operation timeout): the group of that name, once all are here."""
 
 
 class Formation:
@@ -363,39 +375,20 @@ def form(
     prefix: str,
     rank: int,
     world_size: int,
-    host: str,
-    device: torch.device,
+    connect: Connect,
     join_timeout_s: float,
     operation_timeout_s: float,
 ) -> Formation:
     """Begin to form the group named `prefix` over the rendezvous store at `store_address`.
 
     store_address: host, port and secret.
-    host: this worker's address that its peers can reach.
+    connect: of the backend (backends.py).
     operation_timeout_s: the backend's own limit per collective, a last resort only.
     """
 
-    def build(prefix: str, rank: int, world_size: int) -> Group:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    def build(name: str, rank: int, world_size: int) -> Group:
         store = StoreClient(store_address, join_timeout_s)
-        prefixed = PrefixStore(prefix, store)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=operation_timeout_s)
-            nccl = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-            nccl.eager_connect_single_device(device)
-            return Group(cast(Any, nccl), "nccl", rank, world_size, store)
-        gloo = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
-        gloo._timeout = timedelta(seconds=operation_timeout_s)
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        return Group(
-            cast(Any, dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)),
-            "gloo",
-            rank,
-            world_size,
-            store,
-        )
+        return connect(store, name, rank, world_size, operation_timeout_s)
 
     def build_whole() -> Group:
         group = build(prefix, rank, world_size)
@@ -407,24 +400,32 @@ def form(
     return Formation(build_whole)
 
 
-def form_for(spec: WorkerSpec, command: Form, device: torch.device) -> Formation:
+def form_for(spec: WorkerSpec, command: Form, connect: Connect) -> Formation:
     """The group that it asks for, of more than one rank."""
     assert command.store is not None
     return form(
         store_address=command.store,
-        prefix=f"{spec.run_id}/{command.generation}",
+        prefix=name_of(spec, command.generation),
         rank=command.rank,
         world_size=command.world_size,
-        host=spec.host,
-        device=device,
+        connect=connect,
         join_timeout_s=spec.join_timeout_s,
         operation_timeout_s=spec.operation_timeout_s,
     )
 
 
-def leave(group: AnyGroup) -> None:
+def name_of(spec: WorkerSpec, generation: int) -> str:
+    """Of the process group of a generation, for its members and for torch."""
+    return f"{spec.run_id}/{generation}"
+
+
+_left_behind: list[Group] = []
+
+
+def leave(group: Group) -> None:
     """Give up `group` and free every left group whose operations have come back by now."""
     if not group.is_abandoned:
         group.abandon()
+    group.forget()
     _left_behind.append(group)
     _left_behind[:] = [g for g in _left_behind if not g.is_settled]

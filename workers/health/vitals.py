@@ -47,9 +47,23 @@ UNUSUAL = ("starting", "lobby", "feed", "save", "user", "compile", *FORMING)
 """Phases without a usual time."""
 UNEVEN = ("evaluate",)
 """Phases of which a few passes tell little about the next: it may be of much more data."""
-COLLECTIVES = ("", "all_reduce", "all_gather", "all_to_all")
-PARTS = ("", "replica", "shard")
-"""Groups within the generation's, each with a number."""
+COLLECTIVES = (
+    "",
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+"""What workers/distributed/process_group.py tells of."""
+PARTS = ("", "replica", "shard", "peer")
+"""Groups within the generation's, each with a number; and single peers, by rank."""
 LAYOUT = struct.Struct("<QqqIddqqIqIIqd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1, times that it is of; of the last
 collective waited for: number, index in COLLECTIVES, elements, index in PARTS and which of these;

@@ -10,7 +10,8 @@ import torch
 from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import process_group
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.backends import connect_for
+from workers.distributed.process_group import Alone, Group
 from workers.health.vitals import Vitals
 
 
@@ -29,7 +30,7 @@ class OwnGroup:
         self._is_given_up = is_given_up
         self._generation = 0
         self._formation: process_group.Formation | None = None
-        self.group: AnyGroup | None = None
+        self.group: Group | None = None
 
     def leave(self, generation: int) -> None:
         """For the next one."""
@@ -41,17 +42,19 @@ class OwnGroup:
     def begin(self, form: Form) -> None:
         """To form, in a thread, unless it is the group of one."""
         if form.world_size > 1:
-            self._formation = process_group.form_for(self._spec, form, self._device)
+            connect = connect_for(self._device, self._spec.host)
+            self._formation = process_group.form_for(self._spec, form, connect)
             if self._is_given_up():  # `abandon` may have looked before it was there
                 self._formation.abandon()
 
     def meet(self) -> None:
         """Wait until it has formed. Raises PeerLost."""
         if self._formation is None:
-            self.group = process_group.Alone()
-            return
-        group = self._formation.wait(self._spec.join_timeout_s)
+            group: Group = Alone(process_group.name_of(self._spec, self._generation))
+        else:
+            group = self._formation.wait(self._spec.join_timeout_s)
         group.on_wait = self._vitals.waits_in
+        group.register(range(group.size()))
         self.group, self._formation = group, None
 
     def abandon(self, generation: int) -> None:

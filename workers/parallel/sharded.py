@@ -183,8 +183,13 @@ class Sharded:
         self._group = group
         if shards is not None:
             self.collectives = Collectives(shards, on_lost, formed.gathering)
-            self.model.connect(self.collectives)
+            self.model.connect(self.collectives, shards, self._sharded_state())
         return Entered(origin, is_held)
+
+    def _sharded_state(self) -> list[Tensor]:
+        """What the optimizer keeps of the shards."""
+        states = self.train_state.optimizer.state.values()
+        return [v for state in states for v in state.values() if is_shard(v)]
 
     def _new_mesh(self, group: AnyGroup) -> Mesh:
         mesh = Mesh(self._spec.parallel, group.size())

@@ -6,11 +6,12 @@ elsewhere (workers/resharding/transfer.py); what is communicated is parallel/col
 tests/workers/test_fsdp.py compares with plain training.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,9 +19,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from elastic.protocol.errors import WrongInput
 from workers.distributed.device_mesh import shard_mesh
+from workers.distributed.process_group import Alone, Group, Unconnected
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp2_private.hooks import ParameterGather
 from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter
@@ -50,7 +53,8 @@ class ShardedModel:
         check_version()
         _check(model)
         self.model, self.device, self.keeps_parameters = model, device, keeps_parameters
-        mesh = shard_mesh(device, 0, 1)
+        self._placeholder: Group = Alone("model")
+        mesh = self._mesh_of(self._placeholder)
         scalars = {p for p in model.parameters() if not p.dim()}  # they stay replicated
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": scalars}
         self.host = torch.device("cpu") if is_offloaded else device
@@ -89,9 +93,24 @@ class ShardedModel:
         for group in self._groups:
             yield from group.fsdp_params
 
-    def connect(self, collectives: Collectives) -> None:
-        """Communicate over this generation's shard axis from now on."""
+    def connect(self, collectives: Collectives, shards: Group, others: Iterable[Tensor]) -> None:
+        """Communicate over this generation's shard axis from now on.
+
+        shards: its group, for torch's own code. others: what is sharded as the parameters are.
+        """
         assert (collectives.rank, collectives.world_size) == (self.shard, self.num_shards)
+        mesh = FSDPMeshInfo(self._mesh_of(shards), shard_mesh_dim=0)
+        for param in self._params():
+            param.mesh_info = mesh
+            if param.post_forward_mesh_info is not None:
+                param.post_forward_mesh_info = mesh
+            param._spmd_mesh = mesh.mesh
+            _move(param.sharded_param, mesh.mesh)
+            param._sharding_spec = param.sharded_param._spec
+        for tensor in others:
+            _move(tensor, mesh.mesh)
+        self._take(mesh)
+        self._placeholder.forget()
         gather = ParameterGather(collectives)
         for module in self.modules():
             module.set_custom_all_gather(gather)
@@ -138,18 +157,33 @@ class ShardedModel:
         """
         self.reset()
         names = {id(p): n for n, p in self.model.named_parameters()} if rows else {}
-        mesh = FSDPMeshInfo(shard_mesh(self.device, shard or 0, num_shards), shard_mesh_dim=0)
+        self._placeholder.forget()
+        self._placeholder = Unconnected(shard or 0, num_shards)
+        mesh = FSDPMeshInfo(self._mesh_of(self._placeholder), shard_mesh_dim=0)
+        self._take(mesh)
+        for param in self._params():
+            name = names.get(id(param.sharded_param))
+            given = None if rows is None or name is None else rows.pop(name)
+            _reshard(param, mesh, self.host, given, is_empty=shard is None)
+            if rows is not None and name is not None:
+                rows[name] = param.sharded_param._local_tensor
+        self.shard, self.num_shards = shard, num_shards
+
+    def _take(self, mesh: FSDPMeshInfo) -> None:
         for group in self._groups:
             group.mesh_info = mesh
             if group.post_forward_mesh_info is not None:
                 group.post_forward_mesh_info = mesh
-            for param in group.fsdp_params:
-                name = names.get(id(param.sharded_param))
-                given = None if rows is None or name is None else rows.pop(name)
-                _reshard(param, mesh, self.host, given, is_empty=shard is None)
-                if rows is not None and name is not None:
-                    rows[name] = param.sharded_param._local_tensor
-        self.shard, self.num_shards = shard, num_shards
+
+    def _mesh_of(self, shards: Group) -> DeviceMesh:
+        shards.register(range(shards.size()))
+        return shard_mesh(self.device, shards)
+
+
+def _move(tensor: Any, mesh: DeviceMesh) -> None:
+    """The shard is of an equal mesh of another generation from now on."""
+    spec = tensor._spec
+    tensor._spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)
 
 
 def _reshard(

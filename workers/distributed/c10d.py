@@ -1,0 +1,198 @@
+"""What torch's own code calls a process group's operations by: the signatures of c10d.
+
+Which backend makes them, and how a wait is given up, is elsewhere (process_group.py).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch exports all options but these two
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions
+from torch.distributed import (
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from workers.distributed.pending import Settling, TorchWork, Waitable
+
+GATHER, ALL_GATHER = GatherOptions(), AllgatherOptions()
+SCATTER, REDUCE_SCATTER = ScatterOptions(), ReduceScatterOptions()
+REDUCE, ALL_REDUCE = ReduceOptions(), AllreduceOptions()
+ALL_REDUCES, ALL_TO_ALL = AllreduceCoalescedOptions(), AllToAllOptions()
+BROADCAST, BARRIER = BroadcastOptions(), BarrierOptions()
+"""What torch's code leaves out: how it sums is then a sum, and who is first is rank 0."""
+
+
+class C10dGroup(dist.ProcessGroup):
+    """c10d's operations over one of torch's backends."""
+
+    def __init__(self, backend: Any, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)  # pyright: ignore[reportCallIssue]  (not in the stub)
+        self.backend = backend
+        self._works: WeakSet[TorchWork] = WeakSet()
+
+    @abstractmethod
+    def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
+        """A collective. what: its name, and its elements (0 where ranks may differ)."""
+
+    def _waitable(self, work: Any) -> Waitable:
+        """What has no future of its own, as something that may be given up."""
+        return work
+
+    @abstractmethod
+    def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
+        """Between two ranks. what: its name, its elements, and the peer."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
+        what = ("all_reduce", _numel(tensors))
+        return self._work(self._launch(what, lambda: self.backend.allreduce(tensors, opts)))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = ALL_REDUCES) -> TorchWork:
+        how = AllreduceOptions()
+        how.reduceOp, how.timeout = opts.reduceOp, opts.timeout
+        return self._work(
+            *(
+                self._launch(
+                    ("all_reduce", t.numel()), lambda t=t: self.backend.allreduce([t], how)
+                )
+                for t in tensors
+            )
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = BROADCAST) -> TorchWork:
+        what = ("broadcast", _numel(tensors))
+        return self._work(self._launch(what, lambda: self.backend.broadcast(tensors, opts)))
+
+    def reduce(self, tensors: list[Tensor], opts: Any = REDUCE) -> TorchWork:
+        what = ("reduce", _numel(tensors))
+        return self._work(self._launch(what, lambda: self.backend.reduce(tensors, opts)))
+
+    def allgather(
+        self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = ALL_GATHER
+    ) -> TorchWork:
+        what = ("all_gather", _numel(tensors))
+        return self._work(
+            self._launch(what, lambda: self.backend.allgather(outputs, tensors, opts))
+        )
+
+    def all_gather_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = ALL_GATHER
+    ) -> TorchWork:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = ALL_GATHER
+    ) -> TorchWork:
+        return self._work(
+            *(
+                self._launch(
+                    ("all_gather", t.numel()),
+                    lambda o=o, t=t: self.backend._allgather_base(o, t, opts),
+                )
+                for o, t in zip(outputs, tensors, strict=True)
+            )
+        )
+
+    def gather(
+        self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = GATHER
+    ) -> TorchWork:
+        what = ("gather", _numel(tensors))
+        return self._work(self._launch(what, lambda: self.backend.gather(outputs, tensors, opts)))
+
+    def scatter(
+        self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = SCATTER
+    ) -> TorchWork:
+        what = ("scatter", _numel(outputs))
+        return self._work(self._launch(what, lambda: self.backend.scatter(outputs, tensors, opts)))
+
+    def reduce_scatter(
+        self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any = REDUCE_SCATTER
+    ) -> TorchWork:
+        what = ("reduce_scatter", _numel(outputs))
+        return self._work(
+            self._launch(
+                what, lambda: self._waitable(self.backend.reduce_scatter(outputs, tensors, opts))
+            )
+        )
+
+    def reduce_scatter_single(
+        self, output: Tensor, tensor: Tensor, opts: Any = REDUCE_SCATTER
+    ) -> TorchWork:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = REDUCE_SCATTER
+    ) -> TorchWork:
+        return self._work(
+            *(
+                self._launch(
+                    ("reduce_scatter", o.numel()),
+                    lambda o=o, t=t: self._waitable(self.backend._reduce_scatter_base(o, t, opts)),
+                )
+                for o, t in zip(outputs, tensors, strict=True)
+            )
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        out_sizes: list[int],
+        in_sizes: list[int],
+        opts: Any = ALL_TO_ALL,
+    ) -> TorchWork:
+        return self._work(
+            self._launch(
+                ("all_to_all", 0),
+                lambda: self.backend.alltoall_base(output, tensor, out_sizes, in_sizes, opts),
+            )
+        )
+
+    def alltoall(
+        self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = ALL_TO_ALL
+    ) -> TorchWork:
+        what = ("all_to_all", 0)
+        return self._work(self._launch(what, lambda: self.backend.alltoall(outputs, tensors, opts)))
+
+    def barrier(self, opts: Any = BARRIER) -> TorchWork:
+        return self._work(self._launch(("barrier", 0), lambda: self.backend.barrier(opts)))
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> TorchWork:
+        what = ("send", _numel(tensors), peer)
+        return self._work(self._exchange(what, lambda: self.backend.send(tensors, peer, tag)))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> TorchWork:
+        what = ("recv", _numel(tensors), peer)
+        return self._work(self._exchange(what, lambda: self.backend.recv(tensors, peer, tag)))
+
+    # the names that torch 2.13 calls deprecated, and other versions know only
+    _allgather_base: Any = all_gather_single
+    _reduce_scatter_base: Any = reduce_scatter_single
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
+    alltoall_base: Any = all_to_all_single
+
+    def _work(self, *pending: Settling) -> TorchWork:
+        work = TorchWork(*pending)
+        self._works.add(work)
+        return work
+
+    def _drop(self) -> None:
+        """Nobody waits any more for what is in flight, and nothing keeps it alive."""
+        for work in self._works:
+            work.drop()
+
+
+def _numel(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() for t in tensors)

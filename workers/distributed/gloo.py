@@ -1,0 +1,122 @@
+"""The group over gloo, whose operations run in threads of gloo's own and raise in them."""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
+
+from elastic.protocol.errors import CollectiveRefused, PeerLost
+from workers.distributed.pending import Pending, Waitable, failure_of
+from workers.distributed.process_group import Group
+from workers.distributed.store import StoreClient
+
+DIRECT_WAIT = timedelta(milliseconds=10)
+"""So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
+but the collective: an abandonment may be noticed so much later."""
+
+
+class GlooGroup(Group):
+    """A wait ends when gloo says so, or at once when the group is abandoned."""
+
+    backend_name = "gloo"
+
+    def finish(self, pending: Pending) -> None:
+        if not pending.work.is_completed() and not self.is_abandoned:
+            self._await(pending)
+        if self.is_abandoned:
+            raise PeerLost("the generation was given up")
+        try:
+            pending.work.wait()
+        except RuntimeError as error:
+            raise failure_of(error) from error
+
+    def _await(self, pending: Pending) -> None:
+        """Until it is done or the group is abandoned."""
+        with suppress(RuntimeError):  # it took longer, or failed, which is looked at again
+            pending.work.wait(DIRECT_WAIT)
+        if not pending.work.is_completed():
+            pending.work.get_future().add_done_callback(pending.on_done)
+            with self.changed:
+                self.changed.wait_for(lambda: pending.is_done or self.is_abandoned)
+
+    def refusal_of(self, error: RuntimeError) -> PeerLost:
+        """It connects and sends in threads of its own: what a launch raises is of the call."""
+        return CollectiveRefused(str(error))
+
+    def _waitable(self, work: Any) -> Waitable:
+        try:
+            work.get_future()
+        except RuntimeError:
+            return _Awaited(work)
+        return work
+
+
+class _Awaited:
+    """A send, receive or reduce-scatter: gloo has no future for it, so that a thread waits."""
+
+    def __init__(self, work: Waitable) -> None:
+        self._work = work
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        _waiters.take(self._await)
+
+    def _await(self) -> None:
+        try:
+            self._work.wait()  # without the GIL; a second one would wait for ever
+        except RuntimeError as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """timeout: makes a look of it; its thread waits on."""
+        if timeout is None or self.future.done():
+            self.future.wait()
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+
+class _Waiters:
+    """As many threads as wait at a time; who has waited waits for the next one."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._num_idle = 0
+        self._lock = threading.Lock()
+
+    def take(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            is_one_idle = self._num_idle > 0
+            self._num_idle -= is_one_idle
+        self._tasks.put(task)
+        if not is_one_idle:
+            threading.Thread(target=self._run, name="gloo-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                self._num_idle += 1
+
+
+_waiters = _Waiters()
+
+
+def connect(
+    host: str, store: StoreClient, name: str, rank: int, world_size: int, operation_timeout_s: float
+) -> GlooGroup:
+    """The group of this name, once all its members are here. host: this worker's address."""
+    options = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
+    options._timeout = timedelta(seconds=operation_timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    found = cast(Any, dist.ProcessGroupGloo)(PrefixStore(name, store), rank, world_size, options)
+    return GlooGroup(found, rank, world_size, name, store)

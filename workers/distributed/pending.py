@@ -1,0 +1,118 @@
+"""What is in flight: a collective as our code waits for it, and as torch's code does.
+
+Who waits, and how a wait is given up, is the group's business (process_group.py).
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import Work
+
+from elastic.protocol.errors import CollectiveRefused, PeerLost
+
+REFUSALS = ("ncclInvalidArgument", "ncclInvalidUsage", "ncclUnhandledCudaError")
+"""NCCL's words for a call that no peer's death explains."""
+_UNLIMITED = timedelta(0)
+
+
+What = tuple[int, str, int, str]
+"""The operation that a rank waits in: its number, its name, its elements (0 where ranks may differ)
+and, of an exchange between two, the peer."""
+
+
+class Waitable(Protocol):
+    """What a backend returns for an operation."""
+
+    def wait(self, timeout: timedelta = ..., /) -> Any: ...
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> Any: ...
+
+
+class Waiting(Protocol):
+    """What an operation asks of its group."""
+
+    changed: threading.Condition
+    on_wait: Callable[[int, str, int, str], None]
+
+    def finish(self, pending: "Pending") -> None: ...
+
+
+class Pending:
+    """An operation in flight. `wait()` raises PeerLost if it fails or its group is abandoned."""
+
+    def __init__(
+        self, group: Waiting, work: Waitable, unpack: Callable[[], None] | None, what: What
+    ) -> None:
+        self._group, self._unpack, self._what = group, unpack, what
+        self.work, self.is_done = work, False
+
+    def on_done(self, _: object) -> None:
+        """The backend tells, in a thread of its own, if it was asked to."""
+        with self._group.changed:
+            self.is_done = True
+            self._group.changed.notify_all()
+
+    def wait(self) -> None:
+        group = self._group
+        if not self.work.is_completed():
+            group.on_wait(*self._what)
+        group.finish(self)
+        if self._unpack is not None:
+            self._unpack()
+
+    @property
+    def is_settled(self) -> bool:
+        return self.work.is_completed()
+
+
+class Settling(Protocol):
+    """An operation in flight, or one that a lone rank has done."""
+
+    def wait(self) -> None: ...
+    @property
+    def is_settled(self) -> bool: ...
+
+
+class TorchWork(Work):
+    """Operations in flight as torch's own code waits for them."""
+
+    def __init__(self, *pending: Settling) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
+        """timeout: is the group's, whatever is asked for. Raises PeerLost."""
+        for pending in self._pending:
+            pending.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(pending.is_settled for pending in self._pending)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def drop(self) -> None:
+        """Nobody waits any more; torch may keep what was never waited for."""
+        self._pending = (GivenUp(),)
+
+
+class GivenUp:
+    """An operation of a group that was left."""
+
+    is_settled = True
+
+    def wait(self) -> None:
+        raise PeerLost("the generation was given up")
+
+
+def failure_of(error: RuntimeError) -> PeerLost:
+    """What a backend raises while it waits is of the connections, whatever it says; except for an
+    error of this device, and for NCCL's that name a wrong call."""
+    text = str(error)
+    if isinstance(error, torch.AcceleratorError) or any(words in text for words in REFUSALS):
+        return CollectiveRefused(text)
+    return PeerLost(text)

@@ -1,0 +1,62 @@
+"""Process groups by name, as torch looks them up: its meshes and functional collectives know a name
+only.
+
+A name carries run and generation and is never given twice, so that who still has a dead
+generation's name finds nothing instead of the wrong group. What is used here is private to torch
+2.13.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_given: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def unused(name: str) -> str:
+    """`name`, or with a number behind it where this process has given it before: ranks may be
+    threads of one process."""
+    with _lock:
+        _given[name] += 1
+        number = _given[name]
+    return name if number == 1 else f"{name}#{number}"
+
+
+def register(group: dist.ProcessGroup, backend_name: str, ranks: Sequence[int]) -> None:
+    """Torch finds `group` by its name from now on.
+
+    ranks: of the group's members in the generation, in the order of the group's own ranks.
+    """
+    name = group.group_name
+    own = {rank: index for index, rank in enumerate(ranks)}
+    no_store = cast(Any, None)
+    distributed_c10d._register_pg_in_world(
+        group, backend_name, no_store, name, backend_name, rank_mapping=own
+    )
+
+
+def unregister(group: dist.ProcessGroup) -> None:
+    """Torch finds it no longer. Nothing happens to a group that is not registered."""
+    if group in distributed_c10d._world.pg_names:
+        distributed_c10d._cleanup_process_group_global_state(group)
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within, `group` is the process's default group: for code of torch that cannot do without one,
+    as pipeline stages and `parallelize_module`, which ask it for this process's rank.
+
+    Outside, the default group stays the user's.
+    """
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
