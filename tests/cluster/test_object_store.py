@@ -110,7 +110,7 @@ def test_of_two_drivers_that_start_a_run_in_a_bucket_the_second_is_wrong_input(
 
 
 def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
-    start_remote, reference
+    start_remote, reference, shared_head
 ):
     with start_remote(workers=2, **OPTIONS) as run:
         run.wait_until(lambda: len(run.status()["workers"]) == 2)
@@ -124,7 +124,7 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
             with contextlib.suppress(ProcessLookupError):  # it was the one that was lost
                 os.kill(pid, signal.SIGKILL)
     assert run.result() is None
-    with start_remote(workers=3, **OPTIONS) as again:
+    with start_remote(workers=3, address=shared_head.address, **OPTIONS) as again:
         end = again.finish()
     sha256, samples = reference(steps=120)
     assert end["status"] == 0, end["err"]
