@@ -28,6 +28,8 @@ OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
 class RemoteRun(LiveRun):
     """`elastic run` with storage in a bucket."""
 
+    look_every_s = 0.5  # each look is a request
+
     def __init__(self, storage: str, ray_temp, **options) -> None:
         super().__init__(f"{JOBS / 'toy.py'}:Toy", storage, "run", ray_temp, **options)
         self.place = place_of(storage, "run")
@@ -52,7 +54,7 @@ class RemoteRun(LiveRun):
         while not what():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, self.status()
-            time.sleep(0.1)  # polling, bounded by the deadline
+            time.sleep(0.3)  # polling, bounded by the deadline
 
     def elastic(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "elastic", *arguments]
