@@ -12,7 +12,7 @@ from tests.cluster.fork_server import ADDRESS, ForkServer
 from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
-from tests.cluster.shared_head import SharedHead
+from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 200, 10
 
@@ -103,7 +103,7 @@ def reference(request, tmp_path_factory, ray_temp):
 @pytest.fixture
 def nodes(fork_server, ray_temp, monkeypatch):
     """A head without slots, to which a test adds nodes."""
-    for name, value in environment(ray_temp).items():
+    for name, value in (environment(ray_temp) | UNPREPARED).items():
         monkeypatch.setenv(name, value)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
     found = ForkedNodes(initialize_head=True, head_node_args=head)

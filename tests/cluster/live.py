@@ -28,6 +28,9 @@ class LiveRun:
     Ray they are forked from one that has imported torch already.
     """
 
+    look_every_s = 0.05
+    """How often a test that waits for the end looks at the status."""
+
     def __init__(self, target: str, storage: Path | str, name: str, ray_temp: Path, **options):
         self.directory = Path(storage) / name
         arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
@@ -109,9 +112,11 @@ class LiveRun:
         """Wait for the end: {"status", "out", "err", "result"}."""
         deadline = time.monotonic() + patience_s
         while self.process.poll() is None and time.monotonic() < deadline:
-            rows = [*self.status()["workers"], *self.status()["standby"]]
+            status = self.status()
+            rows = [*status["workers"], *status["standby"]]
             self.seen_pids |= {r["pid"] for r in rows if r["pid"]}
-            time.sleep(0.05)  # polling, bounded by the deadline
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(self.look_every_s)
         assert self.process.poll() is not None, f"still runs: {self.status()}"
         out, err = self.process.communicate()
         path = self.directory / "result.json"

@@ -16,6 +16,8 @@ from tests.object_store import CREDENTIALS
 NUM_CPUS = 12
 """More than the workers, and what a run starts beside them, of any test."""
 PATIENCE_S = 20.0
+UNPREPARED = {"RAY_prestart_worker_first_driver": "0"}
+"""No worker is started before it is asked for: without the folder of TARGET no run could use it."""
 RAY_DATA = "ray::_"
 """Begins the titles of actors that Ray Data leaves on a cluster."""
 
@@ -27,10 +29,9 @@ class SharedHead:
         self._server = server
         self._temp = Path(tempfile.mkdtemp(prefix="es-", dir="/tmp"))
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**environment(self._temp), **CREDENTIALS}.items():
+            env = environment(self._temp) | CREDENTIALS | UNPREPARED
+            for name, value in env.items():
                 patch.setenv(name, value)
-            # They would have no folder of a test's TARGET, so no run could use them.
-            patch.setenv("RAY_prestart_worker_first_driver", "0")
             options = {"num_cpus": NUM_CPUS, "include_dashboard": False}
             self._cluster = ForkedNodes(
                 initialize_head=True,

@@ -33,7 +33,7 @@ def other_folder(tmp_path):
 
 
 def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, reference):
-    target = f"{other_folder(tmp_path)}:Toy"
+    target, grown = f"{other_folder(tmp_path)}:Toy", tmp_path / "grown"
     with LiveRun(
         target,
         tmp_path,
@@ -42,13 +42,14 @@ def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, refe
         address=cluster.address,
         workers="1..2",
         steps=200,
-        set=["sleep=0.03"],
+        set=["sleep=0.03", f"until={str(grown)!r}"],
     ) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
         assert status["world_size"] == 1
         assert [w["state"] for w in status["standby"]] == ["pending"]
         cluster.add_node(**NODE)
-        run.wait_for(lambda s: s["world_size"] == 2)
+        run.wait_for_step(lambda s: s["world_size"] == 2)
+        grown.touch()
         end = run.finish()
         pids = run.seen_pids
     assert end["status"] == 0, end["err"]

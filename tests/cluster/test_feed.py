@@ -157,12 +157,13 @@ def test_a_run_fed_from_a_bucket_resumes_and_outlives_its_feed(
     assert (end["result"]["weights_sha256"], samples(run)) == planned()
 
 
-def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, nodes):
+def test_a_ray_dataset_is_fed_in_its_own_order_and_resumes(fed, nodes, monkeypatch):
     rows = np.tile(np.arange(ROWS), 4)[: STEPS * BATCH].astype("<i8").reshape(STEPS, BATCH)
     order = [hashlib.sha256(step.tobytes()).hexdigest() for step in rows]
     sha256 = counted_sha256(rows.reshape(-1))
-    # On the shared head Ray Data would start a process for each of its CPUs.
-    nodes.add_node(num_cpus=5, object_store_memory=200 * 2**20)
+    # On the shared head Ray Data would start a process for each of its CPUs; idle ones stay here.
+    monkeypatch.setenv("RAY_num_workers_soft_limit", "30")
+    nodes.add_node(num_cpus=4, object_store_memory=200 * 2**20)
     with fed("ray", "FromRay", workers=2, steps=21, address=nodes.address) as first:
         assert first.finish()["status"] == 0
     with fed("ray", "FromRay", workers=3, address=nodes.address) as second:

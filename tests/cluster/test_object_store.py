@@ -28,6 +28,8 @@ OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
 class RemoteRun(LiveRun):
     """`elastic run` with storage in a bucket."""
 
+    look_every_s = 0.5  # each look is a request
+
     def __init__(self, storage: str, ray_temp, **options) -> None:
         super().__init__(f"{JOBS / 'toy.py'}:Toy", storage, "run", ray_temp, **options)
         self.place = place_of(storage, "run")
@@ -52,7 +54,7 @@ class RemoteRun(LiveRun):
         while not what():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, self.status()
-            time.sleep(0.1)  # polling, bounded by the deadline
+            time.sleep(0.3)  # polling, bounded by the deadline
 
     def elastic(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "elastic", *arguments]
@@ -110,7 +112,7 @@ def test_of_two_drivers_that_start_a_run_in_a_bucket_the_second_is_wrong_input(
 
 
 def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
-    start_remote, reference
+    start_remote, reference, shared_head
 ):
     with start_remote(workers=2, **OPTIONS) as run:
         run.wait_until(lambda: len(run.status()["workers"]) == 2)
@@ -124,7 +126,7 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
             with contextlib.suppress(ProcessLookupError):  # it was the one that was lost
                 os.kill(pid, signal.SIGKILL)
     assert run.result() is None
-    with start_remote(workers=3, **OPTIONS) as again:
+    with start_remote(workers=3, address=shared_head.address, **OPTIONS) as again:
         end = again.finish()
     sha256, samples = reference(steps=120)
     assert end["status"] == 0, end["err"]

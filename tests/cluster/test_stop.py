@@ -36,7 +36,9 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
 ):
     nodes.add_node(**NODE)
     where = {"address": nodes.address, "workers": 2, "steps": STEPS, "detect_s": 1.0}
-    options = {**where, "checkpoint_every": 20, "set": ["sleep=0.06"]}
+    seen = tmp_path / "seen"
+    slow = ["sleep=0.06", f"until={str(seen)!r}"]
+    options = {**where, "checkpoint_every": 20, "set": slow}
     target = f"{JOBS / 'toy.py'}:Toy"
 
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
@@ -65,6 +67,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     assert time.monotonic() - at < LEASE_S + 30
     assert run.status()["step"] < STEPS, "it was abandoned, and had not ended by itself"
 
+    seen.touch()
     with LiveRun(target, tmp_path, "run", ray_temp, **options) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]

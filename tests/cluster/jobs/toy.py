@@ -47,8 +47,9 @@ class Counting(nn.Module):
 class Toy(elastic.Workload):
     """BatchNorm, dropout, a parameter that only some micro-batches use, a schedule, a log."""
 
-    def __init__(self, sleep=0.0, count=501, weighted=False):
-        self.sleep, self.count, self.weighted = sleep, count, weighted
+    def __init__(self, sleep=0.0, until=None, count=501, weighted=False):
+        """sleep: seconds in each micro-batch, while there is no file at `until`."""
+        self.sleep, self.until, self.count, self.weighted = sleep, until, count, weighted
 
     def build_model(self):
         model = nn.Sequential(
@@ -73,7 +74,8 @@ class Toy(elastic.Workload):
         return Samples(self.count)
 
     def loss(self, model, batch):
-        time.sleep(self.sleep)
+        if self.until is None or not Path(self.until).exists():
+            time.sleep(self.sleep)
         inputs, labels = batch
         loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
         if int(labels[0]) % 2:
