@@ -16,7 +16,7 @@ import pytest
 
 from elastic.config import RunConfig
 from elastic.control.commands import Discard, Publish
-from elastic.control.events import Cancelled
+from elastic.control.events import Cancelled, Committed
 from elastic.control.transition import start
 from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
@@ -436,6 +436,25 @@ def test_a_step_that_is_missing_ends_the_run_whatever_is_written_beside_it(tmp_p
         record(opened, 1, 3)
         await settled(opened)
         assert [why.split(" cannot")[0] for why in broken] == ["record: step 3"]
+        await close(opened)
+
+    asyncio.run(run())
+
+
+def test_a_steps_line_in_the_journal_waits_with_it_and_comes_before_later_ones(tmp_path: Path):
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open_at(0, [])
+        begun = start(opened.limits, 5.0)
+        opened.record(Committed(1, 1, 0.1, 5.0), begun, begun._replace(commands=()))
+        assert opened.directory is not None
+        await asyncio.get_running_loop().run_in_executor(opened.writer.executor, int)
+        journal = open_folder(str(tmp_path)).at("r")
+        assert read_lines(journal, "journal.jsonl") == []
+        opened.note("later", {"n": 1})
+        await settled(opened)
+        first, second = read_lines(journal, "journal.jsonl")
+        assert ("later" in first, second) == (False, {"at": 5.0, "later": {"n": 1}})
         await close(opened)
 
     asyncio.run(run())

@@ -225,14 +225,18 @@ class Recorder:
         landmark = None
         if event is None or self._events % LEDGER_EVERY == 0:
             landmark = Landmark(self.order["run_id"], self.account, self.lost_steps)
-        self._journal(line_of(event, decision, self.limits, at, landmark))
+        is_plain_step = isinstance(event, e.Committed) and not decision.commands
+        self._journal(line_of(event, decision, self.limits, at, landmark), may_wait=is_plain_step)
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self._now(), kind: fields})
 
-    def _journal(self, line: dict[str, Any]) -> None:
+    def _journal(self, line: dict[str, Any], *, may_wait: bool = False) -> None:
+        """may_wait: with the steps, of which no decision came."""
         if self.directory is None:
             self._early_lines.append(line)
+        elif may_wait:
+            self.writer.write_soon(self.directory.append_journal, line)
         else:
             self.writer.write(self.directory.append_journal, line)
 
