@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.mesh import Mesh, is_hybrid, placed
+from elastic.protocol.mesh import Mesh, placed
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
@@ -188,7 +188,7 @@ class Sharded:
 
     def _new_mesh(self, group: AnyGroup) -> Mesh:
         mesh = Mesh(self._spec.parallel, group.size())
-        if not is_hybrid(self._spec.parallel):
+        if self._spec.parallel.data != "hsdp":
             return mesh
         return placed(mesh, gather_json(group, self._spec.node, self.model.device))
 
