@@ -30,6 +30,7 @@ def limits_of(config: RunConfig) -> Limits:
         can_save=has_checkpoints(config),
         save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
         must_save=config.checkpointing.on_storage_error == "fail",
+        parallel=config.parallel,
         is_whole=not config.parallel.is_sharded,
         has_copies=config.parallel.is_sharded and config.checkpointing.snapshot_every == 1,
     )

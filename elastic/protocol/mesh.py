@@ -5,7 +5,6 @@ Who is a member is membership.py's; torch's own mesh is made from it in workers/
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
@@ -269,24 +268,3 @@ class Mesh:
     def own_rows(self, num_rows: int, rank: int) -> range:
         """What of them nobody before it in the mesh holds: each row is one rank's own."""
         return self.rows(num_rows, rank) if self.replica(rank) == 0 else range(0)
-
-
-def placed(mesh: Mesh, nodes: Sequence[str]) -> Mesh:
-    """`mesh` with its replicas inside of nodes as far as possible.
-
-    nodes: by rank. What is left of the nodes makes replicas across them, then stands by.
-    """
-    by_node: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    whole: list[int] = []
-    rest: list[int] = []
-    for ranks in by_node.values():
-        count = len(ranks) - len(ranks) % mesh.num_shards
-        whole += ranks[:count]
-        rest += ranks[count:]
-    order = [0] * mesh.world_size
-    for position, rank in enumerate(whole + rest):
-        order[rank] = position
-    is_plain = order == list(range(mesh.world_size))
-    return Mesh(mesh.parallel, mesh.world_size, () if is_plain else tuple(order))

@@ -148,9 +148,11 @@ def enter(
     catalogue: Catalogue | None = None,
     generation: int = 1,
     device: torch.device = CPU,
+    order: tuple[int, ...] = (),
 ) -> Entered:
     pieces = Pieces(group, device, lambda: None, round_s=30.0)
-    return strategy.enter(formed(group, step, catalogue, generation, pieces))
+    made = formed(group, step, catalogue, generation, pieces)
+    return strategy.enter(replace(made, order=order))
 
 
 def formed(
