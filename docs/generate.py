@@ -19,9 +19,10 @@ from typer.main import get_command
 
 from elastic import data
 from elastic.cli.app import app
-from elastic.config import FaultPolicy, RunConfig
+from elastic.config import GROUPS, FaultPolicy, RunConfig
 from elastic.control import accounting
 from elastic.protocol import reports
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.timeouts import UNLIMITED_S, Timeouts, timeouts_of
 
 FOLDER = Path(__file__).resolve().parent
@@ -146,7 +147,12 @@ def timeouts_table() -> str:
     return table(("timeout", "`detect_s=3`", "`detect_s=None`", "meaning"), rows)
 
 
+def settings_section(cls: type) -> str:
+    return f"## {cls.__name__}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n\n{fields_table(cls)}"
+
+
 def configuration_page() -> str:
+    settings = "\n".join(map(settings_section, (Parallel, *GROUPS.values(), FaultPolicy)))
     return f"""{NOTE}
 # Configuration
 
@@ -158,11 +164,7 @@ The [command line](cli.md) has an option for most of them.
 {inspect.cleandoc(RunConfig.__doc__ or "")}
 
 {fields_table(RunConfig)}
-## FaultPolicy
-
-{inspect.cleandoc(FaultPolicy.__doc__ or "")}
-
-{fields_table(FaultPolicy)}
+{settings}
 ## elastic.data.parquet
 
 {(inspect.getdoc(data.parquet) or "").partition(chr(10))[0]}

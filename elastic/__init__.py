@@ -5,8 +5,9 @@ Importing this loads neither ray nor torch; they come when something runs.
 
 from typing import TYPE_CHECKING, Any
 
-from elastic.config import FaultPolicy, RunConfig
+from elastic.config import Checkpointing, FaultPolicy, Resources, RunConfig
 from elastic.protocol.errors import StepCancelled, WrongInput
+from elastic.protocol.mesh import Parallel
 from elastic.workload import Workload
 
 if TYPE_CHECKING:
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     from elastic.driver.launch import Result, RunFailed, run
 
 __all__ = [
+    "Checkpointing",
     "FaultPolicy",
+    "Parallel",
+    "Resources",
     "Result",
     "RunConfig",
     "RunFailed",

@@ -1,4 +1,4 @@
-"""What a user may set for a run: `RunConfig`, checked where its values meet.
+"""What a user may set for a run: `RunConfig` and the values in it, checked where they meet.
 
 No defaults live anywhere else; nothing here starts anything.
 """
@@ -6,17 +6,14 @@ No defaults live anywhere else; nothing here starts anything.
 import math
 import re
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from elastic.protocol.mesh import is_sharded
+from elastic.protocol.mesh import AVAILABLE, Parallel
 from elastic.protocol.timeouts import timeouts_of
 
 REDUCTIONS = ("fast", "bitwise")
-PARALLELS = "ddp, fsdp, fsdp-grad-op, hsdp:S"
-"""What there is; `PARALLEL` also knows what is to come."""
-PARALLEL = re.compile(r"ddp|fsdp|fsdp-grad-op|hsdp:[1-9]\d*|pp:[1-9]\d*")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
@@ -64,8 +61,64 @@ class FaultPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What of the state is kept, how often, and what follows if it cannot be."""
+
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; default None: no such number. With `storage`, or this, a run also
+    saves when its newest checkpoint is ten minutes old, and at its end."""
+    keep: tuple[int, int | None] = (2, None)
+    """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
+    newest two always stay."""
+    snapshot_every: int = 1
+    """Steps between copies of the shards in peer memory, where they are sharded; default 1."""
+    on_storage_error: str = "warn"
+    """What a failing storage does to the run: "warn" or "fail"; default "warn"."""
+
+    def __post_init__(self) -> None:
+        check_whole("snapshot_every", self.snapshot_every, at_least=1)
+        check_word("on_storage_error", self.on_storage_error, ON_STORAGE_ERROR)
+        if self.checkpoint_every is not None:
+            check_whole("checkpoint_every", self.checkpoint_every, at_least=1)
+        keep = tuple(self.keep)
+        if len(keep) != 2:
+            raise ValueError(f"keep must be (the last so many, every so many steps), got {keep!r}")
+        check_whole("keep (last)", keep[0], at_least=0)
+        if keep[1] is not None:
+            check_whole("keep (every)", keep[1], at_least=1)
+        object.__setattr__(self, "keep", keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Where the workers run, and what each of them has."""
+
+    device: str = "auto"
+    """"cuda": one GPU per worker, which the run waits for; "cpu"; or "auto": GPUs if the cluster
+    has, or can add, some that the torch of its nodes can use. Default "auto"."""
+    cpus_per_worker: int = 1
+    """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
+    address: str | None = None
+    """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
+
+    def __post_init__(self) -> None:
+        check_whole("cpus_per_worker", self.cpus_per_worker, at_least=1)
+        check_word("device", self.device, DEVICES)
+
+
+GROUPS: dict[str, type[Checkpointing] | type[Resources]] = {
+    "checkpointing": Checkpointing,
+    "resources": Resources,
+}
+"""By the field of RunConfig that holds one; a group's fields are keywords of RunConfig, too."""
+
+
+@dataclass(frozen=True, init=False)
 class RunConfig:
-    """One run's settings. `V` below is `global_batch // micro_batch`."""
+    """One run's settings. `V` below is `global_batch // micro_batch`.
+
+    The fields of `Checkpointing` and `Resources` are keywords, too: `RunConfig(device="cpu", ...)`.
+    """
 
     workers: int | tuple[int, int] = 1
     """How many workers: a number, or (min, max) to be elastic; default 1.
@@ -78,8 +131,8 @@ class RunConfig:
     """Samples per optimizer step, whatever the number of workers; required."""
     micro_batch: int
     """Samples per forward pass, a divisor of `global_batch`; required."""
-    parallel: str = "ddp"
-    """How the model is spread over the workers; default "ddp"."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """How the model is spread over the workers: a `Parallel`, or its words; default "ddp"."""
     reduction: str = "fast"
     """"fast": stock collectives. "bitwise": weights equal for every history. Default "fast"."""
     precision: str = "fp32"
@@ -99,14 +152,8 @@ class RunConfig:
     """
     name: str | None = None
     """The run's folder in `storage`; default None: the workload's class and UTC time."""
-    checkpoint_every: int | None = None
-    """Steps between checkpoints; default None: no such number. With `storage`, or this, a run also
-    saves when its newest checkpoint is ten minutes old, and at its end."""
-    keep: tuple[int, int | None] = (2, None)
-    """Checkpoints to keep: (the last so many, and every so many steps); default (2, None). The
-    newest two always stay."""
-    snapshot_every: int = 1
-    """Steps between copies of the shards in peer memory, where they are sharded; default 1."""
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    """What of the state is kept; default `Checkpointing()`."""
     standby: int = 0
     """Warm workers beyond max that wait to replace a lost one; default 0."""
     detect_s: float | None = 3.0
@@ -114,21 +161,29 @@ class RunConfig:
     max_failures: int = 8
     """Workers that may be lost since the last committed step, or falls back to a checkpoint without
     getting further; default 8."""
-    device: str = "auto"
-    """"cuda": one GPU per worker, which the run waits for; "cpu"; or "auto": GPUs if the cluster
-    has, or can add, some that the torch of its nodes can use. Default "auto"."""
-    cpus_per_worker: int = 1
-    """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
-    address: str | None = None
-    """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
+    resources: Resources = field(default_factory=Resources)
+    """Where the workers run; default `Resources()`."""
     eval_every: int | None = None
     """Steps between calls of the workload's `evaluate`; default None: never."""
-    on_storage_error: str = "warn"
-    """What a failing storage does to the run: "warn" or "fail"; default "warn"."""
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     """What to do about faults that do not kill a worker; default `FaultPolicy()`."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        """settings: fields, and those of the groups. TypeError if one is unknown or missing."""
+        if isinstance(settings.get("parallel"), str):
+            settings["parallel"] = Parallel.of(settings["parallel"])
+        for name, group in GROUPS.items():
+            _gather(settings, name, group)
+        for setting in fields(self):
+            value = settings.pop(setting.name) if setting.name in settings else _default(setting)
+            object.__setattr__(self, setting.name, value)
+        for name in settings:
+            raise TypeError(
+                f"RunConfig has no setting {name!r}: choose from {', '.join(keywords())}"
+            )
+        self._check()
+
+    def _check(self) -> None:
         if self.storage is not None and "://" not in self.storage and self.storage:
             if slip := SLIP.match(self.storage):
                 meant = f"{slip[1]}://{self.storage[slip.end() :]}"
@@ -137,14 +192,14 @@ class RunConfig:
                 )
             place = str(Path(self.storage).expanduser().absolute())
             object.__setattr__(self, "storage", place)
+        self._check_parallel()
         self._check_sizes()
         self._check_words()
         self._check_optional()
-        self._check_available()
 
     @property
     def num_microbatches(self) -> int:
-        """V: the micro-batches of a step, and the most workers that can share it."""
+        """V: the micro-batches of a step, and the highest degree of data parallelism."""
         return self.global_batch // self.micro_batch
 
     @property
@@ -153,22 +208,30 @@ class RunConfig:
 
     @property
     def max_workers(self) -> int:
-        """The wanted maximum, capped at V."""
+        """The wanted maximum, capped where all V micro-batches are shared out."""
         wanted = self.workers if isinstance(self.workers, int) else self.workers[1]
-        return min(wanted, self.num_microbatches)
+        return min(wanted, self._most_workers)
+
+    @property
+    def _most_workers(self) -> int:
+        return self.num_microbatches * self.parallel.ranks_per_microbatch
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; `from_json` gives an equal RunConfig."""
+        """Plain JSON values by keyword, whatever group they are in; `from_json` gives an equal
+        RunConfig."""
         values = asdict(self)
+        for name in GROUPS:
+            values |= values.pop(name)
+        values["parallel"] = str(self.parallel)
         for name in ("workers", "keep"):
             if isinstance(values[name], tuple):
                 values[name] = list(values[name])
-        return values
+        return {name: values[name] for name in keywords()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_json`; entries that are no fields (`target`, ...) are left out."""
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        """The inverse of `to_json`; entries that are no keywords (`target`, ...) are left out."""
+        known = {name: values[name] for name in keywords() if name in values}
         if isinstance(known.get("faults"), dict):
             known["faults"] = FaultPolicy(**known["faults"])
         with warnings.catch_warnings():  # the cap was announced where the run was configured
@@ -176,7 +239,7 @@ class RunConfig:
             return cls(**known)
 
     def _check_sizes(self) -> None:
-        for name in ("steps", "global_batch", "micro_batch", "snapshot_every", "cpus_per_worker"):
+        for name in ("steps", "global_batch", "micro_batch"):
             check_whole(name, getattr(self, name), at_least=1)
         for name in ("seed", "standby", "max_failures"):
             check_whole(name, getattr(self, name), at_least=0)
@@ -193,40 +256,32 @@ class RunConfig:
 
     def _check_workers(self) -> None:
         low, high = self.workers if isinstance(self.workers, tuple) else (self.workers,) * 2
-        v = self.num_microbatches
         if low > high:
             raise ValueError(
                 f"workers={low}..{high}: min {low} is above max {high}: give (min, max) in order"
             )
-        if low > v:
+        together, most = self.parallel.ranks_per_microbatch, self._most_workers
+        limit = "V = " if together == 1 else f"{together} * V = {together} * "
+        limit += f"global_batch / micro_batch = {most}, the micro-batches of a step"
+        if low > most:
             raise ValueError(
-                f"workers: min {low} is above V = global_batch / micro_batch = {v}, the "
-                "micro-batches of a step: lower min or micro_batch, or raise global_batch"
+                f"workers: min {low} is above {limit}: lower min or micro_batch, or raise "
+                "global_batch"
             )
-        if high > v:
+        if high > most:
             warnings.warn(
-                f"workers: max {high} is above V = global_batch / micro_batch = {v}, "
-                f"the micro-batches of a step; capped at {v}",
+                f"workers: max {high} is above {limit}; capped at {most}",
                 UserWarning,
                 stacklevel=5,
             )
 
     def _check_words(self) -> None:
-        check_word("parallel", self.parallel, PARALLELS, bool(PARALLEL.fullmatch(self.parallel)))
-        for name, words in (
-            ("reduction", REDUCTIONS),
-            ("precision", PRECISIONS),
-            ("device", DEVICES),
-            ("on_storage_error", ON_STORAGE_ERROR),
-        ):
-            value = getattr(self, name)
-            check_word(name, value, ", ".join(words), value in words)
+        check_word("reduction", self.reduction, REDUCTIONS)
+        check_word("precision", self.precision, PRECISIONS)
 
     def _check_optional(self) -> None:
-        for name in ("checkpoint_every", "eval_every"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), at_least=1)
-        self._check_keep()
+        if self.eval_every is not None:
+            check_whole("eval_every", self.eval_every, at_least=1)
         for name in ("clip_norm", "detect_s"):
             value = getattr(self, name)
             if value is not None and not (is_number(value) and 0 < value < math.inf):
@@ -240,23 +295,44 @@ class RunConfig:
         if self.storage is not None and not self.storage:
             raise ValueError("storage is empty: give a folder or a URI, or leave it out")
 
-    def _check_keep(self) -> None:
-        keep = tuple(self.keep)
-        if len(keep) != 2:
-            raise ValueError(f"keep must be (the last so many, every so many steps), got {keep!r}")
-        check_whole("keep (last)", keep[0], at_least=0)
-        if keep[1] is not None:
-            check_whole("keep (every)", keep[1], at_least=1)
-        object.__setattr__(self, "keep", keep)
-
-    def _check_available(self) -> None:
-        if self.parallel.startswith("pp:"):
-            not_yet("parallel", self.parallel, default="ddp")
-        if self.offload and not is_sharded(self.parallel):
+    def _check_parallel(self) -> None:
+        if not isinstance(self.parallel, Parallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"parallel must be words or a Parallel, got {self.parallel!r}")
+        if not self.parallel.is_available:
             raise ValueError(
-                f"offload=True moves shards to host memory, and parallel={self.parallel!r} has "
+                f"parallel='{self.parallel}' is not available yet: choose one of {AVAILABLE}"
+            )
+        if self.offload and not self.parallel.is_sharded:
+            raise ValueError(
+                f"offload=True moves shards to host memory, and parallel='{self.parallel}' has "
                 "none: leave it out, or give parallel='fsdp'"
             )
+
+
+def keywords() -> list[str]:
+    """What RunConfig takes and config.json has: the fields of its groups in the place of these."""
+    found: list[str] = []
+    for setting in fields(RunConfig):
+        group = GROUPS.get(setting.name)
+        found += [setting.name] if group is None else [f.name for f in fields(group)]
+    return found
+
+
+def _gather(settings: dict[str, Any], name: str, group: type) -> None:
+    """Put the settings that are fields of `group` into one, under its `name`."""
+    given = {f.name: settings.pop(f.name) for f in fields(group) if f.name in settings}
+    if given and name in settings:
+        raise ValueError(f"{name} and {', '.join(given)} are both given: put them into {name}")
+    if given:
+        settings[name] = group(**given)
+
+
+def _default(setting: Field[Any]) -> Any:
+    if setting.default is not MISSING:
+        return setting.default
+    if setting.default_factory is MISSING:
+        raise TypeError(f"RunConfig needs {setting.name}=...")
+    return setting.default_factory()
 
 
 def as_bounds(workers: object) -> int | tuple[int, int]:
@@ -282,14 +358,6 @@ def check_whole(name: str, value: object, *, at_least: Literal[0, 1]) -> int:
     return value
 
 
-def check_word(name: str, value: object, words: str, is_known: bool) -> None:
-    if not is_known:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {words}")
-
-
-def not_yet(name: str, value: object, *, default: object) -> None:
-    """Refuse what a later version brings, instead of ignoring it silently."""
-    if value != default:
-        raise ValueError(
-            f"{name}={value!r} is not available yet: leave it out, or give {default!r}"
-        )
+def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(words)}")

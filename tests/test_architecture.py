@@ -183,13 +183,18 @@ def test_the_machine_of_a_worker_decides_from_values_alone(path: str):
         assert is_pure, f"{path}:{imported.line} imports {imported.name}"
 
 
-def test_run_config_has_few_fields_each_explained():
-    from elastic.config import RunConfig
+@pytest.mark.parametrize(
+    "cls", ["RunConfig", "Checkpointing", "Resources", "FaultPolicy", "Parallel"]
+)
+def test_a_class_of_settings_has_few_fields_each_explained(cls: str):
+    from elastic import config
 
-    names = [f.name for f in dataclasses.fields(RunConfig)]
+    names = [f.name for f in dataclasses.fields(getattr(config, cls))]
     assert len(names) <= MAX_FIELDS
-    tree = ast.parse((ROOT / "elastic/config.py").read_text())
-    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "RunConfig")
+    source = sys.modules[getattr(config, cls).__module__].__file__
+    assert source is not None
+    tree = ast.parse(Path(source).read_text())
+    body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls)
     explained = {
         field.target.id
         for field, text in pairwise(body)

@@ -41,6 +41,8 @@ class Form:
     but the vote of `step` came with its Committed or Suspended."""
     then_pause: bool = False
     """Pause at the next boundary (newcomers wait there while survivors finish an evaluation)."""
+    order: tuple[int, ...] = ()
+    """Of each rank its position in the mesh; empty: its rank."""
 
 
 @dataclass(frozen=True, slots=True)

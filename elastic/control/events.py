@@ -15,6 +15,8 @@ from elastic.protocol.messages import to_controller as r
 class WorkerReady:
     worker: int
     at: float
+    node: str = ""
+    """In Ray's words; "" in old journals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Recall
 from elastic.control.events import Adopted
+from elastic.control.planning import Nodes, wants_nodes
 from elastic.control.pool import explain, names, top_up
 from elastic.control.scaling import staff
 from elastic.control.shutdown import finish
@@ -47,6 +48,8 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
     holding, failures = with_state(standings), failures_of(ledger, phase, standings)
     ledger = with_lobby(ledger, standings)
+    if wants_nodes(limits.parallel):
+        ledger = replace(ledger, nodes=Nodes.of((s.worker, s.node) for s in standings))
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
         ledger = replace(ledger, step=proven_step(holding, limits))

@@ -11,11 +11,13 @@ from elastic.control import commands, events, state
 from elastic.control.commands import Command
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import Event, Tick
+from elastic.control.planning import Nodes
 from elastic.control.standing import Standing
 from elastic.control.state import Decision, Ledger, Limits, Phase
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import Registry, registry
 from elastic.protocol.membership import Membership
+from elastic.protocol.mesh import Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ _CLASSES = registry(
     Ledger,
     state.Save,
     state.Notice,
+    Nodes,
+    Parallel,
     Standing,
     Place,
     Costly,

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Form, Load, Pause, Sync
+from elastic.control.planning import plan, shortage, wants_nodes
 from elastic.control.pool import (
     arrivals,
     dismiss,
     explain,
     first,
+    lobby,
     move,
     names,
     top_up,
@@ -56,8 +58,9 @@ def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> 
     if not ledger.holders:
         return load(ledger, phase)
     num_holders = len(ledger.holders - ledger.leaving)
-    is_enough = num_usable(ledger, tuple(ledger.holders)) >= limits.min_workers
-    if is_enough or ledger.step >= limits.steps:  # a complete run only says its hash
+    is_enough = not lack(num_usable(ledger, tuple(ledger.holders)), limits)
+    is_complete = ledger.step >= limits.steps and not shortage(limits.parallel, len(ledger.holders))
+    if is_enough or is_complete:  # a complete run only says its hash
         is_kept = ledger.kept_step == ledger.step
         holders = tuple(ledger.holders)
         if ledger.behind:  # newcomers enter at the boundary after it
@@ -173,10 +176,11 @@ def regroup(
     ledger, survivors = without_surplus(ledger, survivors, limits)
     # newcomers never take part in what follows a step that they have not made, like an evaluation
     is_closed = is_between_steps or bool(rollers and arrivals(ledger))
-    if survivors and (ledger.stop or is_closed or ledger.step >= limits.steps):
+    can_form = not shortage(limits.parallel, len(survivors))
+    if survivors and can_form and (ledger.stop or is_closed or ledger.step >= limits.steps):
         then_pause = bool(ledger.stop) or is_closed
         return form(ledger, survivors, rollers, at, limits, then_pause=then_pause)
-    if survivors and num_usable(ledger, survivors) >= limits.min_workers:
+    if survivors and not lack(num_usable(ledger, survivors), limits):
         ledger, staying, why = without_leavers(ledger, survivors, limits, may_all_leave=is_planned)
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
@@ -187,10 +191,15 @@ def regroup(
         why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
         why += " is saved"
     elif survivors:
-        why = f"{len(survivors)} of at least {limits.min_workers} workers left, step {ledger.step}"
+        why = f"{lack(len(survivors), limits)}, step {ledger.step}"
     else:
         why = f"nobody is left who holds step {ledger.step}"
     return explain(why, top_up(staff(ledger, Waiting(why), at, limits), at, limits))
+
+
+def lack(num_workers: int, limits: Limits) -> str:
+    """Why so many do not go on; empty if they do."""
+    return shortage(limits.parallel, num_workers, limits.min_workers)
 
 
 def without_surplus(
@@ -281,7 +290,11 @@ def form(
         reason += f", new {names(newcomers)}"
     if rollers:
         reason += f", {names(rollers)} roll forward"
-    command = Form(membership, ledger.step, roll_forward, vote_of, then_pause)
+    if wants_nodes(limits.parallel):
+        ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *lobby(ledger))))
+    planned = plan(limits.parallel, membership.workers, ledger.nodes)
+    reason += f"; {planned.note}" if planned.note else ""
+    command = Form(membership, ledger.step, roll_forward, vote_of, then_pause, planned.order)
     deadline, new = at + limits.join_timeout_s, NumberSet.of(newcomers)
     forming = Forming(membership, deadline, then_pause, newcomers=new)
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)

@@ -19,6 +19,8 @@ class Standing:
     world_size: int = 0
     step: int = 0
     """Committed steps of its state."""
+    node: str = ""
+    """In Ray's words; "" while it is starting."""
 
 
 KINDS = (

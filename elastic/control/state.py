@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 from elastic.control.commands import Command
 from elastic.control.detection.patience import Costly
+from elastic.control.planning import Nodes
 from elastic.protocol.membership import Membership, NumberSet
+from elastic.protocol.mesh import DDP, Parallel
 
 NOBODY = NumberSet()
+NOWHERE = Nodes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class Limits:
     peer memory, as of an earlier step, or gone, and the members find out when they form."""
     has_copies: bool = False
     """Peer memory has every part of every committed step."""
+    parallel: Parallel = DDP
+    """The axes that the members are to make; in old journals, who planned no mesh, ddp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ class Ledger:
     """A regroup has waited for standbys in vain: none does so again."""
     earlier_generations: int = 0
     """The newest generation of the run's earlier launches: those of this one come after it."""
+    nodes: Nodes = NOWHERE
+    """Of the live workers that have said it, where the mesh depends on it."""
     costly: tuple[Costly, ...] = ()
     """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
 

@@ -43,6 +43,7 @@ from elastic.control.events import (
     WorkerReady,
 )
 from elastic.control.failover import adopt
+from elastic.control.planning import wants_nodes
 from elastic.control.pool import (
     commit,
     explain,
@@ -139,6 +140,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         # --- workers outside the generation
         case _, WorkerReady(worker=w, at=at) if w in ledger.spawned:
             ledger = replace(ledger, spawned=ledger.spawned.remove(w), ready=ledger.ready.add(w))
+            if wants_nodes(limits.parallel):
+                ledger = replace(ledger, nodes=ledger.nodes.add(w, event.node))
             return staff(ledger, phase, at, limits)
         case _, WorkerReady(worker=w) if is_in_lobby(ledger, w) or is_member(phase, w):
             return Decision(ledger, phase)  # it has introduced itself to a new controller already

@@ -187,7 +187,7 @@ class Recorder:
         if self._closing.is_set():
             return
         self._journal({"at": self._now(), "storage": cause})
-        if self.order["config"].on_storage_error == "fail":
+        if self.order["config"].checkpointing.on_storage_error == "fail":
             self._fail(f"storage failed: {cause}")
 
     async def close(self, status: Callable[[], dict[str, Any]], result: dict[str, Any]) -> None:
@@ -322,7 +322,7 @@ class Recorder:
     def _make_checkpoints(self, directory: RunDirectory) -> Checkpoints:
         return Checkpoints(
             directory,
-            keep=self.order["config"].keep,
+            keep=self.order["config"].checkpointing.keep,
             about=self.order["content"],
             run_id=self.order["run_id"],
             journal=self._journal_checkpoint,

@@ -8,7 +8,6 @@ from typing import Any
 
 from elastic.config import RunConfig
 from elastic.control.state import Limits
-from elastic.protocol.mesh import is_sharded
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 
@@ -30,14 +29,15 @@ def limits_of(config: RunConfig) -> Limits:
         cold_patience_s=timeouts.cold_s,
         can_save=has_checkpoints(config),
         save_every_s=SAVE_EVERY_S if has_checkpoints(config) else None,
-        must_save=config.on_storage_error == "fail",
-        is_whole=not is_sharded(config.parallel),
-        has_copies=is_sharded(config.parallel) and config.snapshot_every == 1,
+        must_save=config.checkpointing.on_storage_error == "fail",
+        parallel=config.parallel,
+        is_whole=not config.parallel.is_sharded,
+        has_copies=config.parallel.is_sharded and config.checkpointing.snapshot_every == 1,
     )
 
 
 def has_checkpoints(config: RunConfig) -> bool:
-    return config.storage is not None or config.checkpoint_every is not None
+    return config.storage is not None or config.checkpointing.checkpoint_every is not None
 
 
 def worker_spec(
@@ -57,7 +57,7 @@ def worker_spec(
         token=order["token"],
         controller=controller,
         device=order["device"],
-        num_threads=config.cpus_per_worker,
+        num_threads=config.resources.cpus_per_worker,
         folder=order["folder"],
         place=place,
         steps=config.steps,
@@ -71,8 +71,8 @@ def worker_spec(
         clip_norm=config.clip_norm,
         seed=config.seed,
         eval_every=config.eval_every,
-        checkpoint_every=config.checkpoint_every,
-        snapshot_every=config.snapshot_every,
+        checkpoint_every=config.checkpointing.checkpoint_every,
+        snapshot_every=config.checkpointing.snapshot_every,
         has_checkpoints=has_checkpoints(config),
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,

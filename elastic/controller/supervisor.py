@@ -197,12 +197,12 @@ class Supervisor:
             run_id=self.order["run_id"],
             name=worker_name(worker),
             workload=self._workload,
-            cpus=self.config.cpus_per_worker,
+            cpus=self.config.resources.cpus_per_worker,
             gpus=int(is_gpu),
         )
 
     async def _watch_places(self) -> None:
-        need = Need(self.config.cpus_per_worker, int(self.order["device"] == "cuda"))
+        need = Need(self.config.resources.cpus_per_worker, int(self.order["device"] == "cuda"))
         await watch_waiting(self.cluster.workers, self.config.min_workers, need, self._on_waits)
 
     def _on_waits(self, line: str) -> None:

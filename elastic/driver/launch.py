@@ -224,11 +224,11 @@ def run_on_ray(
 
     driver = RayDriver(
         ClusterRequest(
-            address=config.address,
+            address=config.resources.address,
             min_workers=config.min_workers,
             num_slots=config.max_workers + config.standby,
-            cpus_per_worker=config.cpus_per_worker,
-            device=config.device,
+            cpus_per_worker=config.resources.cpus_per_worker,
+            device=config.resources.device,
             folder=folder,
             run_directory=place_of(record["storage"], record["name"]),
             detach=detach,

@@ -2,8 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The controller's hands: carries out commands on Ray actors and links, and says what happened.
 
-Runs inside the controller actor (elastic/on_ray/actors.py). It decides nothing: the decisions are
-elastic/control's.
+It runs inside the controller actor (actors.py) and decides nothing: elastic/control does.
 """
 
 import asyncio
@@ -269,6 +268,7 @@ class RayCluster:
                 vote=vote,
                 evaluation=self.evaluations.newest(membership.workers),
                 holders=self.holders.for_worker(worker),
+                order=form.order,
                 payload=payload,
             )
             self.links.send(worker, told)
@@ -431,7 +431,7 @@ class RayCluster:
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, t.LogTo(self.log_folder))
-        self.say(e.WorkerReady(worker, self.now()))
+        self.say(e.WorkerReady(worker, self.now(), record.node_id))
 
     def _on_loaded(self, worker: int, record: Slot, report: r.Loaded) -> None:
         async def open_then_say() -> None:

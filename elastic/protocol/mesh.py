@@ -1,26 +1,135 @@
-"""How the ranks of a generation share the model and the step: the mesh, as a value.
+"""How the workers of a run share the model and the step: the wanted axes (`Parallel`), and the mesh
+that the ranks of one generation make of them (`Mesh`).
 
 Who is a member is membership.py's; torch's own mesh is made from it in workers/parallel/.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 from elastic.protocol.membership import microbatch_ids
 
-SHARDED = ("fsdp", "fsdp-grad-op")
-HYBRID = re.compile(r"hsdp:([1-9]\d*)")
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: as in torchtitan, whose `ep` lies across dp_shard, cp and tp."""
+DATA_WORDS = ("ddp", "fsdp", "fsdp-grad-op", "hsdp")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""torch's names."""
+AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S"
+"""What is built; the grammar also knows what is to come."""
+MODEL_AXES = ("pp", "tp", "cp", "ep")
+_WORD = re.compile(
+    r"(?P<data>ddp|fsdp|fsdp-grad-op)|hsdp:(?P<shards>[1-9]\d*)"
+    rf"|(?P<axis>{'|'.join(MODEL_AXES)}):(?P<size>[1-9]\d*)(?:/(?P<schedule>\w+))?"
+)
 
 
-def is_sharded(parallel: str) -> bool:
-    """Whether a rank holds only its rows of the parameters and of the optimizer's state."""
-    return parallel in SHARDED or is_hybrid(parallel)
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def is_hybrid(parallel: str) -> bool:
-    """Whether several groups of ranks ("replicas") may hold all rows each."""
-    return HYBRID.fullmatch(parallel) is not None
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How the model is spread over the workers: axes in torchtitan's words.
+
+    The data axes have no number of their own, they take the ranks that are there.
+    """
+
+    data: str = "ddp"
+    """One of "ddp", "fsdp", "fsdp-grad-op" and "hsdp"; default "ddp"."""
+    dp_shard: int | None = None
+    """The ranks of a replica; of "hsdp" only, which needs it."""
+    pp: int = 1
+    """Stages of the pipeline; default 1: none. Not available yet."""
+    schedule: str = ""
+    """Of the pipeline, in torch's words. Not available yet."""
+    tp: int = 1
+    """Ranks that share each matrix; default 1. Not available yet."""
+    cp: int = 1
+    """Ranks that share each sequence; default 1. Not available yet."""
+    ep: int = 1
+    """Ranks that share the experts; default 1. Not available yet."""
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """From words joined by commas, such as "hsdp:4,tp:2"; ValueError if it is none."""
+        values: dict[str, Any] = {}
+        for word in text.split(","):
+            found = _WORD.fullmatch(word)
+            if found is None:
+                raise ValueError(f"parallel={text!r} is unknown: choose one of {AVAILABLE}")
+            axis, size, schedule = found["axis"], found["size"], found["schedule"]
+            new: dict[str, Any] = {"data": found["data"] or "hsdp"}
+            if axis is not None:
+                new = {axis: int(size)}
+            elif found["shards"] is not None:
+                new["dp_shard"] = int(found["shards"])
+            if schedule is not None:
+                new["schedule"] = schedule
+            if new.keys() & values.keys():
+                what = axis or "the data axis"
+                raise ValueError(f"parallel={text!r} says twice what {what} is: leave one word out")
+            if axis is not None and int(size) == 1:
+                raise ValueError(f"parallel={text!r}: {axis}:1 is no axis, leave it out")
+            values |= new
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"parallel={text!r}: {error}") from error
+
+    def __post_init__(self) -> None:
+        if self.data not in DATA_WORDS:
+            raise ValueError(
+                f"data={self.data!r} is unknown: choose one of {', '.join(DATA_WORDS)}"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("dp_shard", *MODEL_AXES) and not (value is None or _is_size(value)):
+                raise ValueError(f"{field.name} must be at least 1, got {value!r}")
+        if self.data == "hsdp" and self.dp_shard is None:
+            raise ValueError("hsdp needs dp_shard, the number of ranks in a replica")
+        if self.data != "hsdp" and self.dp_shard is not None:
+            raise ValueError(f"dp_shard is hsdp's: {self.data} takes the ranks that are there")
+        if self.schedule and self.pp == 1:
+            raise ValueError(f"schedule {self.schedule!r} is a pipeline's, and there is none")
+        if self.schedule and self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule {self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}"
+            )
+
+    def __str__(self) -> str:
+        """The inverse of `of`."""
+        words: list[str] = []
+        for axis in MODEL_AXES:
+            size = getattr(self, axis)
+            schedule = f"/{self.schedule}" if axis == "pp" and self.schedule else ""
+            words += [f"{axis}:{size}{schedule}"] if size > 1 else []
+        if self.data != "ddp" or not words:  # it is what there is if no word says otherwise
+            words.insert(0, self.data if self.dp_shard is None else f"hsdp:{self.dp_shard}")
+        return ",".join(words)
+
+    @property
+    def is_available(self) -> bool:
+        return all(getattr(self, axis) == 1 for axis in MODEL_AXES)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds only its rows of the parameters and of the optimizer's state."""
+        return self.data != "ddp"
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether every pass exchanges parameters, so that all ranks of a replica take part."""
+        return self.data in ("fsdp", "hsdp")
+
+    @property
+    def ranks_per_microbatch(self) -> int:
+        """Ranks that compute a micro-batch together: one position on the data axes."""
+        return self.pp * self.cp * self.tp
+
+
+DDP = Parallel()
 
 
 def rows_of(num_rows: int, num_ranks: int, rank: int) -> range:
@@ -32,30 +141,48 @@ def rows_of(num_rows: int, num_ranks: int, rank: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A shard axis of `num_shards` ranks and a replica axis of `num_replicas`; "ddp" has no shards,
-    "fsdp" no replicas. Ranks behind the last whole replica stand by: they compute and hold nothing.
+    """The axes of one generation. "ddp" has no shards, "fsdp" no replicas. Ranks behind the last
+    whole replica stand by: they compute and hold nothing.
     """
 
-    parallel: str
+    parallel: Parallel
     world_size: int
     order: tuple[int, ...] = ()
-    """Of each rank the position in the mesh, replica by replica; empty: its rank."""
+    """Of each rank the position in the mesh, the last of AXES running fastest; empty: its rank."""
+
+    def size(self, axis: Axis) -> int:
+        match axis:
+            case "pp":
+                return self.parallel.pp
+            case "cp":
+                return self.parallel.cp
+            case "tp":
+                return self.parallel.tp
+            case "dp_shard":
+                return self.num_shards
+            case "dp_replicate":
+                return self.num_replicas
 
     @property
     def num_shards(self) -> int:
-        hybrid = HYBRID.fullmatch(self.parallel)
-        if hybrid is not None:
-            return min(int(hybrid[1]), self.world_size)
-        return self.world_size if self.parallel in SHARDED else 1
+        most = max(1, self.world_size // self.parallel.ranks_per_microbatch)
+        if self.parallel.dp_shard is not None:
+            return min(self.parallel.dp_shard, most)
+        return most if self.parallel.is_sharded else 1
 
     @property
     def num_replicas(self) -> int:
-        return self.world_size // self.num_shards
+        return self.world_size // (self.num_shards * self.parallel.ranks_per_microbatch)
+
+    @property
+    def dp_degree(self) -> int:
+        """So many share the micro-batches of a step."""
+        return self.num_replicas * self.num_shards
 
     @property
     def num_active(self) -> int:
         """Ranks that do not stand by."""
-        return self.num_replicas * self.num_shards
+        return self.dp_degree * self.parallel.ranks_per_microbatch
 
     def position(self, rank: int) -> int:
         return self.order[rank] if self.order else rank
@@ -63,13 +190,37 @@ class Mesh:
     def is_standby(self, rank: int) -> bool:
         return self.position(rank) >= self.num_active
 
+    def coordinate(self, axis: Axis, rank: int) -> int:
+        """Where on `axis`. Not for one that stands by."""
+        return self.position(rank) // self._stride(axis) % self.size(axis)
+
+    def _stride(self, axis: Axis) -> int:
+        """How far neighbours on `axis` are apart."""
+        stride = 1
+        for inner in AXES[AXES.index(axis) + 1 :]:
+            stride *= self.size(inner)
+        return stride
+
+    def along(self, axis: Axis, rank: int) -> list[int]:
+        """The ranks that differ from `rank` on `axis` only, in its order. Not for a standby."""
+        stride, at = self._stride(axis), self.position(rank)
+        first = at - self.coordinate(axis, rank) * stride
+        ranks = self.ranks()
+        return [ranks[first + i * stride] for i in range(self.size(axis))]
+
     def shard(self, rank: int) -> int:
         """Where on the shard axis."""
-        return self.position(rank) % self.num_shards
+        return self.coordinate("dp_shard", rank)
 
     def replica(self, rank: int) -> int:
-        """Where on the replica axis."""
-        return self.position(rank) // self.num_shards
+        """Where on the replica axis; behind the last one if it stands by."""
+        if self.is_standby(rank):
+            return self.num_replicas
+        return self.coordinate("dp_replicate", rank)
+
+    def dp_rank(self, rank: int) -> int:
+        """Where on the two data axes, replica by replica. Not for one that stands by."""
+        return self.replica(rank) * self.num_shards + self.shard(rank)
 
     def ranks(self) -> list[int]:
         """By position: those that do not stand by come first, replica by replica."""
@@ -77,36 +228,34 @@ class Mesh:
 
     def replica_of(self, rank: int) -> list[int]:
         """The ranks of this rank's replica, by shard. Not for one that stands by."""
-        first = self.replica(rank) * self.num_shards
-        return self.ranks()[first : first + self.num_shards]
+        return self.along("dp_shard", rank)
 
     def holders_of(self, shard: int) -> list[int]:
         """The ranks that hold the rows of `shard`, by replica."""
-        return self.ranks()[shard : self.num_active : self.num_shards]
+        return self.along("dp_replicate", self.ranks()[shard * self._stride("dp_shard")])
 
     def ids_of_replica(self, num_microbatches: int, replica: int) -> range:
         return microbatch_ids(num_microbatches, self.num_replicas, replica)
 
     def ids(self, num_microbatches: int, rank: int) -> range:
-        """The micro-batches that `rank` computes, ascending.
+        """The micro-batches that `rank` computes, ascending; the same on all who compute them
+        together.
 
         Where every pass exchanges parameters, the ranks of a replica compute neighbours in the
         canonical tree in each round. Else a rank's ids are contiguous.
         """
-        if not self._has_rounds:
-            return microbatch_ids(num_microbatches, self.world_size, rank)
         if self.is_standby(rank):
             return range(0)
+        if not self.parallel.has_rounds:
+            return microbatch_ids(num_microbatches, self.dp_degree, self.dp_rank(rank))
         ids = self.ids_of_replica(num_microbatches, self.replica(rank))
         return ids[self.shard(rank) :: self.num_shards]
 
     def num_passes(self, num_microbatches: int, rank: int) -> int:
         """Forward and backward passes of `rank` in a step. Where every pass exchanges parameters,
         all of a replica make as many, and who has no id left serves the others."""
-        if not self._has_rounds:
+        if self.is_standby(rank) or not self.parallel.has_rounds:
             return len(self.ids(num_microbatches, rank))
-        if self.is_standby(rank):
-            return 0
         ids = self.ids_of_replica(num_microbatches, self.replica(rank))
         return -(-len(ids) // self.num_shards)
 
@@ -119,28 +268,3 @@ class Mesh:
     def own_rows(self, num_rows: int, rank: int) -> range:
         """What of them nobody before it in the mesh holds: each row is one rank's own."""
         return self.rows(num_rows, rank) if self.replica(rank) == 0 else range(0)
-
-    @property
-    def _has_rounds(self) -> bool:
-        return self.parallel == "fsdp" or is_hybrid(self.parallel)
-
-
-def placed(mesh: Mesh, nodes: Sequence[str]) -> Mesh:
-    """`mesh` with its replicas inside of nodes as far as possible.
-
-    nodes: by rank. What is left of the nodes makes replicas across them, then stands by.
-    """
-    by_node: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    whole: list[int] = []
-    rest: list[int] = []
-    for ranks in by_node.values():
-        count = len(ranks) - len(ranks) % mesh.num_shards
-        whole += ranks[:count]
-        rest += ranks[count:]
-    order = [0] * mesh.world_size
-    for position, rank in enumerate(whole + rest):
-        order[rank] = position
-    is_plain = order == list(range(mesh.world_size))
-    return Mesh(mesh.parallel, mesh.world_size, () if is_plain else tuple(order))

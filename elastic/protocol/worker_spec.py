@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic.protocol.mesh import DDP, Parallel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -27,8 +29,9 @@ class WorkerSpec:
     steps: int
     global_batch: int
     micro_batch: int
-    parallel: str = "ddp"
-    """One of elastic.protocol.mesh."""
+    parallel: Parallel = DDP
+    strategy: str = ""
+    """Of another package, as "module:function"; empty: that of `parallel`."""
     reduction: str
     precision: str = "fp32"
     activation_checkpointing: bool = False

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elastic.config import FaultPolicy, RunConfig
+from elastic.config import Checkpointing, FaultPolicy, Resources, RunConfig
 from elastic.controller.settings import limits_of
+from elastic.protocol.mesh import Parallel
 
 SIZES = {"steps": 10, "global_batch": 32, "micro_batch": 8}
 
@@ -46,8 +47,26 @@ def test_relative_storage_is_made_absolute(tmp_path, monkeypatch):
     assert config(storage="s3://bucket/runs").storage == "s3://bucket/runs"
 
 
-def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
-    assert len(fields(RunConfig)) <= 25
+def test_there_is_room_for_what_is_to_come():
+    assert len(fields(RunConfig)) <= 22
+
+
+def test_a_group_s_settings_are_given_one_by_one_or_as_the_group():
+    one_by_one = config(checkpoint_every=5, keep=[1, 10], cpus_per_worker=2, parallel="hsdp:4")
+    assert one_by_one == config(
+        checkpointing=Checkpointing(checkpoint_every=5, keep=(1, 10)),
+        resources=Resources(cpus_per_worker=2),
+        parallel=Parallel("hsdp", dp_shard=4),
+    )
+    with pytest.raises(ValueError, match=r"^checkpointing and keep are both given: put them into"):
+        config(checkpointing=Checkpointing(), keep=(1, None))
+
+
+def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
+    with pytest.raises(TypeError, match=r"^RunConfig has no setting 'worker': choose from workers"):
+        config(worker=2)
+    with pytest.raises(TypeError, match=r"^RunConfig needs micro_batch=\.\.\."):
+        RunConfig(steps=1, global_batch=1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +96,12 @@ def test_there_are_at_most_25_fields_and_each_says_its_default_in_a_docstring():
         ({"reduction": "exact"}, "reduction='exact' is unknown: choose one of fast, bitwise"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
-        ({"parallel": "pp:2"}, "parallel='pp:2' is not available yet"),
+        (
+            {"parallel": "pp:2"},
+            "parallel='pp:2' is not available yet: choose one of ddp, fsdp, fsdp-grad-op, hsdp:S",
+        ),
+        ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
+        ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),
         ({"parallel": "hsdp:0"}, "parallel='hsdp:0' is unknown"),
         (
             {"offload": True},

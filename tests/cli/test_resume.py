@@ -1,5 +1,6 @@
 """The resume rules: what may differ, what may not, and who is still alive."""
 
+import json
 import os
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,25 @@ def test_a_name_that_nobody_used_is_a_fresh_run():
 )
 def test_a_stopped_run_goes_on_with_settings_that_may_differ(changes):
     assert compare("/s/r", PAST, content(**changes)) == Resumed()
+
+
+def test_a_run_directory_of_before_the_settings_were_grouped_is_resumed():
+    written = """{"workers": [2, 4], "steps": 300, "global_batch": 64, "micro_batch": 8,
+        "parallel": "hsdp:4", "reduction": "fast", "precision": "fp32", "clip_norm": null,
+        "activation_checkpointing": false, "offload": false, "seed": 0, "storage": "/s",
+        "name": "r", "checkpoint_every": 50, "keep": [3, 10], "snapshot_every": 2, "standby": 0,
+        "detect_s": 3.0, "max_failures": 8, "device": "cpu", "cpus_per_worker": 2,
+        "address": "auto", "eval_every": null, "on_storage_error": "fail",
+        "faults": {"max_nonfinite": 8, "verify_every": 10, "replace_stragglers": null}}"""
+    past = json.loads(written)
+    config = RunConfig.from_json(past)
+    assert config.to_json() == past
+    before = config_json(past, "/j.py:Job", {}, {"torch": "2.13"})
+    now = config_json(config.to_json(), "/j.py:Job", {}, {"torch": "2.13"})
+    assert compare("/s/r", replace(PAST, config=before), now) == Resumed()
+    assert "parallel was 'hsdp:4' and now is 'fsdp'" in refusal(
+        replace(PAST, config=before), {**now, "parallel": "fsdp"}
+    )
 
 
 @pytest.mark.parametrize(

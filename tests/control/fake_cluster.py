@@ -189,6 +189,7 @@ class FakeCluster:
                 vote=vote,
                 evaluation=self.evaluations.newest(membership.workers),
                 holders=(),
+                order=form.order,
             )
             self.tell(worker, told)
 

@@ -18,6 +18,10 @@ from elastic.control.events import (
 )
 from elastic.control.state import Decision, Finished, Limits, Phase
 from elastic.control.transition import start, transition
+from elastic.protocol.mesh import DDP, Parallel
+
+NODES = 750
+"""With a worker of each in turn."""
 
 
 @dataclass
@@ -25,6 +29,7 @@ class ManyWorkers:
     """Plays events into the decision core and keeps the commands."""
 
     size: int
+    parallel: Parallel = DDP
 
     def __post_init__(self) -> None:
         self.limits = Limits(
@@ -36,6 +41,7 @@ class ManyWorkers:
             join_timeout_s=60,
             end_timeout_s=60,
             confirm_timeout_s=3,
+            parallel=self.parallel,
         )
         self.decision = start(self.limits, 0.0)
         self.commands: list[Command] = list(self.decision.commands)
@@ -59,7 +65,7 @@ class ManyWorkers:
 
     def gather(self) -> None:
         """All are ready; one loads, the others copy; the last Synced makes the first Form."""
-        self.play(WorkerReady(w, 1.0) for w in range(self.size))
+        self.play(WorkerReady(w, 1.0, f"node{w % NODES}") for w in range(self.size))
         self.hear(Loaded(0, 0, 2.0))
         self.play(Synced(w, 3.0) for w in range(1, self.size))
 

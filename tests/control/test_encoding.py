@@ -25,8 +25,11 @@ def test_a_command_reads_well():
         "roll_forward": [2],
         "vote_of": 0,
         "then_pause": False,
+        "order": [],
     }
     assert decode(encode(form), JOURNAL_TYPES) == form
+    of_before = {key: value for key, value in encode(form).items() if key != "order"}
+    assert decode(of_before, JOURNAL_TYPES) == form, "nobody planned a mesh then"
 
 
 def test_a_set_is_its_ranges():

@@ -2,7 +2,8 @@
 
 from elastic.control.commands import Retire
 from elastic.control.state import Forming, Running
-from tests.control.many_workers import ManyWorkers
+from elastic.protocol.mesh import Mesh, Parallel
+from tests.control.many_workers import NODES, ManyWorkers
 
 SIZE = 3000
 
@@ -27,3 +28,14 @@ def test_thousands_form_lose_one_and_end():
     retired = run.commands[-1]
     assert isinstance(retired, Retire)
     assert retired.workers == tuple(range(1, SIZE))
+
+
+def test_thousands_have_their_replicas_inside_of_nodes():
+    run = ManyWorkers(SIZE, Parallel("hsdp", dp_shard=4))
+    run.gather()
+    form = run.last_form()
+    mesh = Mesh(run.parallel, form.membership.world_size, form.order)
+    nodes = [form.membership.workers[rank] % NODES for rank in mesh.ranks()]
+    replicas = [set(nodes[at : at + 4]) for at in range(0, mesh.num_active, 4)]
+    assert sum(len(of_replica) == 1 for of_replica in replicas) == NODES - 10, "ten have only three"
+    assert sorted(form.order) == list(range(SIZE - 10))

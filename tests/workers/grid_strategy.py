@@ -1,6 +1,6 @@
 """A strategy that exists for tests only: ranks form a grid, and gradients cross its two axes.
 
-Nothing of the project knows it: `parallel` names its function, "module:function".
+Nothing of the project knows it: `WorkerSpec.strategy` names its function, "module:function".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ NUM_COLUMNS = 2
 def build_grid(
     workload: Any, spec: WorkerSpec, device: torch.device, open_backup: Callable[[], Backup]
 ) -> "Grid":
-    settings = replace(spec, parallel="ddp")
+    settings = replace(spec, strategy="")
     build = lambda: build_replica(workload, settings, device)  # noqa: E731
     return Grid(settings, build(), build)
 

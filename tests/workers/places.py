@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 
 
 @dataclass
@@ -11,12 +11,14 @@ class Place:
     generation: int
     rank: int = 0
     world_size: int = 1
-    rows_of: Callable[[int, int], Mesh] = lambda rank, world_size: Mesh("fsdp", world_size)
+    rows_of: Callable[[int, int], Mesh] = lambda rank, world_size: Mesh(
+        Parallel("fsdp"), world_size
+    )
     """A strategy's `mesh_of_rows`."""
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh("fsdp", self.world_size)
+        return Mesh(Parallel("fsdp"), self.world_size)
 
     @property
     def mesh_of_rows(self) -> Mesh:

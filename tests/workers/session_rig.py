@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.messages.to_worker import Abort, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from tests.workers.fake_groups import ThreadGroup
@@ -108,13 +109,14 @@ class FakeLink:
         return [(fields, payload) for k, fields, payload in self.sent if k == kind]
 
 
-def spec(reduction="bitwise", **changes):
+def spec(reduction="bitwise", *, parallel="ddp", **changes):
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=12, micro_batch=3,
-        reduction=reduction, clip_norm=0.5, seed=3, eval_every=None, checkpoint_every=None,
-        max_nonfinite=1, detect_s=3.0, heartbeat_s=0.5, silence_s=3.0, join_timeout_s=5.0,
-        operation_timeout_s=60.0, has_checkpoints=False, lease_s=30.0,
+        parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
+        eval_every=None, checkpoint_every=None, max_nonfinite=1, detect_s=3.0, heartbeat_s=0.5,
+        silence_s=3.0, join_timeout_s=5.0, operation_timeout_s=60.0, has_checkpoints=False,
+        lease_s=30.0,
     )  # fmt: skip
     return replace(plain, **changes)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.mesh import DDP, Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
@@ -100,11 +101,14 @@ class Microbatched(nn.Sequential):
 
 
 def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpec:
+    """parallel: in words, or the strategy of another module."""
+    is_elsewhere = "." in parallel
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
-        parallel=parallel, reduction=reduction, clip_norm=0.5, seed=3, eval_every=None,
-        checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
+        parallel=DDP if is_elsewhere else Parallel.of(parallel),
+        strategy=parallel if is_elsewhere else "", reduction=reduction, clip_norm=0.5, seed=3,
+        eval_every=None, checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
         heartbeat_s=0.5, silence_s=3.0, join_timeout_s=60.0, operation_timeout_s=60.0, lease_s=30.0,
     )  # fmt: skip
     return replace(plain, **options)
@@ -144,9 +148,11 @@ def enter(
     catalogue: Catalogue | None = None,
     generation: int = 1,
     device: torch.device = CPU,
+    order: tuple[int, ...] = (),
 ) -> Entered:
     pieces = Pieces(group, device, lambda: None, round_s=30.0)
-    return strategy.enter(formed(group, step, catalogue, generation, pieces))
+    made = formed(group, step, catalogue, generation, pieces)
+    return strategy.enter(replace(made, order=order))
 
 
 def formed(

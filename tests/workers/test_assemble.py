@@ -5,7 +5,7 @@ import torch
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.backup import Slice
 from workers.backup.server import BackupServer
 from workers.backup.store import Copy, Key, crc32
@@ -50,7 +50,7 @@ def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [BackupAddress("n", *server.address)]
     pieces = Pieces(Alone(), torch.device("cpu"), lambda: None, 30.0)
-    mesh, device = Mesh("fsdp", 1), torch.device("cpu")
+    mesh, device = Mesh(Parallel.of("fsdp"), 1), torch.device("cpu")
     search = Regather(Alone(), mesh, [], where, "t", device, RowMemory(), pieces)
     with pytest.raises(RowsLost):
         search.run(7, 7, dict)
@@ -75,7 +75,9 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
     where, device = [BackupAddress("n", *server.address)], torch.device("cpu")
     pieces = Pieces(group, device, lambda: None, 30.0)
-    search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
+    search = Regather(
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, RowMemory(), pieces
+    )
     with pytest.raises(PeerLost):
         search.run(7, 7, dict)
     server.close()
@@ -89,7 +91,9 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     group, where, device = Alone(), [BackupAddress("n", *server.address)], torch.device("cpu")
     pieces = Pieces(group, device, lambda: None, 30.0)
-    search = Regather(group, Mesh("fsdp", 1), [], where, "t", device, RowMemory(), pieces)
+    search = Regather(
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, RowMemory(), pieces
+    )
     with pytest.raises(RowsLost, match="up to step 6"):
         search.run(7, 6, dict)
     assert search.run(7, 7, dict).label == (7, 1)
@@ -97,7 +101,7 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
 
 
 def test_one_rank_of_each_shard_is_a_whole_state():
-    fsdp, hsdp = Mesh("fsdp", 3), Mesh("hsdp:2", 5)
+    fsdp, hsdp = Mesh(Parallel.of("fsdp"), 3), Mesh(Parallel.of("hsdp:2"), 5)
     assert is_whole(fsdp, {0, 1, 2})
     assert not is_whole(fsdp, {0, 2})
     assert is_whole(hsdp, {0, 3})

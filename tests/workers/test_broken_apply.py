@@ -1,7 +1,5 @@
 """What is said of a step that broke between vote and apply, and of one that is rolled forward."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ from workers.session import Session
 def made(request, tmp_path):
     """A session whose replica has the initial state, and no generation yet."""
     torch.set_num_threads(1)
-    settings = replace(spec(), parallel=request.param)
+    settings = spec(parallel=request.param)
     strategy, link = build_strategy(Tiny(), settings, CPU), FakeLink()
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
@@ -144,7 +144,7 @@ def test_fast_mode_differs_in_the_order_of_additions_only():
             for name, values in found[parallel].items():
                 wanted = whole[name]
                 if wanted.dim():
-                    rows = Mesh(parallel, 3).rows(wanted.shape[0], rank)
+                    rows = Mesh(Parallel.of(parallel), 3).rows(wanted.shape[0], rank)
                     wanted = wanted[rows.start : rows.stop]
                 torch.testing.assert_close(
                     torch.tensor(values).view(wanted.shape), wanted.detach(), rtol=1e-3, atol=1e-5
@@ -283,7 +283,7 @@ def test_who_has_no_micro_batch_left_computes_nothing():
 
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
     kind = TensorLayout("w", torch.float32, (4, 2), True)
-    two, three = Mesh("fsdp", 2), Mesh("fsdp", 3)
+    two, three = Mesh(Parallel.of("fsdp"), 2), Mesh(Parallel.of("fsdp"), 3)
     held = [ShardCoord(two, 0), ShardCoord(two, 1), None]
     assert moves_of(kind, held, three) == [Move(0, 0, range(0, 2)), Move(1, 1, range(2, 4))]
     held = [None, ShardCoord(three, 0), ShardCoord(three, 1)]
@@ -297,7 +297,7 @@ def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
 
 def test_ids_are_dealt_once_and_all_ranks_make_as_many_passes():
     for world_size in (1, 2, 3, 8):
-        mesh = Mesh("fsdp", world_size)
+        mesh = Mesh(Parallel.of("fsdp"), world_size)
         ids = [mesh.ids(NUM_MICROBATCHES, rank) for rank in range(world_size)]
         assert sorted(i for of_rank in ids for i in of_rank) == list(range(NUM_MICROBATCHES))
         passes = {mesh.num_passes(NUM_MICROBATCHES, rank) for rank in range(world_size)}

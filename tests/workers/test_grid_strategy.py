@@ -91,5 +91,5 @@ def test_it_resumes_at_another_world_size_from_its_own_checkpoint_and_from_that_
 
 @pytest.mark.parametrize("name", ["tests.workers.nowhere:build", f"{GRID}_not"])
 def test_a_strategy_that_is_not_there_is_named(name):
-    with pytest.raises(WrongInput, match=f"parallel='{name}' names no strategy"):
+    with pytest.raises(WrongInput, match=f"strategy='{name}' names no strategy"):
         build(name)

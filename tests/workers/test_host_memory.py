@@ -4,7 +4,7 @@ import mmap
 
 import torch
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from workers.parallel.shards import TensorLayout
 from workers.resharding.host_memory import RowMemory
 
@@ -17,7 +17,7 @@ KINDS = [
 
 
 def filled(memory, world_size, rank=0, kinds=KINDS):
-    rows = memory.take(kinds, Mesh("fsdp", world_size), rank)
+    rows = memory.take(kinds, Mesh(Parallel.of("fsdp"), world_size), rank)
     for tensor in rows.values():
         tensor.fill_(world_size)
     return rows
@@ -77,7 +77,7 @@ def test_single_rows_can_go_back_and_no_others():
 
 def test_memory_without_rows_has_none_to_give_back():
     memory = RowMemory()
-    assert memory.take([KINDS[2]], Mesh("fsdp", 1), 0) == {}
+    assert memory.take([KINDS[2]], Mesh(Parallel.of("fsdp"), 1), 0) == {}
     memory.discard(torch.ones(8))
     assert not memory.is_used
 
@@ -88,7 +88,7 @@ def test_a_parameters_rows_have_room_for_fsdps_padding():
         TensorLayout("model/w", torch.float32, (10, 3), True),
         TensorLayout("m", torch.float32, (10, 3), True),
     ]
-    rows = RowMemory().take(kinds, Mesh("fsdp", 4), 3)
+    rows = RowMemory().take(kinds, Mesh(Parallel.of("fsdp"), 4), 3)
     assert {n: (len(t), t.untyped_storage().nbytes()) for n, t in rows.items()} == {
         "model/w": (1, 36),
         "m": (1, 12),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from elastic.protocol.mesh import Mesh, placed
+from elastic.control.planning import Nodes, plan
+from elastic.protocol.mesh import Mesh, Parallel
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import (
     NUM_MICROBATCHES,
@@ -32,6 +33,7 @@ def plain():
     return hashes
 
 
+NODES = Nodes.of(enumerate("abab"))
 HALF = {"precision": "bf16", "activation_checkpointing": True}
 
 
@@ -92,13 +94,14 @@ def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):
 
     def body(ranks):
         hashes = []
-        strategy = build("hsdp:2", node="ab"[ranks.index % 2])
+        strategy = build("hsdp:2")
         for generation, members in enumerate(([0, 1, 2, 3], [1, 2], [2, 3, 1], [0, 1, 2, 3])):
             if ranks.index not in members:
                 strategy.forget()
                 continue
             group = ranks.form(generation, members)
-            enter(strategy, group, min(generation, STEPS))
+            planned = plan(Parallel.of("hsdp:2"), members, NODES)
+            enter(strategy, group, min(generation, STEPS), order=planned.order)
             if generation < STEPS:
                 train(strategy, group, "hsdp:2", 1)
             hashes.append((sha256(strategy), strategy.mesh.position(group.rank())))
@@ -142,20 +145,10 @@ def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
 def test_the_mesh_deals_ids_and_rows_once_to_the_active_ranks():
     for parallel in ("hsdp:1", "hsdp:2", "hsdp:3", "fsdp", "fsdp-grad-op"):
         for world_size in (1, 2, 3, 5, 8):
-            mesh = Mesh(parallel, world_size)
+            mesh = Mesh(Parallel.of(parallel), world_size)
             ids = [mesh.ids(NUM_MICROBATCHES, r) for r in range(world_size)]
             assert sorted(i for own in ids for i in own) == list(range(NUM_MICROBATCHES))
             rows = [mesh.own_rows(7, r) for r in range(world_size)]
             assert sorted(i for own in rows for i in own) == list(range(7))
             standby = [r for r in range(world_size) if mesh.is_standby(r)]
             assert standby == list(range(mesh.num_active, world_size))
-
-
-def test_replicas_stay_inside_of_nodes_as_far_as_possible():
-    mesh = placed(Mesh("hsdp:2", 7), ["a", "b", "c", "a", "b", "a", "c"])
-    assert [mesh.replica_of(r) for r in (0, 1, 2)] == [[0, 3], [1, 4], [2, 6]]
-    assert mesh.holders_of(1) == [3, 4, 6]
-    assert [r for r in range(7) if mesh.is_standby(r)] == [5]
-    across = placed(Mesh("hsdp:2", 4), ["a", "b", "b", "b"])
-    assert [across.replica_of(r) for r in (1, 0)] == [[1, 2], [0, 3]]
-    assert placed(Mesh("hsdp:2", 4), ["a", "a", "b", "b"]) == Mesh("hsdp:2", 4)

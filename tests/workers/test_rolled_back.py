@@ -1,7 +1,5 @@
 """A sharded run that loses rows outside of a step: the user's loop begins again further back."""
 
-from dataclasses import replace
-
 import torch
 
 from elastic.protocol.messages.to_worker import Finish, Load
@@ -47,7 +45,7 @@ class Losing:
 
 
 def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
-    settings = replace(spec(), parallel="fsdp", steps=STEPS)
+    settings = spec(parallel="fsdp", steps=STEPS)
     strategy, link, vitals = build_strategy(Tiny(), settings, CPU), FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(

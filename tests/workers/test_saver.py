@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.manifest import check_cover, merge, part_from_json
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.files import open_folder
@@ -64,7 +64,7 @@ class By:
 
     def __init__(self, rank: int, world_size: int = 3) -> None:
         self.rank, self.world_size = rank, world_size
-        self.mesh_of_rows = Mesh("ddp", world_size)
+        self.mesh_of_rows = Mesh(Parallel("ddp"), world_size)
 
 
 def make(seed: int, steps: int = 3) -> TrainState:

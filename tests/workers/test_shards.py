@@ -13,6 +13,7 @@ from tests.workers.sharded_rig import CPU, Work, spec
 from workers.parallel.build import build_strategy
 from workers.parallel.fsdp2_private.row_step import ELEMENTWISE, on_rows
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
+from workers.parallel.shards import kinds_of
 from workers.train_state.blocks import blocks_of
 from workers.train_state.tensors import is_shard, local
 
@@ -127,3 +128,23 @@ def test_blocks_are_members_of_lists_that_share_no_parameter_with_others() -> No
     inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.Sequential(nn.ModuleList([first, second]), tied, inner)
     assert blocks_of(model) == [second, inner]
+
+
+def test_a_tensor_that_two_axes_cut_is_refused_not_described_as_rows():
+    """Over 2 x 2 ranks each holds (2, 3) of (4, 6), which no range of rows says."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    torch.distributed.init_process_group(
+        "fake", store=torch.distributed.HashStore(), rank=1, world_size=4
+    )
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+        for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
+            tensor = DTensor.from_local(
+                torch.zeros(2, 3), mesh, placements, run_check=False, shape=(4, 6), stride=(6, 1)
+            )
+            with pytest.raises(ValueError, match=r"^model/weight is cut as \(.*\), and only rows"):
+                kinds_of({"model/weight": tensor})
+    finally:
+        torch.distributed.destroy_process_group()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
@@ -74,7 +74,7 @@ def verified(num_ranks, flip):
     moment = replicas[1].optimizer.state[replicas[1].parameters[0]]["exp_avg"]
     if flip:
         moment.view(torch.int32)[1, 2] ^= 4
-    return verified_of(replicas, Mesh("ddp", num_ranks))
+    return verified_of(replicas, Mesh(Parallel.of("ddp"), num_ranks))
 
 
 def verified_of(replicas, mesh):
@@ -118,9 +118,11 @@ def test_rows_are_told_from_what_is_replicated():
 
 def test_replicas_of_a_shard_must_agree_on_its_rows():
     everyone = (0, [0, 1, 2, 3, 4])
-    assert groups_alike(Mesh("ddp", 5)) == [everyone, (1, everyone[1])]
-    assert groups_alike(Mesh("hsdp:2", 5)) == [everyone, (1, [0, 2]), (1, [1, 3])], "4 stands by"
-    assert groups_alike(Mesh("fsdp", 2)) == [(0, [0, 1]), (1, [0]), (1, [1])]
+    assert groups_alike(Mesh(Parallel.of("ddp"), 5)) == [everyone, (1, everyone[1])]
+    assert groups_alike(Mesh(Parallel.of("hsdp:2"), 5)) == [everyone, (1, [0, 2]), (1, [1, 3])], (
+        "4 stands by"
+    )
+    assert groups_alike(Mesh(Parallel.of("fsdp"), 2)) == [(0, [0, 1]), (1, [0]), (1, [1])]
 
 
 def test_equal_replicas_say_nothing():
@@ -153,7 +155,7 @@ def rows_of_a_layer(mesh, rank):
 
 @pytest.mark.parametrize("flipped", [3, 4])
 def test_of_three_replicas_of_a_shard_the_one_that_differs_is_named(flipped):
-    mesh = Mesh("hsdp:2", 7)
+    mesh = Mesh(Parallel.of("hsdp:2"), 7)
     replicas = [rows_of_a_layer(mesh, rank) for rank in range(7)]
     assert verified_of(replicas, mesh) == [None] * 7
     local(replicas[flipped].model.weight.detach()).view(torch.int32)[1, 2] ^= 4
@@ -166,7 +168,7 @@ def test_of_three_replicas_of_a_shard_the_one_that_differs_is_named(flipped):
 
 
 def test_two_replicas_of_a_shard_that_differ_are_both_named():
-    mesh = Mesh("hsdp:2", 4)
+    mesh = Mesh(Parallel.of("hsdp:2"), 4)
     replicas = [rows_of_a_layer(mesh, rank) for rank in range(4)]
     local(replicas[3].model.weight.detach()).view(torch.int32)[0, 0] ^= 4
     found = verified_of(replicas, mesh)

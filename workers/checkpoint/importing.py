@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.mesh import DDP, Parallel
 from elastic.store.catalogue import PINNED, Catalogue, file_name
 from elastic.store.checkpoint_files import Box, write_part
 from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
@@ -34,7 +35,7 @@ class ImportSettings:
     seed: int
     clip_norm: None = None
     max_nonfinite: int = 1
-    parallel: str = "ddp"
+    parallel: Parallel = DDP
     reduction: str = "fast"
     precision: str = "fp32"
     activation_checkpointing: bool = False

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
@@ -283,7 +283,7 @@ def share(
     """
     owned = {name: t for name, t in tensors.items() if is_shard(t)}
     replicated = {name: t for name, t in tensors.items() if not is_shard(t)}
-    mesh = mesh or Mesh("fsdp", world_size)
+    mesh = mesh or Mesh(Parallel("fsdp"), world_size)
     return _own(owned, rank, mesh) + _even_share(replicated, rank, world_size)
 
 

@@ -437,6 +437,7 @@ class Member:
             catalogue=self.saver.catalogue,
             say_lost=self.collective_failed,
             gathering=self.vitals.gathering,
+            order=form.order,
             on_connected=lambda: self._tell(e.PartBegun()),
         )
         try:

@@ -1,6 +1,5 @@
 """The choice of a strategy by its name: nobody else asks for one."""
 
-import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -13,9 +12,6 @@ from workers.backup.backup import Backup, NoBackup
 from workers.parallel.ddp import build_replicated
 from workers.parallel.strategy import Strategy
 
-ELSEWHERE = re.compile(r"([a-zA-Z_][\w.]*):([a-zA-Z_]\w*)")
-"""The strategy of another package."""
-
 
 def build_strategy(
     workload: Any,
@@ -23,26 +19,26 @@ def build_strategy(
     device: torch.device,
     open_backup: Callable[[], Backup] = NoBackup,
 ) -> Strategy:
-    """The strategy that `spec.parallel` names, with the state at step 0.
+    """The strategy of `spec`'s axes, or the one that it names, with the state at step 0.
 
-    "module:function" names a function with these parameters. open_backup: makes this worker's side
-    of peer memory, if the strategy needs one. Raises WrongInput; the user's own exceptions pass
+    `spec.strategy` names a function with these parameters. open_backup: makes this worker's side of
+    peer memory, if the strategy needs one. Raises WrongInput; the user's own exceptions pass
     through.
     """
-    if ELSEWHERE.fullmatch(spec.parallel):
-        return _find(spec.parallel)(workload, spec, device, open_backup)
-    if spec.parallel == "ddp":
+    if spec.strategy:
+        return _find(spec.strategy)(workload, spec, device, open_backup)
+    if not spec.parallel.is_sharded:
         return build_replicated(workload, spec, device)
     # Imported here: replicas need not pay for FSDP2.
     from workers.parallel.sharded import build_sharded
 
-    keeps_parameters = spec.parallel == "fsdp-grad-op"
+    keeps_parameters = spec.parallel.data == "fsdp-grad-op"
     return build_sharded(workload, spec, device, open_backup(), keeps_parameters=keeps_parameters)
 
 
-def _find(parallel: str) -> Callable[..., Strategy]:
-    module, name = parallel.split(":")
+def _find(strategy: str) -> Callable[..., Strategy]:
+    module, _, name = strategy.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise WrongInput(f"parallel={parallel!r} names no strategy: {error}") from error
+        raise WrongInput(f"strategy={strategy!r} names no strategy: {error}") from error

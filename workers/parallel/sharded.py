@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.mesh import Mesh, is_hybrid, placed
+from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
@@ -159,7 +159,7 @@ class Sharded:
             formed.say_lost(error)
             raise StepCancelled from error
 
-        mesh = self.mesh = self._new_mesh(group)
+        mesh = self.mesh = Mesh(self._spec.parallel, group.size(), formed.order)
         device = self.model.device
         self._note_steps()
         shards = self._form_axes(mesh, group)  # while all are here: getting rows takes its time
@@ -190,12 +190,6 @@ class Sharded:
         """What the optimizer keeps of the shards."""
         states = self.train_state.optimizer.state.values()
         return [v for state in states for v in state.values() if is_shard(v)]
-
-    def _new_mesh(self, group: AnyGroup) -> Mesh:
-        mesh = Mesh(self._spec.parallel, group.size())
-        if not is_hybrid(self._spec.parallel):
-            return mesh
-        return placed(mesh, gather_json(group, self._spec.node, self.model.device))
 
     def _form_axes(self, mesh: Mesh, group: AnyGroup) -> AnyGroup | None:
         """The groups of the two axes; the shards' is returned, None if this rank stands by. Raises

@@ -53,7 +53,12 @@ class TensorLayout:
 def kinds_of(tensors: Mapping[str, Tensor]) -> list[TensorLayout]:
     """ValueError for state that is neither whole nor rows: nobody could tell who holds what."""
     for name, tensor in tensors.items():
-        if is_shard(tensor) and not cast(Any, tensor)._spec.placements[0].is_shard(0):
+        placements = cast(Any, tensor)._spec.placements if is_shard(tensor) else ()
+        if len(placements) > 1:
+            raise ValueError(
+                f"{name} is cut as {placements}, and only rows over one axis can be told apart"
+            )
+        if placements and not placements[0].is_shard(0):
             raise ValueError(
                 f"{name} is no rows of a sharded tensor: state of the optimizer must have its "
                 "parameter's shape (torch.zeros_like(parameter)) or be made without it"

@@ -39,6 +39,8 @@ class Formed:
     """Tells the controller of a collective that failed in a forward or backward."""
     gathering: Callable[[], AbstractContextManager[None]]
     """Entered while this rank waits for its peers in the middle of a forward or backward."""
+    order: tuple[int, ...] = ()
+    """Of each rank its position in the mesh, as the controller has planned it; empty: its rank."""
     on_connected: Callable[[], None] = lambda: None
     """All groups of all ranks have formed, and the work begins."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
 from workers.backup.store import DamagedCopy, Key
@@ -345,7 +345,7 @@ def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
 
 
 def newest_whole(
-    holders: Sequence[BackupAddress], token: str, parallel: str, at_most: int
+    holders: Sequence[BackupAddress], token: str, parallel: Parallel, at_most: int
 ) -> int | None:
     """The newest step of which the holders alone have every row."""
     ranks: dict[tuple[int, int, int], set[int]] = {}

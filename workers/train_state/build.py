@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
@@ -34,7 +35,7 @@ class Settings(Protocol):
     @property
     def max_nonfinite(self) -> int: ...
     @property
-    def parallel(self) -> str: ...
+    def parallel(self) -> Parallel: ...
     @property
     def reduction(self) -> str: ...
     @property

@@ -79,6 +79,8 @@ class Form:
     evaluation: Evaluation | None
     """The newest that its members know of."""
     holders: tuple[tuple[str, str, int], ...]
+    order: tuple[int, ...] = ()
+    """Of each rank its position in the mesh; empty: its rank."""
     payload: bytes = b""
 
 

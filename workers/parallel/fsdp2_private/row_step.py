@@ -40,7 +40,7 @@ def check_shardable(optimizer: optim.Optimizer, spec: Settings) -> None:
         )
     if kind in ("Muon", "Adafactor"):
         raise WrongInput(
-            f"{kind} needs whole tensors, but parallel={spec.parallel!r} shards them; use another "
+            f"{kind} needs whole tensors, but parallel='{spec.parallel}' shards them; use another "
             "optimizer, or parallel='ddp'"
         )
     if spec.reduction != "bitwise":
@@ -48,7 +48,7 @@ def check_shardable(optimizer: optim.Optimizer, spec: Settings) -> None:
     if not isinstance(optimizer, ELEMENTWISE):
         raise WrongInput(
             f"{kind} is not known to be elementwise, which reduction='bitwise' with parallel="
-            f"{spec.parallel!r} needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
+            f"'{spec.parallel}' needs; use one of {', '.join(o.__name__ for o in ELEMENTWISE)}, "
             "or reduction='fast'"
         )
     if any(group.get("fused") for group in optimizer.param_groups):
