@@ -65,7 +65,6 @@ def _build(sources: list[Path], folder: Path) -> None:
         extra_cflags=FLAGS,
         build_directory=str(folder),
         is_python_module=False,
-        is_standalone=True,
     )
     took_s = time.perf_counter() - began
     print(f"simulated device: built in {took_s:.0f} s, kept in {folder}", file=sys.stderr)
