@@ -70,8 +70,15 @@ class Failover:
         if said.process is not None:
             slot.locate(said.process)
             slot.step = said.step
-        told = said.generation, said.rank, said.world_size, said.step
-        standing = Standing(worker, kind, *told, node=slot.node_id)
+        standing = Standing(
+            worker,
+            kind,
+            said.generation,
+            said.rank,
+            said.world_size,
+            said.step,
+            node=slot.node_id,
+        )
         if self._audible_since is None:
             self._cluster.in_background(self._listen_at(said.controller_before))
         self._cluster.workers[worker] = slot
