@@ -19,7 +19,7 @@ from tests.object_store import uri
 
 pytestmark = pytest.mark.cluster
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 SILENT_S = 15.0
 """Three times a driver's lease."""
 OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
