@@ -61,6 +61,7 @@ def install(workload):
     from workers.checkpoint.saver import _Job
     from workers.distributed.process_group import Group
     from workers.membership.member import Member
+    from workers.membership.own_group import OwnGroup
     from workers.session import Session
 
     def before(kind, name, where):
@@ -99,4 +100,4 @@ def install(workload):
     after(Group, "_launch", "collective")  # our part is on its way, the others' is awaited
     before(Member, "commit", "vote")  # all have voted, nothing is applied
     after(Member, "commit", "applied")
-    before(Member, "_join_group", "regroup")
+    before(OwnGroup, "meet", "regroup")
