@@ -17,15 +17,14 @@ from elastic.protocol.errors import PeerLost
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed import device_mesh, process_group
+from workers.distributed.device_mesh import default_group
 from workers.distributed.process_group import Alone, Group, Unconnected
-from workers.distributed.registry import default_group
 
 CPU = torch.device("cpu")
 NUM_GENERATIONS = 200
 
 
 def mesh_over(group: Group) -> Any:
-    group.register(range(group.size()))
     return device_mesh.shard_mesh(CPU, group)
 
 
