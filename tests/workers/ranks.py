@@ -112,7 +112,7 @@ class Ranks:
         """members: process indices in rank order, this one among them."""
         if len(members) == 1:
             return Alone()
-        group = process_group.form(
+        return process_group.form(
             store_address=self.address,
             prefix=f"{generation}",
             rank=members.index(self.index),
@@ -121,8 +121,6 @@ class Ranks:
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)
-        group.register(members)
-        return group
 
 
 def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:

@@ -17,15 +17,14 @@ from elastic.protocol.errors import PeerLost
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed import device_mesh, process_group
+from workers.distributed.device_mesh import default_group
 from workers.distributed.process_group import Alone, Group, Unconnected
-from workers.distributed.registry import default_group
 
 CPU = torch.device("cpu")
 NUM_GENERATIONS = 200
 
 
 def mesh_over(group: Group) -> Any:
-    group.register(range(group.size()))
     return device_mesh.shard_mesh(CPU, group)
 
 
@@ -179,12 +178,13 @@ def test_sharded_parameters_and_their_optimizer_are_of_the_newest_generation_s_m
     """Of the same members, whose shards stay. An optimizer with a hook keeps its DTensors."""
 
     def body(ranks: Ranks) -> Any:
-        train_state = build("fsdp")
+        strategy = build("fsdp")
+        train_state = strategy.train_state
         train_state.optimizer.register_step_pre_hook(lambda *_: None)
         for generation in (1, 2):
             group = ranks.form(generation, [0, 1])
-            enter(train_state, group, generation - 1, generation=generation)
-            train(train_state, group, "fsdp", 1)
+            enter(strategy, group, generation - 1, generation=generation)
+            train(strategy, group, "fsdp", 1)
             sharded = [p for p in train_state.model.parameters() if isinstance(p, DTensor)]
             groups = {(p * 1).device_mesh.get_group().group_name for p in sharded}
             sums = [float((p * 2).full_tensor().detach().double().sum()) for p in sharded]
@@ -193,7 +193,8 @@ def test_sharded_parameters_and_their_optimizer_are_of_the_newest_generation_s_m
 
     plain = build("ddp")
     train(plain, Alone(), "ddp", 2)
-    expected = [2 * float(p.detach().double().sum()) for p in plain.model.parameters() if p.dim()]
+    parameters = plain.train_state.model.parameters()
+    expected = [2 * float(p.detach().double().sum()) for p in parameters if p.dim()]
     for is_newest, sums in run_ranks(2, body):
         assert is_newest
         assert sums == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import (
 from elastic.protocol.errors import PeerLost
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed import process_group
-from workers.distributed.device_mesh import device_mesh
+from workers.distributed.device_mesh import default_group, device_mesh
 from workers.distributed.process_group import Group
-from workers.distributed.registry import default_group
 
 CPU = torch.device("cpu")
 QUICK_S = 10.0

@@ -10,9 +10,6 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
-
-# torch exports all options but these two
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions
 from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
@@ -22,6 +19,10 @@ from torch.distributed import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+)
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
+    AllreduceCoalescedOptions,
 )
 
 from workers.distributed.pending import Settling, TorchWork, Waitable

@@ -1,16 +1,18 @@
-"""torch's DeviceMesh over the groups of one generation.
+"""torch's DeviceMesh over the groups of one generation, and its default group while it needs one.
 
 Each generation's mesh has axis names of its own. DTensor remembers how it sharded an operation by
 the mesh's ranks and axis names, not by its groups: two generations of equal ranks and names would
 share what it remembers, with the dead generation's group in it.
 
-The default process group, which torch's own ways of making a mesh ask for, stays the user's.
+A mesh is made without the default process group, which torch's own ways ask for: it is the user's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from workers.distributed.process_group import Group
@@ -21,9 +23,10 @@ def device_mesh(
 ) -> DeviceMesh:
     """The mesh of a generation as this rank sees it; `axis_name` has the names of its axes.
 
-    group: the generation's own. axes: by name the group that this rank has along the axis; all are
-    registered. ranks: of the generation, one dim per axis, in the order of `axes`.
+    group: the generation's own. axes: by name the group that this rank has along the axis. ranks:
+    of the generation, one dim per axis, in the order of `axes`.
     """
+    group.register(range(group.size()))
     names = tuple(axis_name(axis, group) for axis in axes)
     mesh = DeviceMesh(
         device.type, ranks, mesh_dim_names=names, _init_backend=False, _rank=group.rank()
@@ -40,3 +43,19 @@ def axis_name(axis: str, group: Group) -> str:
 def shard_mesh(device: torch.device, shards: Group) -> DeviceMesh:
     """The mesh of a shard axis alone, in which a rank's number is its shard's."""
     return device_mesh(device, shards, {"shard": shards}, torch.arange(shards.size()))
+
+
+@contextmanager
+def default_group(group: Group) -> Iterator[None]:
+    """Within, `group` is the process's default group: for code of torch that cannot do without one,
+    as pipeline stages and `parallelize_module`, which ask it for this process's rank.
+
+    Outside, the default group stays the user's.
+    """
+    group.register(range(group.size()))
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before

@@ -221,7 +221,8 @@ class Group(C10dGroup):
 
     def forget(self) -> None:
         """Torch finds neither it nor its parts by name any more, and keeps nothing of it alive."""
-        registry.unregister(self)
+        if self._is_registered:
+            registry.unregister(self)
         self._drop()
         for part in self._parts:
             if isinstance(part, Group):

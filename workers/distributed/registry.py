@@ -8,8 +8,7 @@ generation's name finds nothing instead of the wrong group. What is used here is
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -45,18 +44,3 @@ def unregister(group: dist.ProcessGroup) -> None:
     """Torch finds it no longer. Nothing happens to a group that is not registered."""
     if group in distributed_c10d._world.pg_names:
         distributed_c10d._cleanup_process_group_global_state(group)
-
-
-@contextmanager
-def default_group(group: dist.ProcessGroup) -> Iterator[None]:
-    """Within, `group` is the process's default group: for code of torch that cannot do without one,
-    as pipeline stages and `parallelize_module`, which ask it for this process's rank.
-
-    Outside, the default group stays the user's.
-    """
-    before = dist.group.WORLD
-    dist.group.WORLD = group
-    try:
-        yield
-    finally:
-        dist.group.WORLD = before

@@ -54,7 +54,6 @@ class OwnGroup:
         else:
             group = self._formation.wait(self._spec.join_timeout_s)
         group.on_wait = self._vitals.waits_in
-        group.register(range(group.size()))
         self.group, self._formation = group, None
 
     def abandon(self, generation: int) -> None:

@@ -176,7 +176,6 @@ class ShardedModel:
                 group.post_forward_mesh_info = mesh
 
     def _mesh_of(self, shards: Group) -> DeviceMesh:
-        shards.register(range(shards.size()))
         return shard_mesh(self.device, shards)
 
 
