@@ -34,6 +34,8 @@ CAPACITY = "elastic/control/scaling.py"
 COMMITS = "elastic/on_ray/commits.py"
 CLUSTER = "elastic/on_ray/cluster.py"
 MACHINE = "workers/membership/machine.py"
+STATE = "workers/membership/state.py"
+NETWORK = "tests/control/test_network_simulation.py"
 MEMBER = "workers/membership/member.py"
 WORKER = "workers/worker.py"
 SHARDED = "workers/parallel/sharded.py"
@@ -135,7 +137,7 @@ MUTATIONS = (
         RECOVERY,
         "rolling = phase.behind & phase.prepared",
         "rolling = phase.behind",
-        "tests/control/test_transition.py tests/control/test_simulation.py",
+        f"tests/control/test_transition.py {NETWORK}",
     ),
     Mutation(
         "losses after a notice count against the budget",
@@ -269,6 +271,69 @@ MUTATIONS = (
         "        assert (held.world_size, held.position) ==",
         "        assert True or (held.world_size, held.position) ==",
         "tests/workers/test_untold_saves.py",
+    ),
+    Mutation(
+        "who takes part in a generation that was given up goes on",
+        STATE,
+        "return isinstance(self.phase, Working) and not self.is_given_up",
+        "return isinstance(self.phase, Working)",
+        NETWORK,
+    ),
+    Mutation(
+        "a generation that pauses at once cuts off what the loop is in",
+        MACHINE,
+        "return reach_boundary(state) if state.loop is Loop.OUTSIDE else Outcome(state)",
+        "return reach_boundary(state)",
+        NETWORK,
+    ),
+    Mutation(
+        "a step is prepared, too, once it is committed",
+        MACHINE,
+        "state = replace(state, step=event.step, is_prepared=False)",
+        "state = replace(state, step=event.step)",
+        NETWORK,
+    ),
+    Mutation(
+        "nobody repeats the steps that a lost lowest rank may not have said",
+        MACHINE,
+        "    if rank == 0:\n        said =",
+        "    if rank < 0:\n        said =",
+        NETWORK,
+    ),
+    Mutation(
+        "who holds the reduced gradients does not say so",
+        MACHINE,
+        "is_prepared=state.is_prepared,",
+        "is_prepared=False,",
+        NETWORK,
+    ),
+    Mutation(
+        "who is recalled answers for the generation that it was in",
+        MACHINE,
+        "        case Recall():\n            state = replace(state, seat=seat_in(command), source",
+        "        case Recall():\n            state = replace(state, source",
+        NETWORK,
+    ),
+    Mutation(
+        "newcomers are taken in while members evaluate",
+        RECOVERY,
+        "    if event.is_between_steps:\n",
+        "    if False:\n",
+        NETWORK,
+    ),
+    Mutation(
+        "newcomers are taken in with a step that they miss",
+        CAPACITY,
+        "is_closed = is_between_steps or bool(rollers and arrivals(ledger))",
+        "is_closed = is_between_steps",
+        NETWORK,
+    ),
+    Mutation(
+        "a late word of joining takes a step off the record",
+        COMMITS,
+        "        if generation > self._given_up:  # whoever",
+        "        if False:  # whoever",
+        "tests/control/test_commits.py",
     ),
 )
 

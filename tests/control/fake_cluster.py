@@ -200,7 +200,7 @@ class FakeCluster:
         for w in members:
             if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
-                vote = self.votes[before, command.step]
+                vote = self.commits.vote_of(command.step)[0]["weights"]
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
             elif not w.follows and not w.has_complained and w.is_alive:

@@ -90,7 +90,7 @@ class Process:
         self.cut_until = 0.0
         """The link passes nothing before."""
         self.at = "boundary"
-        self.weights, self.gradient = 0, None
+        self.weights, self.gradient, self.gradient_of = 0, None, 0
         self.vote: int | None = None
         self.unrecorded: dict[int, int] = {}
         """Step -> generation that computed it."""
@@ -267,6 +267,7 @@ class Process:
                 yield
         yield from self.collective("reduce")
         self.gradient = hash((self.weights, self.generation, self.step + 1))
+        self.gradient_of = self.weights
         self.before_vote()
         yield from self.tell(e.StepPrepared())
         wishes = self.machine.wants_pause, self.wants_save
@@ -498,6 +499,8 @@ class Process:
 
     def say(self, report: r.Report) -> None:
         if isinstance(report, r.Suspended):
+            has_gradients = self.gradient is not None and self.gradient_of == self.weights
+            assert has_gradients or not report.is_prepared, f"{self} has no gradients"
             vote = None if self.vote is None else {"weights": self.vote}
             report = replace(report, vote=vote, evaluation=self.evaluated.last)
         self.send(report)

@@ -34,6 +34,7 @@ def bad_network(seed: int) -> tuple[Limits, Faults]:
     faults.link_breaks = dice.choice((1, 4, 10))
     faults.false_alarms = dice.choice((0.0, 0.0005, 0.002))
     faults.lags = dice.choice((0.0, 0.3))
+    faults.eval_every = dice.choice((0, 1, 2, 3))
     return limits, faults
 
 
