@@ -14,7 +14,7 @@ from tests.control.faults import Faults
 from tests.control.sharded_cluster import LargeStates, RareSnapshots, ShardedCluster
 from tests.control.test_simulation import check_end, scenario, simulate
 
-NUM_SEEDS = 600
+NUM_SEEDS = 1200
 
 
 @pytest.mark.parametrize(

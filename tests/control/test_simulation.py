@@ -171,7 +171,7 @@ def scenario(seed: int) -> tuple[Limits, Faults]:
     return limits, faults
 
 
-NUM_SEEDS = 1200
+NUM_SEEDS = 2400
 SLICES = 6
 
 
