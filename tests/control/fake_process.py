@@ -292,10 +292,12 @@ class Process:
         self.drop_recorded()
         newest = {step: self.generation}
         self.cluster.feed(self, Copied(False, step, weights, newest, weights))
+        self.is_applying = True
         if self.rng.random() < 0.1:
             yield
         self.weights, self.gradient = weights, None
         yield from self.tell(e.StepCommitted(step, should_pause))
+        self.is_applying = False
 
     def evaluate(self) -> Turns:
         step, ordinal = self.step, self.evaluated.next_ordinal(self.step)
@@ -366,6 +368,8 @@ class Process:
             size = self.machine.seat.world_size if self.is_delayed else 0
             self.send(r.Committed(self.generation, size, lines, {"weights": self.vote}))
 
+    is_applying = False
+    """In the middle of a commit: followers have been sent the step, the state is the one before."""
     is_delayed = False
     """The controller takes a step only once all say that their copy of it is held."""
 
@@ -392,6 +396,8 @@ class Process:
         """The source takes this worker on, at a boundary of its own or between two steps."""
         source = self.source
         if source is None or not self.is_copying or self.is_source_gone() or not source.holds:
+            return
+        if source.is_applying:  # at no boundary: the step's change has gone out, its state has not
             return
         if self.rng.random() < 0.4:
             self.is_copying = False

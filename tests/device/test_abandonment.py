@@ -34,7 +34,8 @@ def named(value):
 
 def known_wrong():
     def failing(reason):
-        return pytest.mark.xfail(strict=True, reason=f"#17, {reason}")
+        # not strict: where a thread stands when the group is given up depends on the machine
+        return pytest.mark.xfail(strict=False, reason=f"#17, {reason}")
 
     return [
         pytest.param(case, place, marks=failing(f"{place}: {reason}"))
