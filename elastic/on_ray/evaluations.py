@@ -17,12 +17,16 @@ class Evaluations:
     def __init__(self, record: Callable[[dict[str, Any]], None]) -> None:
         self._record = record
         self._of: dict[int, Evaluation] = {}
+        self._heard: Evaluation | None = None
+        """The newest that a lowest rank has said. Whoever joins at a pause may have missed it."""
         self.recorded = (-1, 0)
         """Step and ordinal of the newest on record."""
 
     def hear(self, said: Evaluation) -> None:
         """The lowest rank has one, or says again which was the last."""
         place = said.step, said.ordinal
+        if self._heard is None or place > (self._heard.step, self._heard.ordinal):
+            self._heard = said
         if place > self.recorded:
             self.recorded = place
             line = asdict(said)
@@ -35,11 +39,15 @@ class Evaluations:
             self._of[worker] = said
 
     def newest(self, workers: Iterable[int]) -> Evaluation | None:
-        """... of theirs."""
+        """Of these workers, or of whoever was the lowest rank."""
         found = [self._of[w] for w in workers if w in self._of]
+        if self._heard is not None:
+            found.append(self._heard)
         return max(found, key=lambda e: (e.step, e.ordinal), default=None)
 
     def go_back(self, step: int) -> None:
         """What came after `step` will be done again."""
         self._of = {w: e for w, e in self._of.items() if e.step <= step}
+        if self._heard is not None and self._heard.step > step:
+            self._heard = None
         self.recorded = min(self.recorded, (step + 1, -1))

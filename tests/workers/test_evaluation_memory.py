@@ -138,3 +138,14 @@ def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
         drawn.append(rows)
     assert drawn[0] == drawn[1]
     assert drawn[0][0][1] != drawn[0][1][1]
+
+
+def test_who_joins_at_a_pause_is_told_what_the_others_evaluated_without_it():
+    """Nobody was suspended, so that only the lowest rank's word tells of it (found by simulation:
+    a member that was left out in the middle of that evaluation waited in it for ever)."""
+    evaluations = Evaluations(lambda _: None)
+    result = Evaluation(2, 0, {"value": 1.0}, 4)
+    evaluations.hear(result)
+    assert evaluations.newest([7, 8]) == result
+    evaluations.go_back(1)
+    assert evaluations.newest([7, 8]) is None
