@@ -30,25 +30,30 @@ def row_squares(gradients: Sequence[Tensor]) -> Tensor:
 
 def squares_by_norms(matrices: Sequence[Tensor]) -> Tensor:
     """Of gradients of at least one dimension, in host memory."""
-    norms: list[Tensor] = []
+    # Made first: results kept between pieces would have malloc take new memory for each piece.
+    total = torch.empty(sum(len(m) for m in matrices), dtype=torch.float64)
+    at = 0
     for matrix in matrices:
         width = matrix.shape[1:].numel()
-        if width == 1:
-            norms.append(_real(matrix).reshape(-1))
-        elif matrix.numel() <= PIECE_ELEMENTS["cpu"]:
-            norms.append(_row_norms(matrix, width))
-        else:
-            num_rows = max(PIECE_ELEMENTS["cpu"] // width, 1)
-            norms += [_row_norms(part, width) for part in matrix.split(num_rows)]
-    return torch.cat(norms).double().square_()  # joined in the widest dtype, which changes no value
+        is_small = matrix.numel() <= PIECE_ELEMENTS["cpu"]
+        num_rows = max(PIECE_ELEMENTS["cpu"] // max(width, 1), 1)
+        for part in (matrix,) if is_small or width == 1 else matrix.split(num_rows):
+            _row_norms(part, width, total[at : at + len(part)])
+            at += len(part)
+    return total.square_()
 
 
-def _row_norms(matrix: Tensor, width: int) -> Tensor:
-    """float64"""
+def _row_norms(matrix: Tensor, width: int, norms: Tensor) -> None:
+    """norms: to be written."""
+    if width == 1:
+        norms.copy_(_real(matrix).reshape(-1))
+        return
     rows = _real(matrix).reshape(len(matrix), width).contiguous()
     if len(rows) == 1:  # several threads would take a part of it each
         rows = rows.expand(2, width)
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)[: len(matrix)]
+        norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)[:1])
+    else:
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64, out=norms)
 
 
 def squares_by_halves(matrices: Sequence[Tensor]) -> Tensor:
