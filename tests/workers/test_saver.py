@@ -37,7 +37,7 @@ def test_shares_cover_everything_once_and_are_about_equal(world_size: int) -> No
     found: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
     for rank in range(world_size):
         for box, piece in share(TENSORS, rank, world_size):
-            assert box.shape == tuple(piece.shape)
+            assert box.box.shape == tuple(piece.shape)
             assert box.size_bytes == piece.nbytes
             found[box.name].append(piece)
     for name, tensor in TENSORS.items():

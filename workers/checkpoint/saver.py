@@ -16,11 +16,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from elastic.protocol.layout import Box, whole
 from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
 from workers.membership.link import ControllerLink
@@ -60,7 +61,7 @@ class _Job:
     step: int
     rank: int
     world_size: int
-    boxes: list[Box]
+    boxes: list[SavedBox]
     snapshot: Snapshot
     is_pinned: bool
     is_given_up: bool = False
@@ -173,7 +174,7 @@ class Saver:
         generation, rank, world_size = by.generation, by.rank, by.world_size
         assert self.catalogue is not None
         assert not self.is_busy
-        boxes: list[Box] = []
+        boxes: list[SavedBox] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             pieces = share(tensors, rank, world_size, by.mesh_of_rows)
@@ -275,7 +276,7 @@ class Saver:
 
 def share(
     tensors: Mapping[str, Tensor], rank: int, world_size: int, mesh: Mesh | None = None
-) -> list[tuple[Box, Tensor]]:
+) -> list[tuple[SavedBox, Tensor]]:
     """What `rank` writes of the state: its own rows of what is sharded, and of what is replicated
     about as many bytes as every other rank.
 
@@ -287,46 +288,39 @@ def share(
     return _own(owned, rank, mesh) + _even_share(replicated, rank, world_size)
 
 
-def _own(tensors: Mapping[str, Tensor], rank: int, mesh: Mesh) -> list[tuple[Box, Tensor]]:
-    pieces: list[tuple[Box, Tensor]] = []
+def _own(tensors: Mapping[str, Tensor], rank: int, mesh: Mesh) -> list[tuple[SavedBox, Tensor]]:
+    pieces: list[tuple[SavedBox, Tensor]] = []
     for name, tensor in tensors.items():
         rows = mesh.own_rows(tensor.shape[0], rank)
         if rows or (mesh.position(rank) == 0 and not tensor.numel()):
             piece, shape = local(tensor), tuple(tensor.shape)
             start = (rows.start, *(0 for _ in shape[1:]))
             dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append((Box(name, dtype, shape, start, tuple(piece.shape)), piece))
+            pieces.append((SavedBox(name, dtype, shape, Box(start, tuple(piece.shape))), piece))
     return pieces
 
 
 def _even_share(
     tensors: Mapping[str, Tensor], rank: int, world_size: int
-) -> list[tuple[Box, Tensor]]:
+) -> list[tuple[SavedBox, Tensor]]:
     """The bytes of all tensors, in their order, are cut into `world_size` equal stretches; a row
     of a tensor (an element of dim 0) belongs to the stretch that it begins in."""
     total = sum(t.nbytes for t in tensors.values())
     low, high = (total * r // world_size for r in (rank, rank + 1))
     if rank == world_size - 1:
         high = total + 1  # empty tensors at the end, too
-    pieces: list[tuple[Box, Tensor]] = []
+    pieces: list[tuple[SavedBox, Tensor]] = []
     at = 0
     for name, tensor in tensors.items():
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if not shape or not tensor.numel():
             if low <= at < high:
-                start = (0,) * len(shape)
-                pieces.append((Box(name, dtype, shape, start, shape), tensor))
+                pieces.append((SavedBox(name, dtype, shape, whole(shape)), tensor))
         else:
             row = tensor.nbytes // shape[0]
             first, last = (min(max(-((at - edge) // row), 0), shape[0]) for edge in (low, high))
             if first < last:
-                box = Box(
-                    name,
-                    dtype,
-                    shape,
-                    (first, *(0,) * (len(shape) - 1)),
-                    (last - first, *shape[1:]),
-                )
-                pieces.append((box, tensor[first:last]))
+                box = Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+                pieces.append((SavedBox(name, dtype, shape, box), tensor[first:last]))
         at += tensor.nbytes
     return pieces
