@@ -11,7 +11,7 @@ from torch import nn
 from elastic.protocol.errors import WrongInput
 from tests.workers.sharded_rig import CPU, Work, spec
 from workers.parallel.build import build_strategy
-from workers.parallel.fsdp2_private.row_step import ELEMENTWISE, on_rows
+from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE, on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.shards import kinds_of
 from workers.train_state.blocks import blocks_of
@@ -22,7 +22,7 @@ SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay"
 
 
 def stepped(
-    kind: type, options: dict, rank: int, world_size: int, around: Callable = on_rows
+    kind: type, options: dict, rank: int, world_size: int, around: Callable = on_shards
 ) -> torch.Tensor:
     """Three steps of one linear layer's rows, as this rank has them."""
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_a_users_own_code_sees_the_sharded_parameters(kind, has_hook) -> None:
     optimizer = kind([sharded_weight()], lr=0.1)
     if has_hook:
         optimizer.register_step_pre_hook(lambda *_: None)
-    with on_rows(optimizer):
+    with on_shards(optimizer):
         (seen,) = optimizer.param_groups[0]["params"]
     assert is_shard(seen) == (has_hook or kind is Own)
 
@@ -80,7 +80,7 @@ def test_a_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     momentum = optimizer.state[weight]["momentum_buffer"]
-    with pytest.raises(RuntimeError, match="of the user's"), on_rows(optimizer):
+    with pytest.raises(RuntimeError, match="of the user's"), on_shards(optimizer):
         raise RuntimeError("of the user's")
     assert optimizer.param_groups[0]["params"] == [weight]
     assert optimizer.state[weight]["momentum_buffer"] is momentum

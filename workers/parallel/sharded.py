@@ -27,7 +27,7 @@ from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
-from workers.parallel.fsdp2_private.row_step import check_shardable, step_on_rows
+from workers.parallel.fsdp2_private.shard_step import check_shardable, step_on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
@@ -391,7 +391,7 @@ class Sharded:
             buffers.take_integers([p.clone().view(t.dtype).view(t.shape) for p, t in pairs])
 
     def apply(self, update: Update) -> None:
-        self.train_state.apply(update, self._norm, step_on_rows)
+        self.train_state.apply(update, self._norm, step_on_shards)
 
     def reset(self) -> None:
         self.model.reset()
