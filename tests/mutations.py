@@ -38,7 +38,7 @@ STATE = "workers/membership/state.py"
 NETWORK = "tests/control/test_network_simulation.py"
 MEMBER = "workers/membership/member.py"
 WORKER = "workers/worker.py"
-SHARDED = "workers/parallel/sharded.py"
+SHARDS = "workers/parallel/shards.py"
 
 MUTATIONS = (
     Mutation(
@@ -211,23 +211,23 @@ MUTATIONS = (
     ),
     Mutation(
         "nobody waits for who is longer in getting its part",
-        SHARDED,
+        SHARDS,
         "            pieces.wait_for_all()\n",
         "",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "ranks that read their parts do not meet on the way",
-        SHARDED,
+        SHARDS,
         "begin_piece=pieces.begin_apart)",
         "begin_piece=pieces.begin)",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "ranks that make their initial weights do not meet on the way",
-        SHARDED,
-        "values, pieces.begin_apart\n",
-        "values, pieces.begin\n",
+        SHARDS,
+        "at, values, pieces.begin_apart)\n",
+        "at, values, pieces.begin)\n",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
@@ -266,8 +266,8 @@ MUTATIONS = (
         "tests/workers/test_untold_saves.py",
     ),
     Mutation(
-        "rows are saved as those of another rank",
-        SHARDED,
+        "a shard is saved as that of another rank",
+        SHARDS,
         "        assert (held.world_size, held.position) ==",
         "        assert True or (held.world_size, held.position) ==",
         "tests/workers/test_untold_saves.py",

@@ -139,8 +139,9 @@ class TensorLayout:
     def own(self, at: Position) -> Box | None:
         """What of its box nobody before it in the mesh holds: each element is one rank's own, and
         a tensor without elements the first position's."""
-        box, mesh = self.box(at), at.mesh
-        others = [axis for axis in AXES if axis not in self.axes or not math.prod(self.shape)]
+        box, mesh, has_elements = self.box(at), at.mesh, math.prod(self.shape) > 0
+        cutting = self.axes if has_elements else ()
+        others: list[Axis] = [axis for axis in AXES if axis not in cutting]
         if mesh.is_standby(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):
             return None
-        return box if box.size or not math.prod(self.shape) else None
+        return box if box.size or not has_elements else None

@@ -114,16 +114,20 @@ def some_mesh(dice: random.Random) -> Mesh:
     return Mesh(parallel, world_size, tuple(order) if dice.random() < 0.5 else ())
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_the_own_boxes_of_all_ranks_are_the_whole_tensor_once(seed):
-    dice = random.Random(seed)
-    mesh = some_mesh(dice)
+def some_tensor(dice: random.Random) -> tuple[TensorLayout, Mesh]:
+    """And a mesh whose axes cut it."""
     shape = tuple(dice.choice((0, 1, 2, 3, 4, 5, 7, 8)) for _ in range(dice.randint(0, 3)))
     axes = dice.sample(AXES, dice.randint(0, len(AXES)) if shape else 0)
     cuts = tuple((axis, dice.randrange(len(shape))) for axis in axes)
-    tensor = TensorLayout("t", "int8", shape, cuts)
+    return TensorLayout("t", "int8", shape, cuts), some_mesh(dice)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_own_boxes_of_all_ranks_are_the_whole_tensor_once(seed):
+    tensor, mesh = some_tensor(random.Random(seed))
     positions = [Position(mesh, rank) for rank in range(mesh.world_size)]
     owned = [box for box in map(tensor.own, positions) if box is not None]
-    assert Counter(e for box in owned for e in elements(box)) == Counter(elements(whole(shape)))
-    if not math.prod(shape):
+    held = Counter(e for box in owned for e in elements(box))
+    assert held == Counter(elements(whole(tensor.shape)))
+    if not math.prod(tensor.shape):
         assert len(owned) == 1, "also a tensor without elements is somebody's"

@@ -1,12 +1,12 @@
 """A small workload, and training it for a few steps on ranks without a session around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import DDP, Parallel
@@ -19,7 +19,8 @@ from workers.checkpoint.saver import share
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.build import build_strategy
-from workers.parallel.sharded import Ownership, Sharded
+from workers.parallel.sharded import Sharded
+from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
 from workers.step.randomness import seed_microbatch
 from workers.train_state.tensors import as_bytes
@@ -127,7 +128,7 @@ def build(
     config = spec(parallel, reduction, **options)
     strategy = build_strategy(workload or Work(), config, device, open_backup)
     if isinstance(strategy, Sharded):
-        strategy.holding = Ownership("initial")
+        strategy.shards.holding = Ownership("initial")
     return strategy
 
 
@@ -235,10 +236,13 @@ def sha256(strategy: Strategy) -> str:
 
 def save_part(strategy: Strategy, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    train_state, mesh = strategy.train_state, strategy.mesh_of(group.size())
-    where = (group.rank(), group.size(), mesh)
-    snapshot = train_state.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
-    boxes = [b for b, _ in share(train_state.tensors(), *where)]
+    train_state, at = strategy.train_state, strategy.position(group.rank(), group.size())
+
+    def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {box.name: piece for box, piece in share(tensors, at, strategy.layout)}
+
+    snapshot = train_state.snapshot(mine)
+    boxes = [box for box, _ in share(train_state.tensors(), at, strategy.layout)]
     contents = [snapshot.take(b.name) for b in boxes]
     folder = catalogue_in(place).prepare(train_state.step)
     name = file_name(generation, group.rank(), group.size())

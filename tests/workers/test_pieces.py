@@ -19,7 +19,7 @@ from tests.workers.test_restoring import ReadBy, publish
 from workers.distributed.nccl import NcclGroup
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
-from workers.parallel.sharded import Ownership
+from workers.parallel.shards import Ownership
 
 CPU = torch.device("cpu")
 
@@ -125,7 +125,7 @@ def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
         replicas = {kind: build("fsdp", workload=Layers(share * s)) for kind, s in PIECE_S.items()}
         for generation, (kind, strategy) in enumerate(replicas.items()):
             group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
-            strategy.holding = Ownership(kind)
+            strategy.shards.holding = Ownership(kind)
             catalogue = Catalogue(Folder(OneByOne(share * PIECE_S[kind]), f"{place}/checkpoints"))
             pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
             began = time.monotonic()

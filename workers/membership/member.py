@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
@@ -37,8 +39,8 @@ from workers.membership.state import State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded
-from workers.parallel.shards import RowsLost
 from workers.parallel.strategy import Formed, Strategy
+from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
@@ -219,9 +221,13 @@ class Member:
         return self.strategy.mesh_of(self.world_size)
 
     @property
-    def mesh_of_rows(self) -> Mesh:
-        """Says which rows of the state this worker holds."""
-        return self.strategy.mesh_of_rows(self.rank, self.world_size)
+    def position(self) -> Position:
+        """Whose boxes of the state this worker holds."""
+        return self.strategy.position(self.rank, self.world_size)
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state."""
+        return self.strategy.layout(name, tensor)
 
     @property
     def ids(self) -> range:
@@ -443,7 +449,7 @@ class Member:
         try:
             entered = self.strategy.enter(formed)
             self.records.share(self.group, self.device)
-        except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
+        except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
             return e.PartsMissing(str(error))
         except PeerLost as error:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -22,6 +23,7 @@ from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
 from workers.step.precision import DTYPES, Casting
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
+from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -70,8 +72,11 @@ class Replicated:
     def mesh_of(self, world_size: int) -> Mesh:
         return Mesh(self._spec.parallel, world_size)
 
-    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
-        return self.mesh_of(world_size)
+    def position(self, rank: int, world_size: int) -> Position:
+        return Position(self.mesh_of(world_size), rank)
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        return layout_of(name, tensor)
 
     # --- a step ------------------------------------------------------------------------
     def reducer(

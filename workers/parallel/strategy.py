@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
@@ -99,7 +100,7 @@ class Strategy(Protocol):
     def enter(self, formed: Formed) -> Entered:
         """Get this rank's part of the state, and what its forward communicates with. A collective.
 
-        Raises PeerLost, RowsLost and DamagedCheckpoint, after which it may hold nothing.
+        Raises PeerLost, ShardLost and DamagedCheckpoint, after which it may hold nothing.
         """
         ...
 
@@ -107,9 +108,13 @@ class Strategy(Protocol):
         """Of the generation at hand."""
         ...
 
-    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
-        """The mesh that tells which part of the state this worker holds, as `rank` of
-        `world_size` ranks; an AssertionError if it holds another's."""
+    def position(self, rank: int, world_size: int) -> Position:
+        """Whose boxes of the state this worker holds, as `rank` of `world_size` ranks; an
+        AssertionError if it holds another's."""
+        ...
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state. ValueError if nobody could tell."""
         ...
 
     # --- a step -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The gradient's global norm, the same bits however the rows of the gradient are sharded.
+"""The gradient's global norm, the same bits however many shards its rows are cut into.
 
 The order of additions within a row depends on its width only. In host memory one torch reduction
 has that property; on a GPU none has, since they choose by the number of rows, too: there it is
@@ -7,9 +7,14 @@ elementwise additions. Clipping is multiplying by `clip_coefficient`.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from elastic.protocol.layout import Box, Position, TensorLayout
+from elastic.protocol.mesh import Mesh
+from workers.distributed.process_group import AnyGroup
 
 PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Of the float64 squares that are at hand at a time, however large the gradients are."""
@@ -88,6 +93,44 @@ def squares_by_halves(matrices: Sequence[Tensor]) -> Tensor:
 def global_norm(gradients: Sequence[Tensor]) -> float:
     """The 2-norm over all gradients; not finite if any gradient is not."""
     return norm_of_rows(row_squares(gradients))
+
+
+def norm_of_shards(
+    gradients: Sequence[tuple[TensorLayout, Tensor]],
+    mesh: Mesh,
+    group: AnyGroup,
+    host: torch.device,
+    device: torch.device,
+) -> float:
+    """The 2-norm over the boxes that are the ranks' own, in the order of one rank. A collective.
+
+    gradients: what this rank has of each. host: where they are. device: of the group.
+    """
+    own = _own_boxes(tuple(layout for layout, _ in gradients), mesh)
+    pairs = zip(gradients, own[group.rank()], strict=True)
+    mine = row_squares([g.to(host) for (_, g), box in pairs if box is not None]).to(device)
+    sizes = [[_num_rows(box) for box in of_rank] for of_rank in own]
+    gathered = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
+    group.all_gather(gathered, mine).wait()
+    parts = [flat.split(of_rank) for flat, of_rank in zip(gathered, sizes, strict=True)]
+    ordered: list[Tensor] = []
+    for i in range(len(gradients)):
+        found = [(box.start, r) for r, of_rank in enumerate(own) if (box := of_rank[i]) is not None]
+        # Column by column: where only rows are cut differently, the order is the same.
+        found.sort(key=lambda one: (one[0][1:], one[0]))
+        ordered += [parts[r][i] for _, r in found]
+    return norm_of_rows(torch.cat(ordered))
+
+
+@lru_cache(maxsize=4)
+def _own_boxes(layouts: tuple[TensorLayout, ...], mesh: Mesh) -> list[list[Box | None]]:
+    """By rank and gradient; the same in every step of a generation."""
+    ranks = range(mesh.world_size)
+    return [[layout.own(Position(mesh, rank)) for layout in layouts] for rank in ranks]
+
+
+def _num_rows(box: Box | None) -> int:
+    return 0 if box is None else next(iter(box.shape), 1)
 
 
 def norm_of_rows(squares: Tensor) -> float:

@@ -215,7 +215,7 @@ class TrainState:
         return snapshot
 
     def header_and_tensors(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What `restore` takes: JSON, and the live tensors (a rank's rows where sharded)."""
+        """What `restore` takes: JSON, and the live tensors (a rank's shard where sharded)."""
         values, tensors = serialization.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",
