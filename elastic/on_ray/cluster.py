@@ -360,9 +360,12 @@ class RayCluster:
             record.last_seen = self.now()
         record.step = max(record.step, heartbeat.step)
         record.memory = heartbeat.memory
+        self._send_word(worker)
+        self._inquiry.hear_beat(worker)
+
+    def _send_word(self, worker: int) -> None:
         step = min(self.recorded_step, self.host.record.safe_step)
         self.links.send(worker, t.Word(step, self.commits.formed))
-        self._inquiry.hear_beat(worker)
 
     def _on_report(self, worker: int, report: r.Report) -> None:
         record = self.workers.get(worker)
@@ -379,9 +382,9 @@ class RayCluster:
     def _hear(self, worker: int, record: Slot, report: r.Report) -> None:  # noqa: C901
         match report:
             case r.Introduction():
-                pass  # of one that is ours: its first connection was reset before we heard it
+                self._on_return(worker, record, report)
             case r.Ready():
-                self._on_ready(worker, record, report)
+                self._on_ready(worker, record, report.process)
             case r.Loaded():
                 self._on_loaded(worker, record, report)
             case r.WrongInput():
@@ -411,12 +414,12 @@ class RayCluster:
         match report:
             case r.Joined():
                 is_first = self.commits.hear_joined(report.generation)
-                if is_first and report.step < self.recorded_step:  # later ones: lost with holders
+                has_recorded = (self._recorded_generation or 0) >= report.generation
+                is_back = report.step < self.recorded_step and not has_recorded
+                if is_first and is_back:  # the later ones were lost with holders
                     self._roll_back(report.step)
             case r.Suspended():
-                self.commits.keep_vote(report.step, report.vote, report.payload)
-                self._inquiry.hear_answer(worker)
-                self.evaluations.hear_last(worker, report.evaluation)
+                self._on_suspended(worker, report)
             case r.PartSaved():
                 self.host.publisher.hear(report)
             case _:
@@ -424,8 +427,14 @@ class RayCluster:
         record.state = STATES.get(type(report), record.state)
         self.say(e.event_of(worker, report, self.now()))
 
-    def _on_ready(self, worker: int, record: Slot, report: r.Ready) -> None:
-        record.locate(report.process)
+    def _on_return(self, worker: int, record: Slot, said: r.Introduction) -> None:
+        """Over another connection. What else counts it says again."""
+        if said.process is not None and not record.pid:  # that it is ready may be lost
+            self._on_ready(worker, record, said.process)
+        self._send_word(worker)
+
+    def _on_ready(self, worker: int, record: Slot, process: r.Process) -> None:
+        record.locate(process)
         self.holders.on_node(record.node_id)
         self.holders.tell(worker)
         record.state = "standby"
@@ -444,9 +453,15 @@ class RayCluster:
             self.say(e.Loaded(worker, report.step, self.now()))
 
         if self._loading != worker:
-            return  # a controller before this one had asked for it
-        record.state = "ready"
+            return  # a controller before this one had asked for it, or it is said again
+        self._loading, record.state = None, "ready"
         self.in_background(open_then_say())
+
+    def _on_suspended(self, worker: int, report: r.Suspended) -> None:
+        if self.commits.is_news(report.generation):
+            self.commits.keep_vote(report.step, report.vote, report.payload)
+            self._inquiry.hear_answer(worker)
+            self.evaluations.hear_last(worker, report.evaluation)
 
     def _on_background_failure(self, error: BaseException) -> None:
         """It ends the run."""

@@ -90,7 +90,7 @@ class FakeLink:
     def __init__(self):
         self.commands = Commands()
         self.recorded_step = 0
-        self.num_controllers = 1
+        self.num_introductions = 1
         self.concluded_saves = {}
         self.sent = []
 

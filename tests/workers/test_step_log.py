@@ -18,7 +18,7 @@ def test_the_last_step_is_told_and_all_that_are_not_on_record_to_a_new_controlle
     lines = [{"metrics": {"step": step}} for step in (1, 2, 3)]
     records.take({"steps": lines, "vote": [{"log_names": []}, ""]})
     records.tell(LOWEST)
-    link.num_controllers = 2
+    link.num_introductions = 2
     records.tell(LOWEST)
     records.tell(LOWEST)
     assert steps_told(link) == [[3], [1, 2, 3], [3]]
