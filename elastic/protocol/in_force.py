@@ -19,6 +19,7 @@ InPlace: TypeAlias = t.Pause | t.Checkpoint | t.Keep | t.Abort
 OfGeneration: TypeAlias = (
     r.Connected
     | r.Joined
+    | r.Committed
     | r.Paused
     | r.Kept
     | r.Suspended
@@ -73,27 +74,28 @@ class ReportsInForce:
 
     def __init__(self) -> None:
         self._generation = 0
-        self._of_generation: dict[type, r.Report] = {}
-        self._lasting: dict[type, r.Report] = {}
+        self._of_generation: list[OfGeneration] = []
+        self._lasting: list[Lasting] = []
 
     def say(self, report: r.Report) -> None:
-        if isinstance(report, OfGeneration):
+        if isinstance(report, Lasting):
+            self._lasting = [s for s in self._lasting if type(s) is not type(report)] + [report]
+        elif isinstance(report, OfGeneration) and report.generation:
             if report.generation > self._generation:
                 self._generation = report.generation
                 self._of_generation.clear()
-            if report.generation == self._generation > 0:
-                self._of_generation.pop(type(report), None)
-                self._of_generation[type(report)] = report
-        elif isinstance(report, Lasting):
-            self._lasting[type(report)] = report
+            if report.generation == self._generation:
+                self._of_generation.append(report)
 
-    def again(self) -> tuple[r.Report, ...]:
-        return (*self._of_generation.values(), *self._lasting.values())
+    def forget(self, recorded_step: int) -> None:
+        """Steps up to this one are on record."""
+        self._of_generation = [
+            s
+            for s in self._of_generation
+            if not isinstance(s, r.Committed) or s.steps[-1]["metrics"]["step"] > recorded_step
+        ]
 
-
-def again_after(unsent: Iterable[r.Report], in_force: ReportsInForce) -> deque[r.Report]:
-    """What a worker says over another connection: steps once all of them, as steps before them may
-    be lost (workers/membership/step_log.py)."""
-    waiting = deque(report for report in unsent if not isinstance(report, r.Committed))
-    waiting.extend([report for report in in_force.again() if report not in waiting])
-    return waiting
+    def again_after(self, unsent: Iterable[r.Report]) -> deque[r.Report]:
+        """All that is to be said over another connection."""
+        in_force = (*self._of_generation, *self._lasting)
+        return deque((*(s for s in unsent if s not in in_force), *in_force))

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from elastic.protocol.in_force import ReportsInForce, again_after
+from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
 from tests.control.fake_group import Group
@@ -102,7 +102,6 @@ class Process:
         """As the controller has said last."""
         self.went_back = 0
         """The generation that last began behind what is on record."""
-        self.num_introductions = self.num_told = 0
         self.group: Group | None = None
         self.group_of = 0
         self.is_abandoned = False
@@ -149,11 +148,10 @@ class Process:
 
     def introduction(self) -> r.Introduction:
         """Over another connection, as workers/worker.py and the link do it."""
-        self.num_introductions += 1
         if self.last_part is not None:
             self.send(self.last_part)
         self.evaluated.say(self.rank)
-        self.unsent = again_after(self.unsent, self.in_force)
+        self.unsent = self.in_force.again_after(self.unsent)
         told = self.machine.word.told
         seat = told.generation, told.rank, told.world_size
         return r.Introduction(self.machine.kind, ("", 0), *seat, self.step)
@@ -172,6 +170,7 @@ class Process:
         """As workers/membership/link.py: not what was said before it heard of a step back."""
         if formed >= self.went_back:
             self.recorded = recorded
+            self.in_force.forget(recorded)
 
     def turn(self) -> None:
         """The main thread's."""
@@ -362,10 +361,9 @@ class Process:
         return recorded
 
     def tell_record(self) -> None:
-        """The lowest rank's last step; over another connection all that it knows."""
-        is_new, self.num_told = self.num_told != self.num_introductions, self.num_introductions
+        """The lowest rank's last step."""
         if self.rank == 0 and self.unrecorded:
-            self.say_steps(sorted(self.unrecorded)[0 if is_new else -1 :])
+            self.say_steps(sorted(self.unrecorded)[-1:])
 
     def say_steps(self, steps: list[int]) -> None:
         if steps:

@@ -44,7 +44,7 @@ def reported(report: to_controller.Report | str, *, state: str, recorded_step: i
             record=SimpleNamespace(note=print, roll_back=went_back.append),
         )
         cluster = WithoutRay("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
-        cluster.has_formed, cluster.recorded_step = True, recorded_step
+        cluster.has_formed, cluster.progress.recorded_step = True, recorded_step
         cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state=state)
         if isinstance(report, str):
             cluster.user_failed(4, report)
@@ -293,7 +293,7 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
 
     async def run() -> None:
         scene = forming(open_at=on_loaded)
-        scene.cluster.recorded_step = 9
+        scene.cluster.progress.recorded_step = 9
         await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 60)
         scene.rendezvous.answer(1)
         await settled()
@@ -307,6 +307,6 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
         goes_on.set()
         await settled()
         assert (scene.told, went_back) == (told_of(2), [8, 7])
-        assert scene.cluster.recorded_step == 7
+        assert scene.cluster.progress.recorded_step == 7
 
     asyncio.run(run())

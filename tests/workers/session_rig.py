@@ -90,7 +90,6 @@ class FakeLink:
     def __init__(self):
         self.commands = Commands()
         self.recorded_step = 0
-        self.num_introductions = 1
         self.concluded_saves = {}
         self.sent = []
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from elastic.protocol import wire
-from elastic.protocol.in_force import ReportsInForce, again_after
+from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import Hello, Leave
 from elastic.protocol.messages.to_controller import Introduction, Report
@@ -95,7 +95,6 @@ class ControllerLink:
         self._went_back = 0  # the generation that last did
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
-        self.num_introductions = 0
         self._token, self._worker, self._address = token, worker, address
         self._silence_s, self._lease_s = silence_s, lease_s
         self._find, self._on_command, self._introduce = find, on_command, introduce
@@ -184,9 +183,8 @@ class ControllerLink:
             connection.close()
             return None
         with self._lock:
-            self._unsent = again_after(self._unsent, self._in_force)
+            self._unsent = self._in_force.again_after(self._unsent)
             self._connection, self._rest = connection, b""
-            self.num_introductions += 1
             self._flush()
         return connection
 
@@ -208,6 +206,8 @@ class ControllerLink:
             case Word(recorded_step, formed):
                 if formed >= self._went_back:  # else said before the controller heard of it
                     self.recorded_step = recorded_step
+                    with self._lock:
+                        self._in_force.forget(recorded_step)
             case SaveConcluded(step, is_published):
                 self.concluded_saves[step] = is_published
             case Leave(reason):
