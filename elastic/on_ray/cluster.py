@@ -151,9 +151,7 @@ class RayCluster:
         generation, size = membership.generation, membership.world_size
         self.progress.commits.end(generation)
         for rank, worker in enumerate(membership.workers):
-            told = t.Finish(
-                generation, rank, size, outcome, self.log_folder, self.recorded_step
-            )
+            told = t.Finish(generation, rank, size, outcome, self.log_folder, self.recorded_step)
             self.links.send(worker, told)
 
     def _spawn(self, workers: tuple[int, ...]) -> None:

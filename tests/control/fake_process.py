@@ -230,7 +230,7 @@ class Process:
             yield from self.look_around()
             if self.heard:
                 command = self.heard.popleft()
-                if isinstance(command, Form):
+                if isinstance(command, Form) and command.generation > self.generation:
                     self.cluster.freeze_one(self)
                 yield from self.tell(e.Obeyed(command))
                 if isinstance(command, Finish):
