@@ -101,6 +101,9 @@ class FakeLink:
     def wake(self):
         self.commands.put(None)
 
+    def hear_recorded(self, step):
+        self.recorded_step = min(self.recorded_step, step)
+
     def go_back(self, generation, step):
         self.recorded_step = min(self.recorded_step, step)
 

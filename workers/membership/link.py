@@ -121,6 +121,11 @@ class ControllerLink:
         """Any thread: whoever waits for commands is to look around."""
         self.commands.put(None)
 
+    def hear_recorded(self, step: int) -> None:
+        """Of a Form: lower than before after a roll back. What goes beyond what was said before may
+        die with the controller, before its storage hears of it."""
+        self.recorded_step = min(self.recorded_step, step)
+
     def go_back(self, generation: int, step: int) -> None:
         """This generation begins behind what is on record; its Joined says so."""
         if step < self.recorded_step:
