@@ -57,9 +57,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a generation that begins behind the record leaves the record as it is",
-        CLUSTER,
-        "if is_first and report.step < self.recorded_step:",
-        "if is_first and report.step < 0:",
+        "elastic/on_ray/progress.py",
+        "if is_first and not has_recorded and report.step < self.recorded_step:",
+        "if is_first and not has_recorded and report.step < 0:",
         "tests/control/test_ray_cluster.py",
     ),
     Mutation(
@@ -70,11 +70,18 @@ MUTATIONS = (
         "tests/workers/test_member.py",
     ),
     Mutation(
-        "a new controller is told the last step only",
-        "workers/membership/step_log.py",
-        "[0 if is_new else -1 :]",
-        "[-1:]",
-        "tests/workers/test_step_log.py",
+        "a step that is not on record is said once only",
+        "elastic/protocol/in_force.py",
+        "    | r.Committed\n",
+        "",
+        "tests/control/test_in_force.py",
+    ),
+    Mutation(
+        "a generation that is over is obeyed again over another connection",
+        MACHINE,
+        "case Form(generation) if generation <= state.seat.generation:",
+        "case Form(generation) if generation < state.seat.generation:",
+        "tests/workers/test_machine.py",
     ),
     Mutation(
         "a sharded state is gone on from although nobody can report the steps before it",

@@ -100,7 +100,7 @@ class Worker:
             lease_s=spec.lease_s,
             find=self._find_controller,
             on_command=self._on_command,
-            on_found=self._introduce,
+            introduce=self._introduce,
         )
         self._notice = Notice(self._say_notice)
         try:
@@ -144,8 +144,8 @@ class Worker:
             self._member.hear(command)
 
     def _introduce(self, controller: Address) -> r.Introduction:
-        """To a controller that has taken over; in the link's thread."""
-        before = self._pulse.start(controller)
+        """Over each connection of the link, in its thread."""
+        before = self._pulse.follow(controller)
         if self._member is None:
             return r.Introduction("starting", before)
         self._saver.repeat()  # waits in the link until we are introduced

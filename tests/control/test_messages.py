@@ -14,7 +14,6 @@ from elastic.protocol.messages.direction import Direction, header_of, pack
 
 DIRECTIONS: tuple[Direction[Any], ...] = (
     hello.GREETING,
-    hello.ANSWER,
     backup.TO_BACKUP,
     backup.FROM_BACKUP,
     peer.TO_FOLLOWER,

@@ -312,6 +312,7 @@ def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig.step()
     rig.member.hear(Pause(1, 0, 1))
     rig.step()
+    rig.link.recorded_step = 2  # its words said so
     rig.link.commands.put(finish(0, 2))
     with pytest.raises(RunEnded):
         rig.step()
@@ -328,6 +329,7 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
         rig.step()
         other.step()
     for rank, each in enumerate((rig, other)):
+        each.link.recorded_step = 1  # its words said so
         each.link.commands.put(finish(rank, 1))
         with pytest.raises(RunEnded):
             each.member.returned()

@@ -152,7 +152,7 @@ class Member:
                 with told_as_loss("it got its part of the state"):
                     return self._enter(action)
             case a.SayUnrecorded(recorded_step):
-                self.records.repeat(self, recorded_step)
+                self.records.repeat(self, min(recorded_step, self.link.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.train_state.step)
                 self.evaluated.say(self.rank)
@@ -374,7 +374,7 @@ class Member:
 
     # --- forming ---------------------------------------------------------------------------
     def _leave_group(self, form: Form) -> None:
-        self.link.recorded_step = form.recorded_step  # lower than before after a roll back
+        self.link.hear_recorded(form.recorded_step)
         self.vitals.generation = form.generation
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")

@@ -43,7 +43,6 @@ class Records:
         it is held."""
         self._link, self._global_batch, self._is_delayed = link, global_batch, is_delayed
         self._unrecorded: deque[dict[str, Any]] = deque()
-        self._num_controllers = link.num_controllers
         self.last_vote: tuple[dict[str, Any], bytes] | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
 
@@ -108,12 +107,9 @@ class Records:
             self.last_vote = vote_in(frame)
 
     def tell(self, by: Standing) -> None:
-        """The lowest rank says what was committed last, as a member that has joined; all that it
-        knows to a controller that it has not met before."""
-        is_new = self._num_controllers != self._link.num_controllers
-        self._num_controllers = self._link.num_controllers
+        """The lowest rank says what was committed last, as a member that has joined."""
         if by.rank == 0 and self._unrecorded:
-            self._say(by, list(self._unrecorded)[0 if is_new else -1 :])
+            self._say(by, [self._unrecorded[-1]])
 
     def repeat(self, by: Standing, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""
