@@ -220,7 +220,7 @@ def run_on_ray(
     and the newest generation of its earlier launches.
     """
     from elastic.controller.supervisor import supervise
-    from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
+    from elastic.on_ray.driver.submission import ClusterRequest, RayDriver  # ray loads here
 
     driver = RayDriver(
         ClusterRequest(

@@ -1,7 +1,7 @@
 """What a member remembers of evaluations: its last result, and the last one of its peers.
 
 How a result comes about is evaluation.py's. Every rank keeps it, the lowest reports it, and again
-where it may not have been heard: elastic/on_ray/evaluations.py takes it once.
+where it may not have been heard: elastic/on_ray/record/evaluations.py takes it once.
 """
 
 from elastic.protocol.messages.to_controller import Evaluated, Evaluation
