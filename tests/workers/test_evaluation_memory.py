@@ -87,7 +87,7 @@ class Silent:
     def repeat(self) -> None:
         pass
 
-    def start(self, controller):
+    def follow(self, controller):
         return controller
 
 

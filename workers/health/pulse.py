@@ -54,6 +54,7 @@ def start(
     worker: int,
     controller: tuple[str, int],
     token: str,
+    *,
     interval_s: float,
     silence_s: float,
     lease_s: float,
@@ -185,6 +186,7 @@ def beat(
     worker: int,
     controller: tuple[str, int],
     token: str,
+    *,
     interval_s: float,
     silence_s: float,
     lease_s: float,
@@ -207,7 +209,15 @@ def answer(question: Question, parent: int, stacks: int) -> Stacks | Reached:
 
 
 if __name__ == "__main__":
-    vitals, stacks, worker, host, port, *timeouts = sys.argv[1:]
+    vitals, stacks, worker, host, port, interval_s, silence_s, lease_s = sys.argv[1:]
     secret, files = sys.stdin.read(), (int(vitals), int(stacks))
     with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
-        beat(files, int(worker), (host, int(port)), secret, *map(float, timeouts))
+        beat(
+            files,
+            int(worker),
+            (host, int(port)),
+            secret,
+            interval_s=float(interval_s),
+            silence_s=float(silence_s),
+            lease_s=float(lease_s),
+        )
