@@ -38,7 +38,7 @@ from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
 from workers.health.unanswered import Silences, Unanswered
-from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PARTS, PHASES, WAITING
+from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 STOPPED = "T"
@@ -87,7 +87,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before and before == after and not before & 1:
             break
-    number, collective, size, part, which, own_steps, own_s = others
+    number, collective, size, part, own_steps, own_s = others
     return Heartbeat(
         worker=worker,
         generation=generation,
@@ -101,7 +101,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         own_steps=own_steps,
         own_s=round(own_s, 6),
         is_new_there=num_seen < ENOUGH,
-        part=f"{PARTS[part]}{which}" if part else "",
+        part=part.rstrip(b"\0").decode(errors="replace"),
     )
 
 
