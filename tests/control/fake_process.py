@@ -112,7 +112,7 @@ class Process:
         """It has said SyncFailed, and has no new source yet."""
         self.save_begun = (0, 0)
         self.last_part: r.PartSaved | r.PartFailed | None = None
-        self.evaluated = EvaluationLog(self)  # pyright: ignore[reportArgumentType]
+        self.evaluated = EvaluationLog(self.send)
         self.main = self.run()
 
     def __repr__(self) -> str:

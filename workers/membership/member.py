@@ -85,7 +85,7 @@ class Member:
         """When it was last said that the hash of the final state gets further."""
         self._state_s = 0.0
         """So long the state of this generation took."""
-        self.evaluated = EvaluationLog(link)
+        self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
         self.own = OwnGroup(spec, vitals, device, lambda: self.standing.is_given_up)
         self._pieces: Pieces | None = None
