@@ -43,9 +43,9 @@ SHARDS = "workers/parallel/shards.py"
 MUTATIONS = (
     Mutation(
         "a vote is believed although its generation was given up",
-        "workers/step/vote.py",
-        "    if group.is_abandoned:  #",
-        "    if False:  #",
+        "workers/distributed/process_group.py",
+        "        self.check()\n        return found\n",
+        "        return found\n",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -210,11 +210,25 @@ MUTATIONS = (
         "tests/workers/test_worker_start.py",
     ),
     Mutation(
-        "a round's number is believed although its generation was given up",
-        "workers/distributed/pieces.py",
-        "        if self._group.is_abandoned:  # an",
-        "        if False:  # an",
-        "tests/workers/test_pieces.py",
+        "the ranks' order is exchanged with the data",
+        "workers/parallel/collectives.py",
+        "self._group.control.all_gather_flat(orders, mine)",
+        "self._group.all_gather_flat(orders, mine)",
+        "tests/device/test_abandonment.py",
+    ),
+    Mutation(
+        "what leaves a device is not ordered behind what made it",
+        "workers/distributed/device_wait.py",
+        "            self._stream.wait_event(self._from)\n",
+        "",
+        "tests/device/test_snapshots.py",
+    ),
+    Mutation(
+        "a step does not wait for what leaves the device",
+        "workers/train_state/snapshot.py",
+        "                exit_.hold()\n",
+        "                pass\n",
+        "tests/device/test_snapshots.py",
     ),
     Mutation(
         "nobody waits for who is longer in getting its part",
@@ -240,7 +254,7 @@ MUTATIONS = (
     Mutation(
         "a newcomer of a sharded run learns of no step that is not on record",
         MEMBER,
-        "            self.records.share(self.group, self.device)\n",
+        "            self.records.share(self.group)\n",
         "",
         "tests/workers/test_entering.py",
     ),

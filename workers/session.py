@@ -4,6 +4,7 @@ The block computes this rank's micro-batches, reduces, votes and commits. Losing
 regrouping happens at its end (workers/membership/member.py), and the loop goes round again.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,6 +41,8 @@ from workers.step.vote import (
     decode,
     encode,
 )
+
+log = logging.getLogger(__name__)
 
 
 class Repeated(StepCancelled):
@@ -217,6 +220,8 @@ class Step:
         self._session, self._member = session, session._member
         self.committed = False
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
+        self._is_agreed = False
+        """All members have voted for it."""
         self._from_step = self._member.train_state.step
         self._done = Microbatches()
         self._reducer: Reducer | None = None
@@ -253,12 +258,10 @@ class Step:
         """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
         self._member.train_state.casting.restore()
-        is_swallowed = error is None and not self.committed and self._member.is_cancelled
-        if isinstance(error, StepCancelled) or is_swallowed:
+        if isinstance(error, StepCancelled) or self._is_void(error):
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
-            self._member.records.go_back(self._member.train_state.step)  # it broke in the apply
             if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
                 self._member.wait_for_generation()
@@ -274,6 +277,16 @@ class Step:
         if error is None:
             self._session.attempted_step = None
         return False
+
+    def _is_void(self, error: BaseException | None) -> bool:
+        """The generation was given up before the vote: what the user's code has computed since, and
+        raised, may be of garbage."""
+        is_void = not self._is_agreed and self._member.is_cancelled
+        is_void &= not isinstance(error, torch.AcceleratorError)  # the device is no more
+        if is_void and isinstance(error, Exception):
+            generation, step = self._member.generation, self._from_step + 1
+            log.warning("generation=%d step=%d given up", generation, step, exc_info=error)
+        return is_void and isinstance(error, Exception | None)
 
     def microbatches(self) -> Iterator[Any]:
         """This rank's micro-batches in id order, each to be followed by one `backward(loss)`.
@@ -362,7 +375,8 @@ class Step:
             self._vitals.enter("reduce")
             self._vitals.end_step(len(self._ids))
             reduced = self._reducer.finish()
-            self._member.strategy.before_vote()
+            assert self._member.group is not None
+            reduced = self._member.strategy.before_vote(reduced, self._member.group.read)
             self._member.wait_for_copies()
             self._vitals.enter("vote")
             self._vote(reduced)
@@ -375,8 +389,9 @@ class Step:
         session, member = self._session, self._member
         assert self._reducer is not None
         self._keep_late_values()
-        buffers = member.train_state.buffers
-        records = self._done.records(self._ids, buffers.integer_hashes())
+        assert member.group is not None
+        buffers, read = member.train_state.buffers, member.group.read
+        records = self._done.records(self._ids, buffers.integer_hashes(read), read)
         if session._spec.verify_every is not None:
             verify(member, session._spec.verify_every)
         ballot = Ballot(
@@ -386,12 +401,13 @@ class Step:
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
             wants_save=member.wants_save,
-            is_finite=reduced.is_finite(),
+            is_finite=reduced.is_finite(read),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
         if not vote.is_finite:
             self._judge(vote, records)
         prepared = replace(prepared, step_s=time.perf_counter() - self._began)
+        self._is_agreed = True
         member.commit(prepared, vote, vector)
         member.records.tell(member)
         self.committed = True
@@ -415,7 +431,7 @@ class Step:
             step_s = time.perf_counter() - self._began
             prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
             member.prepare(prepared)
-            vector = add_up(group, contribution, member.device)
+            vector = add_up(group, contribution)
             vote = decode(layout, vector)
             if vote.untracked_buffers:  # all ranks see it: repeat the step with them
                 member.drop_gradients()
@@ -424,7 +440,7 @@ class Step:
                 raise Repeated
             if not vote.has_unknown_names:
                 return prepared, vote, vector
-            logged = gather_json(group, ballot.log_names, member.device)
+            logged = gather_json(group, ballot.log_names)
             found = {name for of_rank in logged for name in of_rank}
             train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
 

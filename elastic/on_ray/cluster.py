@@ -331,7 +331,7 @@ class RayCluster:
             return
         self.links.drop(worker)
         self._fence(record)
-        last_seen = last_seen or max(record.last_seen, 0.0)
+        last_seen, cause = last_seen or max(record.last_seen, 0.0), record.last_cause or cause
         why = why or record.why_gone(worker_name(worker), self.log_folder)
         self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why, slow_in))
 
@@ -390,8 +390,8 @@ class RayCluster:
                 self._on_wrong_input(worker, record, report)
             case r.UserFailed():
                 self._on_user_failed(worker, record, report)
-            case r.LastWords(why):
-                record.last_words = why
+            case r.LastWords(why, cause):
+                record.last_words, record.last_cause = why, cause
             case r.Diverged():
                 self._inquiry.hear_diverged(report)
             case r.Committed():

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
@@ -16,6 +15,7 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
+from workers.data.placement import to_device
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.build import build_strategy
@@ -146,10 +146,9 @@ def enter(
     step: int,
     catalogue: Catalogue | None = None,
     generation: int = 1,
-    device: torch.device = CPU,
     order: tuple[int, ...] = (),
 ) -> Entered:
-    pieces = Pieces(group, device, lambda: None, round_s=30.0)
+    pieces = Pieces(group, lambda: None, round_s=30.0)
     made = formed(group, step, catalogue, generation, pieces)
     return strategy.enter(replace(made, order=order))
 
@@ -194,21 +193,19 @@ def train(
             i = ids[index]
             train_state.buffers.begin_microbatch()
             seed(3, train_state.step, i)
-            batch = work.batch(train_state.step, i).to(device)
+            batch = to_device(work.batch(train_state.step, i), device)
             loss = train_state.model(batch, i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()
             reducer.after_backward(i, train_state.buffers.end_microbatch())
         train_state.casting.restore()
         reduced = reducer.finish()
-        strategy.before_vote()
-        is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64, device=device)
-        group.all_reduce(is_bad).wait()
-        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64, device=device)
-        group.all_reduce(used).wait()
+        reduced = strategy.before_vote(reduced, group.read)
+        is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
+        group.control.all_reduce(is_bad).wait()
+        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
+        group.control.all_reduce(used).wait()
         should_skip, all_used = is_bad.item(), [bool(u) for u in used.tolist()]
-        if group.is_abandoned:  # as in a vote: what was read may be garbage
-            raise PeerLost("the generation was given up")
         assert train_state.loss_scale or not should_skip
         strategy.apply(
             Update(
@@ -222,6 +219,7 @@ def train(
                 integers=tuple(train_state.buffers.integers),
                 tracked=train_state.buffers.tracked,
                 log_names=(),
+                squares=reduced.squares,
             )
         )
         after_step(train_state)

@@ -50,7 +50,7 @@ def test_the_last_copy_gone_between_two_questions_is_a_shard_lost(kind):
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [BackupAddress("n", *server.address)]
-    pieces = Pieces(Alone(), torch.device("cpu"), lambda: None, 30.0)
+    pieces = Pieces(Alone(), lambda: None, 30.0)
     mesh, device = Mesh(Parallel.of("fsdp"), 1), torch.device("cpu")
     search = Regather(Alone(), mesh, [], where, "t", device, HostMemory(), pieces)
     with pytest.raises(ShardLost):
@@ -75,7 +75,7 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
     server, piece = Abandoning(group), Slice(LAYOUT, whole((1,)), 4)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
     where, device = [BackupAddress("n", *server.address)], torch.device("cpu")
-    pieces = Pieces(group, device, lambda: None, 30.0)
+    pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
         group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
     )
@@ -91,7 +91,7 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     group, where, device = Alone(), [BackupAddress("n", *server.address)], torch.device("cpu")
-    pieces = Pieces(group, device, lambda: None, 30.0)
+    pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
         group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
     )

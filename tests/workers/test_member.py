@@ -136,6 +136,21 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
 
 
+def test_what_a_step_raises_once_its_generation_was_given_up_is_not_the_users_failure(rigs):
+    """What it has computed may be of garbage."""
+    calm, cancelled = rigs
+    cancelled.link.commands.put(abort(1))
+    cancelled.form(generation=2, step=0)
+    with cancelled.session.next_step() as step:
+        for _ in step.microbatches():
+            cancelled.member.hear(abort(1))
+            raise ValueError("the loss is 1e38")
+    assert not step.committed
+    for rig in rigs:
+        rig.step()
+    assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
+
+
 class AbandonedInVote(Alone):
     """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
 

@@ -19,7 +19,7 @@ from workers.backup.store import Copy, Key, crc32
 from workers.checkpoint.load import read_tensors
 from workers.checkpoint.saver import share
 from workers.distributed.pieces import Pieces
-from workers.reduction.norm import global_norm, norm_of_shards
+from workers.reduction.norm import global_norm, norm_of_rows, squares_of_shards
 from workers.resharding import assemble
 from workers.resharding.assemble import Offer, Regather, StateVersion
 from workers.resharding.host_memory import HostMemory
@@ -90,7 +90,7 @@ class Rank:
         """Whether this rank has its shard then, with its bits."""
         group = self.ranks.form(generation, members)
         new = mesh_of(group.size())
-        pieces = Pieces(group, CPU, lambda: None, round_s=60.0)
+        pieces = Pieces(group, lambda: None, round_s=60.0)
         search = Regather(group, new, self.offers, holders, "t", CPU, self.memory, pieces)
         live = dict(self.offers[0].tensors) if self.offers else {}
         found = search.run(STEP, STEP, lambda: live)
@@ -175,7 +175,8 @@ def test_the_norm_is_that_of_all_boxes_however_many_ranks_cut_the_rows():
         def body(group, mesh=mesh):
             shards = shards_of(Position(mesh, group.rank()))
             mine = [(layout, shards[layout.name]) for layout in gradients]
-            return norm_of_shards(mine, mesh, group, CPU, CPU)
+            squares = squares_of_shards(mine, mesh, group, group.read, CPU)
+            return norm_of_rows(torch.cat(squares))
 
         found |= set(run_threads(world_size, body))
     state = whole_state()

@@ -152,7 +152,8 @@ class BackupClient:
     ) -> None:
         self._let_go(shadows)
         with self._changed:
-            arena = self._arenas.pop() if self._arenas else SharedArena()
+            arena = self._arenas.pop() if self._arenas else None
+            arena = arena or SharedArena(is_pinned=self._spec.device == "cuda")
         arena.give({})
         key = Key(by.generation, by.position.rank, train_state.step)
         shadow = BackupCopy(key, origin, by, train_state, arena)

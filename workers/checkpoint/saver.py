@@ -126,7 +126,7 @@ class Saver:
     def __init__(self, link: Link, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
         self.catalogue: Catalogue | None = None
-        self._memory = Arena()
+        self._memory = Arena(is_pinned=spec.device == "cuda")
         self._prepared = 0  # generation
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None

@@ -46,9 +46,9 @@ def verify(member: "Member", every: int) -> None:
     found = fingerprints(train_state, member.layout)
     parts = sorted(found)
     hashes = [found[axes] for axes in parts]
-    mine = torch.tensor([combined(part) for part in hashes], device=member.device)
+    mine = torch.tensor([combined(part) for part in hashes])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
-    group.all_gather(everyones, mine).wait()
+    group.control.all_gather(everyones, mine).wait()
     numbers = [one.tolist() for one in everyones]
     differing = [
         (part, ranks)
@@ -59,7 +59,7 @@ def verify(member: "Member", every: int) -> None:
     if not differing:
         return
     part, ranks = differing[0]
-    gathered = gather_json(group, [member.spec.worker, hashes], member.device)
+    gathered = gather_json(group, [member.spec.worker, hashes])
     odd, tensor, count = compare([gathered[r][1][part] for r in ranks])
     others = f"{count} tensors" if count > 1 else "one tensor"
     what = f"after step {train_state.step} in {tensor!r} ({others} in all)"

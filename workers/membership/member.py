@@ -70,9 +70,11 @@ class Member:
         on_load: Callable[[str, int], list[Damage]],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
+        on_stuck: Callable[[str], None] = lambda why: None,
         is_checked: bool = True,
     ) -> None:
-        """is_checked: the machine's invariants are, after each event."""
+        """on_stuck: told that the device does not let go of a group. is_checked: the invariants of
+        the machine are, after each event."""
         self.spec, self.strategy, self.link, self.peers = spec, strategy, link, peers
         self.train_state, self.backup = strategy.train_state, strategy.backup
         self.saver, self.vitals, self.device = saver, vitals, device
@@ -87,7 +89,8 @@ class Member:
         """So long the state of this generation took."""
         self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
-        self.own = OwnGroup(spec, vitals, device, lambda: self.standing.is_given_up)
+        is_given_up = lambda: self.standing.is_given_up  # noqa: E731
+        self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
         self._pieces: Pieces | None = None
         self._followers = Followers(peers)
         delays = self.backup.delays_commits
@@ -275,6 +278,7 @@ class Member:
             integers=tuple(train_state.buffers.integers),
             tracked=train_state.buffers.tracked,
             log_names=layout.log_names,
+            squares=prepared.reduced.squares,
         )
         self.records.add(update.step, prepared, vector, vote)
         self._followers.offer(
@@ -409,7 +413,7 @@ class Member:
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
         round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
-        self._pieces = Pieces(self.group, self.device, say_alive, round_s)
+        self._pieces = Pieces(self.group, say_alive, round_s)
         return e.Met()
 
     def _enter(self, action: a.CatchUpLate | a.AssembleState) -> e.Event:
@@ -448,7 +452,7 @@ class Member:
         )
         try:
             entered = self.strategy.enter(formed)
-            self.records.share(self.group, self.device)
+            self.records.share(self.group)
         except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
             return e.PartsMissing(str(error))

@@ -11,7 +11,6 @@ from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from elastic.protocol.messages.to_controller import Committed
 from workers.distributed.exchange import gather_json
@@ -92,10 +91,10 @@ class Records:
         self._drop_recorded()
         self.last_vote = vote_in(frame)
 
-    def share(self, group: AnyGroup, device: torch.device) -> None:
+    def share(self, group: AnyGroup) -> None:
         """All learn what the lowest rank knows. A collective. Raises PeerLost."""
         mine = self.to_frame() if group.rank() == 0 else None
-        self.learn(gather_json(group, mine, device)[0])
+        self.learn(gather_json(group, mine)[0])
 
     def learn(self, frame: dict[str, Any]) -> None:
         """What the lowest rank knows: a newcomer may be the last one who can report those steps.

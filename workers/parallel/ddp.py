@@ -4,6 +4,7 @@ How a newcomer copies the state is workers/membership/joining.py's.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from workers.checkpoint.load import load_newest
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.initial import initialise_modules, settle_small
 from workers.parallel.strategy import Entered, Formed
-from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.reduction.norm import row_squares
+from workers.reduction.reducers import BitwiseReducer, FastReducer, Reduced, Reducer
 from workers.step.precision import DTYPES, Casting
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
@@ -88,8 +90,14 @@ class Replicated:
         ids = mesh.ids(num_microbatches, group.rank())
         return BitwiseReducer(parameters, buffers, group, ids, num_microbatches)
 
-    def before_vote(self) -> None:
-        pass
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        gradients = reduced.gradients
+        is_on_host = all(g is None or g.device.type == "cpu" for g in gradients)
+        if self.train_state.clip_norm is None or is_on_host:
+            return reduced  # `apply` looks itself: nobody has to be waited for
+        squares = read(row_squares([g for g in gradients if g is not None]))
+        rows = [0 if g is None else g.shape[0] if g.dim() else 1 for g in gradients]
+        return replace(reduced, squares=squares.split(rows))
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update)

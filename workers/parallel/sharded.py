@@ -6,6 +6,7 @@ How a worker gets its shard is shards.py's.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,8 +29,8 @@ from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial, settle_small
 from workers.parallel.shards import Ownership, Shards
 from workers.parallel.strategy import Entered, Formed
-from workers.reduction.norm import norm_of_shards
-from workers.reduction.reducers import Reducer
+from workers.reduction.norm import squares_of_shards
+from workers.reduction.reducers import Reduced, Reducer
 from workers.resharding.whole import whole_on_first
 from workers.step.precision import DTYPES, Casting
 from workers.train_state import serialization
@@ -106,7 +107,7 @@ class Sharded:
         mesh = self.mesh = Mesh(self._spec.parallel, group.size(), formed.order)
         self.shards.note_steps()
         axis = self._form_axes(mesh, group)  # while all are here: getting shards takes its time
-        claimed = gather_json(group, self.shards.holding.to_json(), self.model.device)
+        claimed = gather_json(group, self.shards.holding.to_json())
         formed.on_connected()
         formed.pieces.begin()
         self.model.reset()
@@ -167,8 +168,19 @@ class Sharded:
             is_bitwise=is_bitwise,
         )
 
-    def before_vote(self) -> None:
-        """Ranks that stand by take the integer buffers of a step."""
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        self._share_integers()
+        if self.train_state.clip_norm is None:
+            return reduced
+        assert self._group is not None
+        pairs = zip(self.train_state.parameters, reduced.gradients, strict=True)
+        present = [p.detach() if g is None else g for p, g in pairs]  # unused, it will not count
+        mine = [(layout_of("gradient", g), local(g)) for g in present]
+        squares = squares_of_shards(mine, self.mesh, self._group, read, self.model.host)
+        return replace(reduced, squares=squares)
+
+    def _share_integers(self) -> None:
+        """Ranks that stand by take the integer buffers of a step. A collective."""
         assert self._group is not None
         group, mesh, buffers = self._group, self.mesh, self.train_state.buffers
         like = buffers.tracked_integers
@@ -188,7 +200,7 @@ class Sharded:
             buffers.take_integers([p.clone().view(t.dtype).view(t.shape) for p, t in pairs])
 
     def apply(self, update: Update) -> None:
-        self.train_state.apply(update, self._norm, step_on_shards)
+        self.train_state.apply(update, step_on_shards)
 
     def reset(self) -> None:
         self.model.reset()
@@ -202,12 +214,6 @@ class Sharded:
             if name is not None and whole is not None:
                 leaves[name] = whole
         return leaves
-
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """The same on all ranks. A collective."""
-        assert self._group is not None
-        mine = [(layout_of("gradient", g), local(g)) for g in gradients]
-        return norm_of_shards(mine, self.mesh, self._group, self.model.host, self.model.device)
 
     # --- the end ------------------------------------------------------------------------------
     def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
@@ -226,7 +232,7 @@ class Sharded:
 
         with self._gathering():
             sha256 = hash_of(((name, whole(name)) for name in sorted(names)), tell)
-            return str(gather_json(group, sha256, self.model.device)[0])
+            return str(gather_json(group, sha256)[0])
 
 
 def build_sharded(

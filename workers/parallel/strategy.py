@@ -19,7 +19,7 @@ from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.reduction.reducers import Reducer
+from workers.reduction.reducers import Reduced, Reducer
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -124,12 +124,13 @@ class Strategy(Protocol):
         """This generation's way through a step's passes, to its reduced gradients."""
         ...
 
-    def before_vote(self) -> None:
-        """What all ranks must know before they vote for a step. A collective. Raises PeerLost."""
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        """With what all ranks must know before they vote for a step. A collective. read: of its
+        group. Raises PeerLost."""
         ...
 
     def apply(self, update: Update) -> None:
-        """Take a committed step. May be a collective, and raise PeerLost."""
+        """Take a committed step. Nothing communicates behind the vote."""
         ...
 
     def reset(self) -> None:

@@ -3,7 +3,7 @@
 A reducer belongs to one generation: an abandoned collective may still write into its buffers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,22 +26,25 @@ class Reduced:
 
     gradients: per parameter, None where this rank knows of none (only with one rank).
     buffers: the tracked floating buffers in their order, float64.
+    squares: of all rows of each gradient, on the host; empty where a rank has them whole.
     """
 
     gradients: tuple[torch.Tensor | None, ...]
     buffers: tuple[torch.Tensor, ...]
+    squares: tuple[torch.Tensor, ...] = ()
 
-    def is_finite(self) -> bool:
+    def is_finite(self, read: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """read: of the group that has summed them."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
         for gradient in self.gradients:
             if gradient is not None:
                 by_device.setdefault(gradient.device, []).append(local(gradient))
-        return all(_are_finite(gradients) for gradients in by_device.values())
+        return all(bool(read(_are_finite(gradients))) for gradients in by_device.values())
 
 
-def _are_finite(gradients: list[torch.Tensor]) -> bool:
+def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
     each = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-    return bool(torch.isfinite(torch.stack([n.float() for n in each])).all())
+    return torch.isfinite(torch.stack([n.float() for n in each])).all()
 
 
 class Reducer(Protocol):

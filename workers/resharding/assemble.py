@@ -128,7 +128,7 @@ class Regather:
         """
         self._give_up = give_up
         mine = {"offers": [o.to_json() for o in self._offers], "known": known_step}
-        said = gather_json(self._group, mine, self._device)
+        said = gather_json(self._group, mine)
         limit = min(step, said[0]["known"])
         for owner, of_rank in enumerate(said):
             for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
@@ -151,9 +151,8 @@ class Regather:
         found: list[Any] = []
         if self._group.rank() == 0:
             found = copies_in(self._holders, self._token, timeout_s)
-        for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
-            self._group, found, self._device
-        )[0]:
+        said = gather_json(self._group, found)[0]
+        for at, generation, rank, step, origin, world_size, size_bytes in said:
             place = Position(Mesh(self._new.parallel, world_size), rank)
             copy = BackupAddress(*at), Key(generation, rank, step)
             self._sources.append(
@@ -195,7 +194,7 @@ class Regather:
         else:  # a copy may turn out to be damaged
             memory = memory.beside()
         shards, failed = self._exchange(layouts, plans, sources, memory, freed)
-        everywhere = gather_json(self._group, failed, self._device)
+        everywhere = gather_json(self._group, failed)
         bad = {i for of_rank in everywhere for i in of_rank}
         if bad:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
@@ -242,7 +241,7 @@ class Regather:
             else:
                 said = self._described_copy(*source.copy)
         mine = {"damaged": sorted(self._damaged), "state": said}
-        everywhere = gather_json(self._group, mine, self._device)
+        everywhere = gather_json(self._group, mine)
         damaged = {(r, i) for r, of_rank in enumerate(everywhere) for i in of_rank["damaged"]}
         self._sources = [s for s in self._sources if (s.owner, s.index) not in damaged]
         said = everywhere[speaker]["state"]

@@ -12,7 +12,8 @@ from workers.train_state.tensors import local, part_of
 def whole_on_first(
     tensor: Tensor, layout: TensorLayout, mesh: Mesh, group: AnyGroup, device: torch.device
 ) -> Tensor:
-    """The whole tensor on rank 0; elsewhere something empty of its dtype."""
+    """The whole tensor on rank 0, on the host where several had it; elsewhere something empty of
+    its dtype. A collective. Raises PeerLost."""
     mine = local(tensor)
     if not layout.is_cut or group.size() == 1:
         return mine
@@ -29,4 +30,4 @@ def whole_on_first(
     for box, part in zip(own, received, strict=True):
         if box is not None:
             part_of(whole, box).copy_(part.view(box.shape))
-    return whole
+    return group.read(whole)

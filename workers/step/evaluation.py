@@ -44,9 +44,11 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
                 means = _evaluate_once(member, workload, spec, dataset, fn)
                 generation = member.generation
                 break
-            except (PeerLost, StepCancelled) as error:
-                if isinstance(error, PeerLost):  # else a sharded forward has said so
+            except (Exception, StepCancelled) as error:
+                if isinstance(error, PeerLost):
                     member.collective_failed(error)
+                elif isinstance(error, Exception) and not member.is_cancelled:
+                    raise  # else a forward has said that it lost a peer, or fn was given garbage
                 member.wait_for_generation()
                 if member.train_state.step < step:
                     raise RolledBack from error
@@ -75,7 +77,7 @@ def _evaluate_once(
             echoes = [0] * (num_passes - len(ids))
     rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
     member.vitals.enter("vote")  # it waits for its peers
-    gathered = gather_json(member.group, rows, member.device)
+    gathered = gather_json(member.group, rows)
     return fold([row for of_rank in gathered for row in of_rank])
 
 

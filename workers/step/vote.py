@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from elastic.protocol.errors import PeerLost
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
@@ -138,14 +137,11 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     return vector
 
 
-def add_up(group: AnyGroup, vector: np.ndarray, device: torch.device) -> np.ndarray:
+def add_up(group: AnyGroup, vector: np.ndarray) -> np.ndarray:
     """The sum of all ranks' contributions. A collective. Raises PeerLost."""
-    summed = torch.from_numpy(vector).to(device)
-    group.all_reduce(summed).wait()
-    vector = summed.cpu().numpy()
-    if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
-        raise PeerLost("the generation was given up")
-    return vector
+    summed = torch.from_numpy(vector)
+    group.control.all_reduce(summed).wait()
+    return group.read(summed).numpy()
 
 
 def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:

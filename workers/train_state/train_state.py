@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.messages import peer
-from workers.reduction.norm import clip_coefficient, global_norm
+from workers.reduction.norm import clip_coefficient, norm_of_rows, row_squares
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
 from workers.train_state import serialization
@@ -26,6 +26,7 @@ class Update:
     """Everything that a committed step changes.
 
     gradients: the sum over micro-batches per parameter, in parameter order; None where unused.
+    squares: of each one's rows, of all ranks, for the norm; empty: the gradients are whole here.
     buffers: the sum over micro-batches of each tracked floating buffer, float64.
     integers: the new value of each tracked integer buffer.
     tracked: names of the tracked buffers. log_names: see `TrainState.log_names`.
@@ -42,6 +43,7 @@ class Update:
     integers: tuple[torch.Tensor, ...]
     tracked: tuple[str, ...]
     log_names: tuple[str, ...]
+    squares: tuple[torch.Tensor, ...] = ()
 
     def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
         """For followers, with the tensors themselves. records: what is known of the step."""
@@ -126,19 +128,18 @@ class TrainState:
     def apply(
         self,
         update: Update,
-        norm_of: Callable[[list[torch.Tensor]], float] = global_norm,
         step: Callable[[torch.optim.Optimizer], Any] = step_of,
     ) -> None:
-        """Take one step. Raises FloatingPointError after too many steps that are not finite.
+        """Take one step, by oneself: all have voted for it. Raises FloatingPointError after too
+        many steps that are not finite.
 
-        norm_of: the 2-norm of all gradients; where they are sharded, a collective. step: of the
-        optimizer.
+        step: of the optimizer.
         """
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
         self.buffers.track(update.tracked)
         if update.is_finite:
-            self._change_weights(update, norm_of, step)
+            self._change_weights(update, step)
         else:
             self.buffers.restore()
         self.drop_gradients()
@@ -170,17 +171,8 @@ class TrainState:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _change_weights(
-        self,
-        update: Update,
-        norm_of: Callable[[list[torch.Tensor]], float],
-        step: Callable[[torch.optim.Optimizer], Any],
-    ) -> None:
-        divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
-        given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
-        sums = [local(g) for g in given if g is not None]
-        if sums:
-            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
+    def _change_weights(self, update: Update, step: Callable[[torch.optim.Optimizer], Any]) -> None:
+        self._scale(update)
         for parameter, gradient, is_used in zip(
             self.parameters, update.gradients, update.used, strict=True
         ):
@@ -190,14 +182,24 @@ class TrainState:
                 if not is_shard(gradient):  # a follower receives it row by row
                     gradient = laid_out(gradient, parameter.stride())
                 parameter.grad = gradient
-        if self.clip_norm is not None:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            self.gradient_norm = norm_of(gradients)
-            coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
-            if coefficient < 1.0:
-                torch._foreach_mul_([local(g) for g in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
         step(self.optimizer)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
+
+    def _scale(self, update: Update) -> None:
+        """Sums become means, clipped. The norm is of the sums, whose divisor the vote has found."""
+        divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
+        sums = [local(g) for g in given if g is not None]
+        coefficient = 1.0
+        if self.clip_norm is not None:
+            pairs = zip(update.squares, update.used, strict=False)
+            squares = [of_rows for of_rows, used in pairs if used] or [row_squares(sums)]
+            self.gradient_norm = norm_of_rows(torch.cat(squares)) / divisor
+            coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
+        if sums:
+            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
+        if coefficient < 1.0:
+            torch._foreach_mul_(sums, coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(
         self,

@@ -229,6 +229,8 @@ class LastWords:
     """The process ends itself."""
 
     why: str
+    cause: str = ""
+    """One of CAUSES (reports.py), where it is not that the process died."""
 
 
 @dataclass(frozen=True, slots=True)
