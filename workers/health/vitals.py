@@ -145,6 +145,16 @@ class Vitals:
         self._collective = (number, COLLECTIVES.index(collective), size, part.encode())
         self._pack()
 
+    def device_waits(self, what: tuple[int, str, int, str] | None) -> None:
+        """The host waits for its device, which waits for peers in this collective, or computes. The
+        numbers of what devices wait in are not those of what hosts do: it is told as a part's."""
+        phase = "compute" if what is None else "gather"
+        if self.phase != phase:
+            self.enter(phase)
+        if what is not None:
+            number, name, size, _ = what
+            self.waits_in(number, name, size, "data")
+
     def gathering(self) -> AbstractContextManager[None]:
         """Within: waiting for peers."""
         return self.aside("gather")
