@@ -233,7 +233,7 @@ class Process:
                 if isinstance(command, Form) and command.generation > self.generation:
                     self.cluster.freeze_one(self)
                 yield from self.tell(e.Obeyed(command))
-                if isinstance(command, Finish):
+                if isinstance(command, Finish) and isinstance(self.machine.phase, Ended):
                     raise RunEnded
 
     # --- the user's loop -----------------------------------------------------------------

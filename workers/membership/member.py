@@ -35,7 +35,7 @@ from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
 from workers.membership.machine import transition
 from workers.membership.own_group import OwnGroup
-from workers.membership.state import State, validate
+from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded
@@ -334,7 +334,7 @@ class Member:
 
     def _obey(self, command: Command) -> None:
         self._tell(e.Obeyed(command))
-        if isinstance(command, Finish):
+        if isinstance(command, Finish) and isinstance(self.standing.phase, Ended):
             raise RunEnded
 
     def _protect(self, *, is_pausing: bool) -> None:
