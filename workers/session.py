@@ -33,6 +33,7 @@ from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
     MicrobatchRecord,
+    Names,
     Prepared,
     Vote,
     VoteLayout,
@@ -57,9 +58,9 @@ class Session:
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
         self._open: Step | None = None
-        names = {id(p): n for n, p in member.train_state.model.named_parameters()}
-        self._parameters = {names[id(p)]: p for p in member.train_state.parameters}
-        self._inspection = Inspection(member, self._parameters)
+        train_state = member.train_state
+        self._names = Names(tuple(train_state.parameters), train_state.buffers.names)
+        self._inspection = Inspection(member)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
@@ -201,7 +202,8 @@ class Session:
                 self._reducer = None  # its memory may serve the next one
             group = member.group
             assert group is not None
-            self._reducer = member.strategy.reducer(self._parameters, member.mesh, group)
+            parameters = member.train_state.parameters
+            self._reducer = member.strategy.reducer(parameters, member.mesh, group)
             self._reducer_of = key
         return self._reducer
 
@@ -381,7 +383,7 @@ class Step:
             verify(member, session._spec.verify_every)
         ballot = Ballot(
             records=records,
-            used=self._reducer.has_gradient(),
+            used=self._reducer.used,
             untracked=buffers.untracked_changes(),
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
@@ -404,23 +406,22 @@ class Step:
         assert group is not None
         while True:
             layout = VoteLayout(
+                world_size=member.world_size,
                 num_microbatches=spec.num_microbatches,
                 micro_batch=spec.micro_batch,
-                num_parameters=len(ballot.used),
-                num_buffers=len(ballot.untracked),
+                names=self._session._names,
                 integer_buffers=train_state.buffers.integer_names,
                 log_names=train_state.log_names,
             )
             contribution = encode(layout, ballot)
             step_s = time.perf_counter() - self._began
-            prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
+            prepared = Prepared(reduced, layout, step_s, member.generation)
             member.prepare(prepared)
             vector = add_up(group, contribution, member.device)
             vote = decode(layout, vector)
-            if vote.untracked_buffers:  # all ranks see it: repeat the step with them
+            if vote.untracked:  # all ranks see it: repeat the step with them
                 member.drop_gradients()
-                names = train_state.buffers.names
-                train_state.buffers.track(names[i] for i in vote.untracked_buffers)
+                train_state.buffers.track(vote.untracked)
                 raise Repeated
             if not vote.has_unknown_names:
                 return prepared, vote, vector

@@ -87,7 +87,8 @@ def replica_of(size_mb: int) -> TrainState:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    named = dict(model.named_parameters())
+    return TrainState(model, named, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -160,7 +160,7 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
-        update = peer.Update(step, True, 1.0, 1, (True,), (), (), 0, 0, {})
+        update = peer.Update(step, True, 1.0, 1, (), {})
         follower.offer(update, large)
     kinds = []
     memory = HostMemory()

@@ -65,7 +65,8 @@ def reducer_of(model: nn.Module, group: Any, num_microbatches: int) -> tuple[Bit
 
 
 def summed(reduced: Reduced) -> list[bytes]:
-    return [t.numpy().tobytes() for t in (*reduced.gradients, *reduced.buffers) if t is not None]
+    sums = (*reduced.gradients.values(), *reduced.buffers.values())
+    return [t.numpy().tobytes() for t in sums]
 
 
 def steps(group: Any, num_microbatches: int, count: int = 3) -> list[list[bytes]]:

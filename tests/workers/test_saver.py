@@ -75,7 +75,7 @@ def make(seed: int, steps: int = 3) -> TrainState:
     optimizer = torch.optim.AdamW(parameters)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
     train_state = TrainState(
-        model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1
+        model, dict(model.named_parameters()), optimizer, scheduler, clip_norm=None, max_nonfinite=1
     )
     for _ in range(steps):
         model(torch.randn(4, 7)).sum().backward()
@@ -97,7 +97,7 @@ def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_
         saver.begin(train_state, By(rank, saved_at))
     train_state.settle()
     with torch.no_grad():
-        for parameter in train_state.parameters:
+        for parameter in train_state.parameters.values():
             parameter.zero_()  # the next step must not show in the checkpoint
     for saver in savers:
         saver._wait()

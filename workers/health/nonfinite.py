@@ -6,10 +6,10 @@ workers/train_state/train_state.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
@@ -22,8 +22,8 @@ ADVICE = "Lower the learning rate, set clip_norm"
 class Inspection:
     """Of one worker's steps, by attempt: `ask` once, then the next attempt is inspected."""
 
-    def __init__(self, member: Member, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._member, self._parameters = member, parameters
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self._asked = (0, -1)  # generation, step
         self._hooks: list[RemovableHandle] = []
         self._microbatch_id = -1
@@ -41,7 +41,7 @@ class Inspection:
     def before_backward(self, microbatch_id: int) -> None:
         if self.is_on:
             self._microbatch_id = microbatch_id
-            leaves = self._member.strategy.leaves(self._parameters)
+            leaves = self._member.strategy.leaves(self._member.train_state.parameters)
             trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
             self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
 

@@ -263,11 +263,9 @@ class Member:
             is_finite=vote.is_finite,
             divisor=vote.divisor,
             num_microbatches=layout.num_microbatches,
-            used=vote.used,
-            gradients=prepared.reduced.gradients,
+            gradients={n: g for n, g in prepared.reduced.gradients.items() if n in vote.used},
             buffers=prepared.reduced.buffers,
-            integers=tuple(train_state.buffers.integers),
-            tracked=train_state.buffers.tracked,
+            integers=train_state.buffers.integers,
             log_names=layout.log_names,
         )
         self.records.add(update.step, prepared, vector, vote)

@@ -58,7 +58,7 @@ class Records:
                     "time": time.time(),
                     "loss": vote.loss if math.isfinite(vote.loss) else None,
                     "generation": prepared.generation,
-                    "world_size": prepared.world_size,
+                    "world_size": prepared.layout.world_size,
                     "samples": step * batch,
                     "step_s": prepared.step_s,
                     "applied": vote.is_finite,

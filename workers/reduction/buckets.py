@@ -97,29 +97,32 @@ class GradientBuckets:
             flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
             self._buffer_sums = flat if self._buffer_sums is None else self._buffer_sums.add_(flat)
 
-    def finish(self) -> tuple[list[Tensor | None], Tensor | None]:
+    def finish(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Launch what is left, wait, and give (summed gradients, flat summed buffers).
 
         A collective: an exception inside a hook is raised here. The gradients are the buckets'
-        memory: valid until the next `begin`. With one rank they are the parameters' own, None
-        where there is none; else a parameter without gradient has zeros.
+        memory: valid until the next `begin`. With one rank they are the parameters' own, where
+        there are any; else a parameter without gradient has zeros.
         """
         self._is_armed = False
         if self._group.size() == 1:
-            for name, p in zip(self._names, self._parameters, strict=True):
-                refuse_sparse(name, p.grad)
-            return [p.grad for p in self._parameters], self._buffer_sums
+            pairs = zip(self._names, self._parameters, strict=True)
+            found = {name: p.grad for name, p in pairs if p.grad is not None}
+            for name, gradient in found.items():
+                refuse_sparse(name, gradient)
+            return found, self._buffer_sums
         if self._error is None:
             self._launch_all()
         if self._error is not None:
             raise self._error
         for pending in self._pending:
             pending.wait()
-        gradients: list[Tensor | None] = [None] * len(self._parameters)
-        for bucket in self._buckets:
-            for i, view in zip(bucket.members, bucket.views, strict=True):
-                gradients[i] = view
-        return gradients, self._buffer_sums
+        views = {
+            i: view
+            for bucket in self._buckets
+            for i, view in zip(bucket.members, bucket.views, strict=True)
+        }
+        return {name: views[i] for i, name in enumerate(self._names)}, self._buffer_sums
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -3,7 +3,7 @@
 A reducer belongs to one generation: an abandoned collective may still write into its buffers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,20 +22,18 @@ ARRIVED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Sums over all micro-batches of a step: on every rank, or a rank's rows where sharded.
+    """Sums over all micro-batches of a step, by name: on every rank, or a rank's rows where
+    sharded."""
 
-    gradients: per parameter, None where this rank knows of none (only with one rank).
-    buffers: the tracked floating buffers in their order, float64.
-    """
-
-    gradients: tuple[torch.Tensor | None, ...]
-    buffers: tuple[torch.Tensor, ...]
+    gradients: Mapping[str, torch.Tensor]
+    """Of the parameters, in their order; those without are known with one rank only."""
+    buffers: Mapping[str, torch.Tensor]
+    """The tracked floating buffers, float64."""
 
     def is_finite(self) -> bool:
         by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
-        for gradient in self.gradients:
-            if gradient is not None:
-                by_device.setdefault(gradient.device, []).append(local(gradient))
+        for gradient in self.gradients.values():
+            by_device.setdefault(gradient.device, []).append(local(gradient))
         return all(_are_finite(gradients) for gradients in by_device.values())
 
 
@@ -58,8 +56,9 @@ class Reducer(Protocol):
         After a pass of its own in this step. Raises what a backward raises."""
         ...
 
-    def has_gradient(self) -> list[bool]:
-        """Per parameter: did the micro-batch just finished, or one before it, give a gradient?"""
+    @property
+    def used(self) -> Set[str]:
+        """Parameters that the micro-batch just finished, or one before it, gave a gradient."""
         ...
 
     def finish(self) -> Reduced:
@@ -78,14 +77,13 @@ class FastReducer:
         buffers: Mapping[str, torch.Tensor],
         group: AnyGroup,
     ) -> None:
-        self._parameters = tuple(parameters.values())
-        self._buffers = tuple(buffers.values())
+        self._parameters, self._buffers = parameters, buffers
         self._buckets = GradientBuckets(parameters, group)
-        self._used = [False] * len(self._parameters)
+        self.used: set[str] = set()
 
     def begin(self) -> None:
         self._buckets.begin()
-        self._used = [False] * len(self._parameters)
+        self.used = set()
 
     def before_backward(self, is_last: bool) -> None:
         if is_last:
@@ -93,20 +91,17 @@ class FastReducer:
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[torch.Tensor]) -> None:
         self._buckets.add_buffers(buffers)
-        self._used = [p.grad is not None for p in self._parameters]
+        self.used = {name for name, p in self._parameters.items() if p.grad is not None}
 
     def serve_pass(self) -> None:
         raise AssertionError("replicas need nothing of each other's passes")
 
-    def has_gradient(self) -> list[bool]:
-        return self._used
-
     def finish(self) -> Reduced:
         gradients, flat = self._buckets.finish()
-        sizes = [b.numel() for b in self._buffers]
+        sizes = [b.numel() for b in self._buffers.values()]
         sums = () if flat is None else flat.split(sizes)
-        views = tuple(s.view(b.shape) for s, b in zip(sums, self._buffers, strict=True))
-        return Reduced(tuple(gradients), views)
+        pairs = zip(sums, self._buffers.items(), strict=True)
+        return Reduced(gradients, {name: s.view(b.shape) for s, (name, b) in pairs})
 
     def close(self) -> None:
         self._buckets.close()
@@ -124,7 +119,8 @@ class BitwiseReducer:
         ids: range,
         num_microbatches: int,
     ) -> None:
-        self._parameters = tuple(parameters.values())
+        self._parameters, self._names = tuple(parameters.values()), tuple(parameters)
+        self._buffers = tuple(buffers)
         self._group, self._num_microbatches = group, num_microbatches
         self._layout = FlatLayout(parameters, buffers, group.size())
         self._fold = TreeFold(self._layout, ids, num_microbatches)
@@ -185,8 +181,9 @@ class BitwiseReducer:
     def serve_pass(self) -> None:
         raise AssertionError("replicas need nothing of each other's passes")
 
-    def has_gradient(self) -> list[bool]:
-        return self._used
+    @property
+    def used(self) -> set[str]:
+        return {name for name, used in zip(self._names, self._used, strict=True) if used}
 
     def finish(self) -> Reduced:
         if self._backward is not None:
@@ -195,9 +192,11 @@ class BitwiseReducer:
             flats = reduce_tree(self._group, self._fold, self._num_microbatches)
         views = self._layout.views(flats)
         self._result = flats, views
-        count = len(self._parameters)
-        gradients = (v.to(p.dtype) for v, p in zip(views[:count], self._parameters, strict=True))
-        return Reduced(tuple(gradients), tuple(views[count:]))
+        sums = dict(zip((*self._names, *self._buffers), views, strict=True))
+        gradients = {
+            n: sums[n].to(p.dtype) for n, p in zip(self._names, self._parameters, strict=True)
+        }
+        return Reduced(gradients, {name: sums[name] for name in self._buffers})
 
     def close(self) -> None:
         for hook in self._hooks:

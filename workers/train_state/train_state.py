@@ -23,25 +23,21 @@ from workers.train_state.tensors import is_shard, local
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Everything that a committed step changes.
-
-    gradients: the sum over micro-batches per parameter, in parameter order; None where unused.
-    buffers: the sum over micro-batches of each tracked floating buffer, float64.
-    integers: the new value of each tracked integer buffer.
-    tracked: names of the tracked buffers. log_names: see `TrainState.log_names`.
-    """
+    """Everything that a committed step changes, by name."""
 
     step: int
     """Committed steps once it is applied."""
     is_finite: bool
     divisor: float
     num_microbatches: int
-    used: tuple[bool, ...]
-    gradients: tuple[torch.Tensor | None, ...]
-    buffers: tuple[torch.Tensor, ...]
-    integers: tuple[torch.Tensor, ...]
-    tracked: tuple[str, ...]
+    gradients: Mapping[str, torch.Tensor]
+    """The sum over micro-batches per parameter; without those that no micro-batch used."""
+    buffers: Mapping[str, torch.Tensor]
+    """The sum over micro-batches of each tracked floating buffer, float64."""
+    integers: Mapping[str, torch.Tensor]
+    """The new value of each tracked integer buffer."""
     log_names: tuple[str, ...]
+    """See `TrainState.log_names`."""
 
     def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
         """For followers, with the tensors themselves. records: what is known of the step."""
@@ -50,37 +46,28 @@ class Update:
             is_finite=self.is_finite,
             divisor=self.divisor,
             num_microbatches=self.num_microbatches,
-            used=self.used,
-            tracked=self.tracked,
             log_names=self.log_names,
-            num_buffers=len(self.buffers),
-            num_integers=len(self.integers),
             records=records,
         )
-        tensors = {
-            f"g{i}": g
-            for i, (g, is_used) in enumerate(zip(self.gradients, self.used, strict=True))
-            if is_used and g is not None
-        }
-        tensors |= {f"b{i}": b for i, b in enumerate(self.buffers)}
-        tensors |= {f"i{i}": b for i, b in enumerate(self.integers)}
-        return message, tensors
+        kinds = {"gradient": self.gradients, "buffer": self.buffers, "integer": self.integers}
+        return message, {f"{kind}/{n}": t for kind, of in kinds.items() for n, t in of.items()}
 
     @classmethod
     def from_message(
         cls, said: peer.Update, tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> "Update":
-        here = {n: t.to(device) for n, t in tensors.items()}
+        found: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "buffer": {}, "integer": {}}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            found[kind][name] = tensor.to(device)
         return cls(
             step=said.step,
             is_finite=said.is_finite,
             divisor=said.divisor,
             num_microbatches=said.num_microbatches,
-            used=said.used,
-            gradients=tuple(here.get(f"g{i}") for i in range(len(said.used))),
-            buffers=tuple(here[f"b{i}"] for i in range(said.num_buffers)),
-            integers=tuple(here[f"i{i}"] for i in range(said.num_integers)),
-            tracked=said.tracked,
+            gradients=found["gradient"],
+            buffers=found["buffer"],
+            integers=found["integer"],
             log_names=said.log_names,
         )
 
@@ -95,7 +82,7 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module,
-        parameters: list[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         scheduler: Any | None,
         *,
@@ -104,8 +91,8 @@ class TrainState:
         casting: Casting | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """casting: of the parameters in a forward; None: they are used as they are. loss_scale: to
-        begin with; None: losses are not scaled."""
+        """parameters: those that are trained. casting: of the parameters in a forward; None: they
+        are used as they are. loss_scale: to begin with; None: losses are not scaled."""
         self.model, self.parameters = model, parameters
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip_norm, self.max_nonfinite = clip_norm, max_nonfinite
@@ -136,7 +123,7 @@ class TrainState:
         """
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
-        self.buffers.track(update.tracked)
+        self.buffers.track({**update.buffers, **update.integers})
         if update.is_finite:
             self._change_weights(update, norm_of, step)
         else:
@@ -167,7 +154,7 @@ class TrainState:
             self.skipped_in_a_row += 1
 
     def drop_gradients(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def _change_weights(
@@ -177,21 +164,16 @@ class TrainState:
         step: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
         divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
-        given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
-        sums = [local(g) for g in given if g is not None]
-        if sums:
+        if sums := [local(gradient) for gradient in update.gradients.values()]:
             torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
-        for parameter, gradient, is_used in zip(
-            self.parameters, update.gradients, update.used, strict=True
-        ):
-            parameter.grad = None
-            if is_used:
-                assert gradient is not None
-                if not is_shard(gradient):  # a follower receives it row by row
-                    gradient = laid_out(gradient, parameter.stride())
-                parameter.grad = gradient
+        self.drop_gradients()
+        for name, gradient in update.gradients.items():
+            parameter = self.parameters[name]
+            if not is_shard(gradient):  # a follower receives it row by row
+                gradient = laid_out(gradient, parameter.stride())
+            parameter.grad = gradient
         if self.clip_norm is not None:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
             self.gradient_norm = norm_of(gradients)
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
             if coefficient < 1.0:
