@@ -40,7 +40,7 @@ from workers.membership.unwinding import RunEnded
 from workers.parallel.shards import RowsLost
 from workers.parallel.strategy import Formed, Strategy
 from workers.step.evaluation_log import EvaluationLog
-from workers.step.vote import Prepared, Vote, decode
+from workers.step.vote import CompletedVote, Prepared, Vote, decode
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
 from workers.train_state.train_state import Update
@@ -163,8 +163,8 @@ class Member:
     def _completed(self, report: r.Report) -> r.Report:
         """With what the machine does not know."""
         match report:
-            case r.Suspended():
-                vote, payload = self.records.last_vote or (None, b"")
+            case r.Suspended(step=step):
+                vote, payload = self.records.vote_of(step)
                 last = self.evaluated.last
                 return replace(report, vote=vote, evaluation=last, payload=payload)
             case r.Joined(generation, rank, step=step):
@@ -378,9 +378,10 @@ class Member:
         assert form.vote is not None
         assert self.prepared is not None
         began = time.monotonic()
-        layout = replace(self.prepared.layout, log_names=tuple(form.vote["log_names"]))
-        vector = np.frombuffer(form.payload, "<i8").astype(np.int64)
-        prepared = replace(self.prepared, layout=layout)
+        vote = CompletedVote.from_json(form.vote, form.payload)
+        assert vote.step == self.train_state.step + 1, (vote.step, self.train_state.step)
+        layout = replace(self.prepared.layout, log_names=vote.log_names)
+        prepared, vector = replace(self.prepared, layout=layout), vote.vector()
         self.commit(prepared, decode(layout, vector), vector)
         self._state_s += time.monotonic() - began
 

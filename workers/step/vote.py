@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -233,6 +234,26 @@ def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
     return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
 
-def dump(layout: VoteLayout, vector: np.ndarray) -> tuple[dict[str, object], bytes]:
-    """A completed vote for a survivor that did not see it complete."""
-    return {"log_names": list(layout.log_names)}, vector.astype("<i8").tobytes()
+@dataclass(frozen=True, slots=True)
+class CompletedVote:
+    """For a survivor that did not see it complete."""
+
+    step: int
+    """That counts with it."""
+    log_names: tuple[str, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, step: int, layout: VoteLayout, vector: np.ndarray) -> "CompletedVote":
+        return cls(step, layout.log_names, vector.astype("<i8").tobytes())
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any], content: bytes) -> "CompletedVote":
+        return cls(said["step"], tuple(said["log_names"]), content)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but its content."""
+        return {"step": self.step, "log_names": list(self.log_names)}
+
+    def vector(self) -> np.ndarray:
+        return np.frombuffer(self.content, "<i8").astype(np.int64)
