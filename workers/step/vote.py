@@ -184,12 +184,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     buffer or on the kind of loss.
     """
     digests, pauses, nonfinite, unknown, _, saving, saves = vector[:_COUNTS].tolist()
-    if digests != layout.world_size * layout.names.digest:
-        raise ValueError(
-            "the parameters or buffers of the model have other names, or another order, on another "
-            "worker; build_model() must build the same model everywhere (an iteration over a set "
-            "has another order in every process)"
-        )
+    _check_names(layout, digests)
     used, untracked, table = _parts(layout, vector)
     losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
     losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
@@ -228,6 +223,15 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
         user=user,
     )
+
+
+def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
+    if sum_of_digests != layout.world_size * layout.names.digest:
+        raise ValueError(
+            "the parameters or buffers of the model have other names, or another order, on another "
+            "worker; build_model() must build the same model everywhere (an iteration over a set "
+            "has another order in every process)"
+        )
 
 
 def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
