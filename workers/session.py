@@ -25,6 +25,7 @@ from workers.health.nonfinite import Inspection, explain, told_of_no_weight
 from workers.health.verify import verify
 from workers.membership.events import Loop
 from workers.membership.member import Member
+from workers.membership.unwinding import lost_peer_in
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import evaluation
 from workers.step.loss import check_loss
@@ -225,7 +226,7 @@ class Step:
         self._ids = self._member.ids
         """Of this rank's micro-batches."""
         self._has_iterated = False
-        self._is_awaiting_backward = False
+        self._is_awaiting_backward = self._has_agreed = False
         self._num_passes_left = 0
 
     def __enter__(self) -> "Step":
@@ -251,12 +252,20 @@ class Step:
         finally:
             self._member.move_loop(Loop.OUTSIDE)
 
+    def _is_cancelled_with(self, error: BaseException | None) -> bool:
+        """Once all have agreed, an error is that of the step itself, as on every rank."""
+        if error is None:
+            return not self.committed and self._member.is_cancelled
+        if isinstance(error, StepCancelled):
+            return True
+        is_users = not self._has_agreed or (self.committed and lost_peer_in(error) is not None)
+        return is_users and self._member.is_over_with(error)
+
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
         self._member.train_state.casting.restore()
-        is_swallowed = error is None and not self.committed and self._member.is_cancelled
-        if isinstance(error, StepCancelled) or is_swallowed:
+        if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
@@ -391,6 +400,7 @@ class Step:
             is_finite=reduced.is_finite(),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
+        self._has_agreed = True
         if not vote.is_finite:
             self._judge(vote, records)
         prepared = replace(prepared, step_s=time.perf_counter() - self._began)

@@ -20,7 +20,14 @@ from typing import NoReturn
 
 import torch
 
-from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput, in_words
+from elastic.protocol.errors import (
+    PeerLost,
+    StepCancelled,
+    UnfitNode,
+    UserError,
+    WrongInput,
+    in_words,
+)
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command
@@ -112,7 +119,7 @@ class Worker:
         """The controller learns whose they are, then they are raised."""
         try:
             train()
-        except (RunEnded, StepCancelled):  # the latter of a collective outside of any step
+        except (RunEnded, StepCancelled, PeerLost):  # the latter two of a collective outside steps
             raise
         except WrongInput as error:
             is_unfit = isinstance(error, UnfitNode)

@@ -64,7 +64,7 @@ def save_ours(storage: Path, size_mb: int) -> str:
         saver = Saver(collector, spec())  # type: ignore[arg-type]
         saver.open(str(storage))
         saver.begin(train_state, Rank(rank))
-        saver._wait()
+        saver._wait_moving()
     return weights_sha256(train_state.model)
 
 

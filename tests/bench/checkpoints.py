@@ -172,7 +172,7 @@ def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, list[float]]
     for _ in range(repeats):
         found.setdefault("memcpy", []).append(seconds(memcpy))
         found.setdefault("blocked", []).append(training.blocked_s())
-        saver._wait()
+        saver._wait_moving()
         training.clear()
         found.setdefault("plain", []).append(seconds(lambda: repeat(training.step)) / FEWEST_STEPS)
         step_s = statistics.median(found["plain"])
@@ -184,7 +184,7 @@ def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, list[float]]
 
         def save() -> None:
             training.begin_save()
-            training.saver._wait()
+            training.saver._wait_moving()
 
         found.setdefault("written", []).append(training.size_bytes / seconds(save))
         training.clear()

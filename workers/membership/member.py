@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost
+from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost, in_words
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
@@ -36,7 +36,7 @@ from workers.membership.own_group import OwnGroup
 from workers.membership.state import State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.membership.unwinding import RunEnded
+from workers.membership.unwinding import RunEnded, lost_peer_in
 from workers.parallel.shards import RowsLost
 from workers.parallel.strategy import Formed, Strategy
 from workers.step.evaluation_log import EvaluationLog
@@ -154,8 +154,8 @@ class Member:
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.train_state.step)
                 self.evaluated.say(self.rank)
-            case a.MeetAll():
-                return self._meet_all()
+            case a.MeetAll(form):
+                return self._meet_all(form)
             case a.WriteFinal(generation, log_folder):
                 return self._write_final(generation, log_folder)
         return None
@@ -249,6 +249,17 @@ class Member:
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
         self._tell(lost_with(error))
+
+    def is_over_with(self, error: BaseException) -> bool:
+        """Whether what the user's code raised is only the end of its generation: a lost peer in a
+        collective of its own, or what it made of an abandoned one's garbage."""
+        if lost := lost_peer_in(error):
+            self.collective_failed(lost)
+        is_over = isinstance(error, Exception) and self.is_cancelled
+        if is_over and lost is None:
+            what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
+            log.warning(what, self.generation, self.step, in_words(error))
+        return is_over
 
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
@@ -424,23 +435,10 @@ class Member:
         return None
 
     def _assemble(self, form: Form) -> e.Event | None:
-        assert self.group is not None
-        assert self._pieces is not None
         self.backup.hear(form.holders)
-        formed = Formed(
-            generation=form.generation,
-            step=form.step,
-            known_step=self.records.known_step,
-            group=self.group,
-            pieces=self._pieces,
-            catalogue=self.saver.catalogue,
-            say_lost=self.collective_failed,
-            gathering=self.vitals.gathering,
-            order=form.order,
-            on_connected=lambda: self._tell(e.PartBegun()),
-        )
         try:
-            entered = self.strategy.enter(formed)
+            entered = self.strategy.enter(self._formed(form))
+            assert self.group is not None
             self.records.share(self.group, self.device)
         except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
@@ -456,12 +454,29 @@ class Member:
         self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
         return None
 
-    def _meet_all(self) -> e.Event:
+    def _formed(self, form: Form) -> Formed:
+        assert self.group is not None
+        assert self._pieces is not None
+        return Formed(
+            generation=form.generation,
+            step=form.step,
+            known_step=self.records.known_step,
+            group=self.group,
+            pieces=self._pieces,
+            catalogue=self.saver.catalogue,
+            say_lost=self.collective_failed,
+            gathering=self.vitals.gathering,
+            order=form.order,
+            on_connected=lambda: self._tell(e.PartBegun()),
+        )
+
+    def _meet_all(self, form: Form) -> e.Event:
         """Whoever is level waits for those that get their state late: a step's first collective
         would wait no longer than the backend lets it."""
         assert self._pieces is not None
         try:
             self._pieces.wait_for_all()
+            self.strategy.enter(self._formed(form))
         except PeerLost as error:
             return lost_with(error)
         return e.EverybodyEntered()

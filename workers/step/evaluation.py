@@ -44,9 +44,9 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
                 means = _evaluate_once(member, workload, spec, dataset, fn)
                 generation = member.generation
                 break
-            except (PeerLost, StepCancelled) as error:
-                if isinstance(error, PeerLost):  # else a sharded forward has said so
-                    member.collective_failed(error)
+            except (Exception, StepCancelled) as error:  # the latter of a sharded forward
+                if not (isinstance(error, StepCancelled) or member.is_over_with(error)):
+                    raise
                 member.wait_for_generation()
                 if member.train_state.step < step:
                     raise RolledBack from error
