@@ -18,10 +18,10 @@ ORDER = (
     *("data", "parallel", "health", "membership"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
-NUM_UPWARD = 18
-LONG_SIGNATURES = {"elastic": 0, "workers": 9}
+NUM_UPWARD = 17
+LONG_SIGNATURES = {"elastic": 0, "workers": 7}
 WIDE_CLASSES = {"elastic": 11, "workers": 8}
-PACKED_TUPLES = {"elastic": 0, "workers": 9}
+PACKED_TUPLES = {"elastic": 0, "workers": 6}
 
 
 @cache

@@ -5,8 +5,9 @@ regrouping happens at its end (workers/membership/member.py), and the loop goes 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,19 +22,18 @@ from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.distributed.exchange import gather_json
-from workers.health.nonfinite import Inspection, explain, told_of_no_weight
+from workers.health.nonfinite import Inspection, judge
 from workers.health.verify import verify
 from workers.membership.events import Loop
 from workers.membership.member import Member
-from workers.membership.unwinding import lost_peer_in
+from workers.membership.unwinding import Repeated, lost_peer_in
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import evaluation
-from workers.step.loss import check_loss
-from workers.step.microbatches import Logged, Microbatches, kept
+from workers.step.microbatches import Logged, Microbatches, check_loss, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
-    MicrobatchRecord,
+    CompletedVote,
     Names,
     Prepared,
     Vote,
@@ -42,10 +42,7 @@ from workers.step.vote import (
     decode,
     encode,
 )
-
-
-class Repeated(StepCancelled):
-    """The step is done again by all ranks alike, without regrouping."""
+from workers.train_state.train_state import Update
 
 
 class Session:
@@ -162,6 +159,10 @@ class Session:
         is_over = lambda: member.is_cancelled  # noqa: E731
         return member.saver.save(member.train_state, member, is_over, is_pinned=pin)
 
+    def _take_logged(self) -> Logged:
+        logged, self._logged = self._logged, {}
+        return logged
+
     def forget_logged(self) -> None:
         """Drop what was logged and belongs to no step."""
         self._logged = {}
@@ -183,7 +184,7 @@ class Session:
             )
         if self._open is not None:
             raise RuntimeError("evaluate() inside a step's block; call it after the block")
-        return evaluation.evaluate(self._member, self.workload, self._spec, dataset, fn)
+        return evaluation.evaluate(self._member, self.workload, dataset, fn)
 
     def _assign_loader(self, ids: range) -> None:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
@@ -348,11 +349,9 @@ class Step:
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        self._reducer.after_backward(
-            attempt.microbatch_id, member.train_state.buffers.end_microbatch()
-        )
-        self._done.add(total, weight, attempt.rows, session._logged)
-        session._logged = {}
+        leaves = member.train_state.buffers.end_microbatch()
+        self._reducer.after_backward(attempt.microbatch_id, leaves)
+        self._done.add(total, weight, attempt.rows, session._take_logged())
 
     def commit(self) -> None:
         """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.
@@ -376,23 +375,22 @@ class Step:
             self._member.strategy.before_vote()
             self._member.wait_for_copies()
             self._vitals.enter("vote")
-            self._vote(reduced)
+            self._vote(reduced, self._reducer.used)
         except PeerLost as error:
             self._member.collective_failed(error)
             raise StepCancelled from error
 
-    def _vote(self, reduced: Reduced) -> None:
+    def _vote(self, reduced: Reduced, used: Set[str]) -> None:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""
         session, member = self._session, self._member
-        assert self._reducer is not None
-        self._keep_late_values()
+        self._done.log_late(session._take_logged())
         buffers = member.train_state.buffers
         records = self._done.records(self._ids, buffers.integer_hashes())
         if session._spec.verify_every is not None:
             verify(member, session._spec.verify_every)
         ballot = Ballot(
             records=records,
-            used=self._reducer.used,
+            used=used,
             untracked=buffers.untracked_changes(),
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
@@ -402,12 +400,32 @@ class Step:
         prepared, vote, vector = self._agree(reduced, ballot)
         self._has_agreed = True
         if not vote.is_finite:
-            self._judge(vote, records)
-        prepared = replace(prepared, step_s=time.perf_counter() - self._began)
-        member.commit(prepared, vote, vector)
-        member.records.tell(member)
+            judge(session._inspection, vote, records, member)
+        prepared = replace(prepared, step_s=self._so_far_s())
+        self._apply(prepared, vote, vector)
+        if member.rank == 0:  # the others keep the step on record until the controller has it
+            member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
+
+    def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
+        """All hold the reduced gradients, so the step counts: take it, offer it to those who
+        follow, and see whether the new state is to be saved. May raise PeerLost."""
+        member, records, train_state = self._member, self._member.records, self._member.train_state
+        self._vitals.enter("apply")
+        update = Update.of(prepared, vote, train_state)
+        records.add(update.step, prepared, vector, vote)
+        member.followers.offer(lambda: update.to_message(records.to_frame(is_newest_enough=True)))
+        member.strategy.apply(update)
+        member.take_step(should_pause=vote.should_pause)
+        member.backup.after_step(train_state, member)
+        if not vote.is_saving:
+            member.saver.after_step(train_state, member, is_asked=vote.should_save)
+
+    def _roll_forward(self, prepared: Prepared, vote: CompletedVote) -> None:
+        """The step counts although it was cancelled here: others have seen its vote complete."""
+        layout, vector = replace(prepared.layout, log_names=vote.log_names), vote.vector()
+        self._apply(replace(prepared, layout=layout), decode(layout, vector), vector)
 
     def _agree(self, reduced: Reduced, ballot: Ballot) -> tuple[Prepared, Vote, np.ndarray]:
         """The vote, again if a rank logs names that others do not know. A collective."""
@@ -416,18 +434,16 @@ class Step:
         assert group is not None
         while True:
             layout = VoteLayout(
-                world_size=member.world_size,
+                world_size=group.size(),
                 num_microbatches=spec.num_microbatches,
                 micro_batch=spec.micro_batch,
                 names=self._session._names,
                 integer_buffers=train_state.buffers.integer_names,
                 log_names=train_state.log_names,
             )
-            contribution = encode(layout, ballot)
-            step_s = time.perf_counter() - self._began
-            prepared = Prepared(reduced, layout, step_s, member.generation)
-            member.prepare(prepared)
-            vector = add_up(group, contribution, member.device)
+            prepared = Prepared(reduced, layout, self._so_far_s(), member.generation)
+            member.prepare(partial(self._roll_forward, prepared))
+            vector = add_up(group, encode(layout, ballot), member.device)
             vote = decode(layout, vector)
             if vote.untracked:  # all ranks see it: repeat the step with them
                 member.drop_gradients()
@@ -439,25 +455,8 @@ class Step:
             found = {name for of_rank in logged for name in of_rank}
             train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
 
-    def _judge(self, vote: Vote, records: list[MicrobatchRecord]) -> None:
-        """Of a step that is not finite: if it is one too many, the run stops with it and says where
-        it began, which another attempt finds out. A collective."""
-        member, inspection = self._member, self._session._inspection
-        train_state = member.train_state
-        if train_state.skipped_in_a_row < train_state.max_nonfinite:
-            return
-        member.drop_gradients()  # the run stops with this step: nobody rolls forward to it
-        if vote.divisor == 0:
-            train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
-        elif not inspection.is_on:
-            inspection.ask(member.generation, train_state.step)
-            raise Repeated
-        else:
-            train_state.first_nonfinite = explain(inspection, records, member)
-
-    def _keep_late_values(self) -> None:
-        self._done.log_late(self._session._logged)
-        self._session._logged = {}
+    def _so_far_s(self) -> float:
+        return time.perf_counter() - self._began
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:

@@ -52,8 +52,7 @@ from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.step.loss import check_loss
-from workers.step.microbatches import weight_of
+from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory

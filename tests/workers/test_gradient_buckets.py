@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.fake_groups import Done, run_gloo, run_threads
-from workers.reduction.buckets import GradientBuckets
+from workers.reduction.fast import GradientBuckets
 
 
 class Branches(nn.Module):

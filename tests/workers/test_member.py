@@ -12,8 +12,8 @@ from elastic.protocol.messages.to_controller import Suspended
 from elastic.protocol.messages.to_worker import Finish, Pause, Recall
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.fake_groups import Done
-from tests.workers.session_rig import Rig, Tiny, abort, obey
+from tests.workers.fake_groups import Done, run_threads
+from tests.workers.session_rig import InThread, Rig, Tiny, abort, obey
 from workers.distributed.process_group import Alone
 from workers.membership.member import RunEnded
 from workers.membership.state import Holding
@@ -383,3 +383,18 @@ def test_what_a_cut_off_vote_told_is_forgotten_by_every_strategy(parallel):
     rig.member.wait_for_generation()
     assert rig.train_state.log_names == ("size",)
     rig.loader.close()
+
+
+def test_the_lowest_rank_alone_reports_a_step():
+    """The others may be the lowest one later."""
+    torch.set_num_threads(1)
+
+    def body(group):
+        rig = Rig("bitwise")
+        rig.form(generation=1, step=0)
+        rig.join(InThread(group.rank(), group._mailboxes))
+        assert rig.step().committed
+        rig.loader.close()
+        return len(rig.link.of("committed")), len(rig.member.records.to_frame()["steps"])
+
+    assert run_threads(2, body) == [(1, 1), (0, 1)]

@@ -22,8 +22,6 @@ def test_the_last_step_is_told_and_all_that_are_not_on_record_to_a_new_controlle
     records.tell(LOWEST)
     records.tell(LOWEST)
     assert steps_told(link) == [[3], [1, 2, 3], [3]]
-    records.tell(SimpleNamespace(generation=2, rank=1, world_size=2))
-    assert len(link.sent) == 3
 
 
 def test_whoever_learns_from_the_lowest_rank_can_say_every_step_in_order():

@@ -274,8 +274,8 @@ class Saver:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
             message = f"{type(error).__name__}: {error}"
-            where_ = (job.generation, job.step, message)
-            log.warning('generation=%d step=%d save failed reason="%s"', *where_)
+            what = 'generation=%d step=%d save failed reason="%s"'
+            log.warning(what, job.generation, job.step, message)
             self._say(PartFailed(job.generation, job.rank, job.step, message))
         finally:
             self._memory.give(copies)

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
-from workers.step.vote import MicrobatchRecord
+from workers.membership.unwinding import Repeated
+from workers.step.vote import MicrobatchRecord, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"
 
@@ -55,6 +56,24 @@ class Inspection:
                 self.found = (self._microbatch_id, name)
 
         return look
+
+
+def judge(
+    inspection: Inspection, vote: Vote, records: Sequence[MicrobatchRecord], member: Member
+) -> None:
+    """Of a step that is not finite: if it is one too many, the run stops with it and says where it
+    began, which another attempt finds out. A collective. Raises Repeated and PeerLost."""
+    train_state = member.train_state
+    if train_state.skipped_in_a_row < train_state.max_nonfinite:
+        return
+    member.drop_gradients()  # the run stops with this step: nobody rolls forward to it
+    if vote.divisor == 0:
+        train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
+    elif not inspection.is_on:
+        inspection.ask(member.generation, train_state.step)
+        raise Repeated
+    else:
+        train_state.first_nonfinite = explain(inspection, records, member)
 
 
 def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member: Member) -> str:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost, in_words
@@ -40,12 +39,12 @@ from workers.membership.unwinding import RunEnded, lost_peer_in
 from workers.parallel.shards import RowsLost
 from workers.parallel.strategy import Formed, Strategy
 from workers.step.evaluation_log import EvaluationLog
-from workers.step.vote import CompletedVote, Prepared, Vote, decode
+from workers.step.vote import CompletedVote
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
-from workers.train_state.train_state import Update
 
 log = logging.getLogger(__name__)
+RollForward: TypeAlias = Callable[[CompletedVote], None]
 
 
 class Member:
@@ -77,8 +76,8 @@ class Member:
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self._is_checked, self._lock = is_checked, threading.Lock()
         self.standing = State(is_whole=strategy.is_whole)
-        self.prepared: Prepared | None = None
-        """The reduced gradients of the next step, if the machine counts on them."""
+        self.prepared: RollForward | None = None
+        """Takes the next step, whose reduced gradients are here, if the machine counts on them."""
         self._told_at = 0.0
         """When it was last said that the hash of the final state gets further."""
         self._state_s = 0.0
@@ -87,7 +86,7 @@ class Member:
         self.compilation = Compilation(vitals)
         self.own = OwnGroup(spec, vitals, device, lambda: self.standing.is_given_up)
         self._pieces: Pieces | None = None
-        self._followers = Followers(peers)
+        self.followers = Followers(peers)
         delays = self.backup.delays_commits
         self.records = Records(link, spec.global_batch, is_delayed=delays)
         self._copying = Copying(spec, self.train_state, vitals, device, self.records, self._tell)
@@ -143,7 +142,7 @@ class Member:
             case a.CatchUp(step):
                 return self._catch_up(step)
             case a.RenewFollowers():
-                self._followers.renew(self._state_and_records)
+                self.followers.renew(self._state_and_records)
             case a.Meet():
                 return self._meet()
             case a.CatchUpLate() | a.AssembleState():
@@ -168,8 +167,8 @@ class Member:
                 last = self.evaluated.last
                 return replace(report, vote=vote, evaluation=last, payload=payload)
             case r.Joined(generation, rank, step=step):
-                where = (generation, step, rank, self.world_size)
-                log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
+                what, size = "generation=%d step=%d rank=%d world_size=%d joined", self.world_size
+                log.info(what, generation, step, rank, size)
                 return replace(report, state_s=round(self._state_s, 6))
             case _:
                 return report
@@ -236,9 +235,9 @@ class Member:
         """The user's loop has come there."""
         self._tell(e.LoopMoved(to))
 
-    def prepare(self, prepared: Prepared) -> None:
+    def prepare(self, roll_forward: RollForward) -> None:
         """A vote on it begins."""
-        self.prepared = prepared
+        self.prepared = roll_forward
         self._tell(e.StepPrepared())
 
     def drop_gradients(self) -> None:
@@ -265,32 +264,12 @@ class Member:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
         self.backup.wait(lambda: self.is_cancelled)
 
-    def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
-        """Apply a prepared step with its completed vote, feed followers, report."""
-        train_state, layout = self.train_state, prepared.layout
-        self.vitals.enter("apply")
-        update = Update(
-            step=train_state.step + 1,
-            is_finite=vote.is_finite,
-            divisor=vote.divisor,
-            num_microbatches=layout.num_microbatches,
-            gradients={n: g for n, g in prepared.reduced.gradients.items() if n in vote.used},
-            buffers=prepared.reduced.buffers,
-            integers=train_state.buffers.integers,
-            log_names=layout.log_names,
-        )
-        self.records.add(update.step, prepared, vector, vote)
-        self._followers.offer(
-            lambda: update.to_message(self.records.to_frame(is_newest_enough=True))
-        )
-        self.strategy.apply(update)
+    def take_step(self, *, should_pause: bool) -> None:
+        """The state is that of one committed step more."""
         self.prepared = None
-        self._tell(e.StepCommitted(train_state.step, vote.should_pause))
-        self.vitals.step = train_state.step
-        self.compilation.tell(self.generation, train_state.step)
-        self.backup.after_step(train_state, self)
-        if not vote.is_saving:
-            self.saver.after_step(train_state, self, is_asked=vote.should_save)
+        self._tell(e.StepCommitted(self.step, should_pause))
+        self.vitals.step = self.step
+        self.compilation.tell(self.generation, self.step)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -391,9 +370,7 @@ class Member:
         began = time.monotonic()
         vote = CompletedVote.from_json(form.vote, form.payload)
         assert vote.step == self.train_state.step + 1, (vote.step, self.train_state.step)
-        layout = replace(self.prepared.layout, log_names=vote.log_names)
-        prepared, vector = replace(self.prepared, layout=layout), vote.vector()
-        self.commit(prepared, decode(layout, vector), vector)
+        self.prepared(vote)
         self._state_s += time.monotonic() - began
 
     def _catch_up(self, step: int) -> e.Event:
@@ -496,7 +473,7 @@ class Member:
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        self._followers.take_on(self._state_and_records)
+        self.followers.take_on(self._state_and_records)
 
 
 def lost_with(error: PeerLost) -> e.PeersLost:

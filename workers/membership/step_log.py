@@ -107,11 +107,11 @@ class Records:
             self.last_vote = vote_in(frame)
 
     def tell(self, by: Standing) -> None:
-        """The lowest rank says what was committed last, as a member that has joined; all that it
-        knows to a controller that it has not met before."""
+        """Say what was committed last, as a member that has joined; all that it knows to a
+        controller that it has not met before."""
         is_new = self._num_controllers != self._link.num_controllers
         self._num_controllers = self._link.num_controllers
-        if by.rank == 0 and self._unrecorded:
+        if self._unrecorded:
             self._say(by, list(self._unrecorded)[0 if is_new else -1 :])
 
     def repeat(self, by: Standing, recorded_step: int) -> None:

@@ -18,7 +18,9 @@ from workers.checkpoint.load import load_newest
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.initial import initialise_modules, settle_small
 from workers.parallel.strategy import Entered, Formed
-from workers.reduction.reducers import BitwiseReducer, FastReducer, Reducer
+from workers.reduction.bitwise import BitwiseReducer
+from workers.reduction.fast import FastReducer
+from workers.reduction.reducers import Reducer
 from workers.step.precision import DTYPES, Casting
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256

@@ -150,7 +150,7 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
-        assert record.weight is None or math.isfinite(record.weight)  # loss.py has checked it
+        assert record.weight is None or math.isfinite(record.weight)  # microbatches.py has checked
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
         for name in layout.log_names:

@@ -14,6 +14,7 @@ from elastic.protocol.messages import peer
 from workers.reduction.norm import clip_coefficient, global_norm
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
+from workers.step.vote import Prepared, Vote
 from workers.train_state import serialization
 from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
@@ -38,6 +39,20 @@ class Update:
     """The new value of each tracked integer buffer."""
     log_names: tuple[str, ...]
     """See `TrainState.log_names`."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, vote: Vote, before: "TrainState") -> "Update":
+        """A prepared step with its completed vote."""
+        return cls(
+            step=before.step + 1,
+            is_finite=vote.is_finite,
+            divisor=vote.divisor,
+            num_microbatches=prepared.layout.num_microbatches,
+            gradients={n: g for n, g in prepared.reduced.gradients.items() if n in vote.used},
+            buffers=prepared.reduced.buffers,
+            integers=before.buffers.integers,
+            log_names=prepared.layout.log_names,
+        )
 
     def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
         """For followers, with the tensors themselves. records: what is known of the step."""

@@ -6,8 +6,10 @@ The order of addition is the backend's. The canonical tree is in tree.py.
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from workers.distributed.process_group import AnyGroup
+from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.train_state.strides import dense_strides
 
@@ -15,6 +17,45 @@ BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 LARGE_BYTES = 1 << 18
 """Gradients below it move into their bucket together, once it is full: a call for each costs more
 than their memory is worth."""
+
+
+class FastReducer:
+    """See `workers.reduction.reducers.Reducer`. All-reduces overlap with the last backward."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: AnyGroup,
+    ) -> None:
+        self._parameters, self._buffers = parameters, buffers
+        self._buckets = GradientBuckets(parameters, group)
+        self.used: set[str] = set()
+
+    def begin(self) -> None:
+        self._buckets.begin()
+        self.used = set()
+
+    def before_backward(self, is_last: bool) -> None:
+        if is_last:
+            self._buckets.arm()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        self._buckets.add_buffers(buffers)
+        self.used = {name for name, p in self._parameters.items() if p.grad is not None}
+
+    def serve_pass(self) -> None:
+        raise AssertionError("replicas need nothing of each other's passes")
+
+    def finish(self) -> Reduced:
+        gradients, flat = self._buckets.finish()
+        sizes = [b.numel() for b in self._buffers.values()]
+        sums = () if flat is None else flat.split(sizes)
+        pairs = zip(sums, self._buffers.items(), strict=True)
+        return Reduced(gradients, {name: s.view(b.shape) for s, (name, b) in pairs})
+
+    def close(self) -> None:
+        self._buckets.close()
 
 
 class _Bucket:
