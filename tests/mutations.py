@@ -38,14 +38,14 @@ STATE = "workers/membership/state.py"
 NETWORK = "tests/control/test_network_simulation.py"
 MEMBER = "workers/membership/member.py"
 WORKER = "workers/worker.py"
-SHARDED = "workers/parallel/sharded.py"
+SHARDS = "workers/parallel/shards.py"
 
 MUTATIONS = (
     Mutation(
         "a vote is believed although its generation was given up",
-        "workers/step/vote.py",
-        "    if group.is_abandoned:  #",
-        "    if False:  #",
+        "workers/distributed/process_group.py",
+        "        self.check()\n        return found\n",
+        "        return found\n",
         "tests/workers/test_member.py",
     ),
     Mutation(
@@ -57,9 +57,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a generation that begins behind the record leaves the record as it is",
-        CLUSTER,
-        "if is_first and report.step < self.recorded_step:",
-        "if is_first and report.step < 0:",
+        "elastic/on_ray/progress.py",
+        "if is_first and not has_recorded and report.step < self.recorded_step:",
+        "if is_first and not has_recorded and report.step < 0:",
         "tests/control/test_ray_cluster.py",
     ),
     Mutation(
@@ -70,11 +70,18 @@ MUTATIONS = (
         "tests/workers/test_member.py",
     ),
     Mutation(
-        "a new controller is told the last step only",
-        "workers/membership/step_log.py",
-        "[0 if is_new else -1 :]",
-        "[-1:]",
-        "tests/workers/test_step_log.py",
+        "a step that is not on record is said once only",
+        "elastic/protocol/in_force.py",
+        "    | r.Committed\n",
+        "",
+        "tests/control/test_in_force.py",
+    ),
+    Mutation(
+        "a generation that is over is obeyed again over another connection",
+        MACHINE,
+        "case Form(generation) if generation <= state.seat.generation:",
+        "case Form(generation) if generation < state.seat.generation:",
+        "tests/workers/test_machine.py",
     ),
     Mutation(
         "a sharded state is gone on from although nobody can report the steps before it",
@@ -203,37 +210,51 @@ MUTATIONS = (
         "tests/workers/test_worker_start.py",
     ),
     Mutation(
-        "a round's number is believed although its generation was given up",
-        "workers/distributed/pieces.py",
-        "        if self._group.is_abandoned:  # an",
-        "        if False:  # an",
-        "tests/workers/test_pieces.py",
+        "the ranks' order is exchanged with the data",
+        "workers/parallel/collectives.py",
+        "self._group.control.all_gather_flat(orders, mine)",
+        "self._group.all_gather_flat(orders, mine)",
+        "tests/device/test_abandonment.py",
+    ),
+    Mutation(
+        "what leaves a device is not ordered behind what made it",
+        "workers/distributed/device_wait.py",
+        "            self._stream.wait_event(self._from)\n",
+        "",
+        "tests/device/test_snapshots.py",
+    ),
+    Mutation(
+        "a step does not wait for what leaves the device",
+        "workers/train_state/snapshot.py",
+        "                exit_.hold()\n",
+        "                pass\n",
+        "tests/device/test_snapshots.py",
     ),
     Mutation(
         "nobody waits for who is longer in getting its part",
-        SHARDED,
+        SHARDS,
         "            pieces.wait_for_all()\n",
         "",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "ranks that read their parts do not meet on the way",
-        SHARDED,
+        SHARDS,
         "begin_piece=pieces.begin_apart)",
         "begin_piece=pieces.begin)",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "ranks that make their initial weights do not meet on the way",
-        SHARDED,
-        "values, pieces.begin_apart\n",
-        "values, pieces.begin\n",
+        SHARDS,
+        "at, values, pieces.begin_apart)\n",
+        "at, values, pieces.begin)\n",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
         "a newcomer of a sharded run learns of no step that is not on record",
         MEMBER,
-        "            self.records.share(self.group, self.device)\n",
+        "            self.records.share(self.group)\n",
         "",
         "tests/workers/test_entering.py",
     ),
@@ -266,8 +287,8 @@ MUTATIONS = (
         "tests/workers/test_untold_saves.py",
     ),
     Mutation(
-        "rows are saved as those of another rank",
-        SHARDED,
+        "a shard is saved as that of another rank",
+        SHARDS,
         "        assert (held.world_size, held.position) ==",
         "        assert True or (held.world_size, held.position) ==",
         "tests/workers/test_untold_saves.py",

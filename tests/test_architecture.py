@@ -183,6 +183,64 @@ def test_the_machine_of_a_worker_decides_from_values_alone(path: str):
         assert is_pure, f"{path}:{imported.line} imports {imported.name}"
 
 
+LOOKS = {"item", "tolist", "cpu", "numpy"}
+REDUCTIONS = {"sum", "all", "any", "max", "min", "norm"}
+HOST_READS = {
+    "workers/distributed/device_wait.py to_host": "for Group.read",
+    "workers/distributed/device_wait.py leave": "committed state",
+    "workers/distributed/exchange.py gather_json": "came over the control group",
+    "workers/distributed/pieces.py _end_round": "came over the control group",
+    "workers/health/verify.py verify": "came over the control group",
+    "workers/health/verify.py fingerprint": "committed state",
+    "workers/health/nonfinite.py look": "only told of over the control group",
+    "workers/reduction/norm.py norm_of_rows": "a finite vote has waited for the gradients",
+    "workers/reduction/reducers.py is_finite": "was read by the group",
+    "workers/step/microbatches.py _numbers": "was read by the group",
+    "workers/step/vote.py add_up": "was read by the group",
+    "workers/step/buffers.py _hash": "was read by the group",
+    "workers/train_state/digest.py tensor_bytes": "committed state",
+    "workers/train_state/serialization.py encode": "committed state",
+    "workers/train_state/tensors.py as_bytes": "in host memory",
+    "workers/step/vote.py encode": "numpy's",
+    "workers/step/vote.py decode": "numpy's",
+    "workers/reduction/tree.py _part": "numpy's",
+    "workers/worker.py place_in_stream": "numpy's",
+}
+"""Who looks at tensors on the host, and why what it sees is no garbage. Files and datasets have no
+collectives."""
+
+
+def looks_at_tensors(function: ast.FunctionDef) -> bool:
+    """`.item()`, `float(x.sum())` and the like, not in functions within."""
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    nested = [n for n in ast.walk(function) if isinstance(n, ast.FunctionDef) and n is not function]
+    inner = {id(n) for f in nested for n in ast.walk(f)}
+    for call in (c for c in calls if id(c) not in inner):
+        if isinstance(call.func, ast.Attribute) and call.func.attr in LOOKS and not call.args:
+            return True
+        if any(keyword.arg == "non_blocking" for keyword in call.keywords):
+            return True
+        if isinstance(call.func, ast.Name) and call.func.id in {"float", "bool", "int"}:
+            names = {n.attr for n in ast.walk(call) if isinstance(n, ast.Attribute)}
+            is_read = any(isinstance(n, ast.Name) and n.id == "read" for n in ast.walk(call))
+            if names & REDUCTIONS or is_read:
+                return True
+    return False
+
+
+def test_what_comes_of_a_collective_is_read_in_one_function():
+    """A group that was aborted leaves garbage and no error: `Group.read` looks at that."""
+    found = {
+        f"{named(path)} {node.name}"
+        for path in FILES
+        if module_of(path).startswith("workers.")
+        if module_of(path).split(".")[1] not in ("checkpoint", "data", "workloads")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and looks_at_tensors(node)
+    }
+    assert found == set(HOST_READS)
+
+
 @pytest.mark.parametrize(
     "cls", ["RunConfig", "Checkpointing", "Resources", "FaultPolicy", "Parallel"]
 )

@@ -221,13 +221,15 @@ class Step:
         self._session, self._member = session, session._member
         self.committed = False
         """The step counts; set by commit(), or when a lost peer's commit is rolled forward."""
+        self._is_agreed = False
+        """All members have voted for it."""
         self._from_step = self._member.train_state.step
         self._done = Microbatches()
         self._reducer: Reducer | None = None
         self._ids = self._member.ids
         """Of this rank's micro-batches."""
         self._has_iterated = False
-        self._is_awaiting_backward = self._has_agreed = False
+        self._is_awaiting_backward = False
         self._num_passes_left = 0
 
     def __enter__(self) -> "Step":
@@ -259,7 +261,7 @@ class Step:
             return not self.committed and self._member.is_cancelled
         if isinstance(error, StepCancelled):
             return True
-        is_users = not self._has_agreed or (self.committed and lost_peer_in(error) is not None)
+        is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
         return is_users and self._member.is_over_with(error)
 
     def _end(self, error: BaseException | None) -> bool:
@@ -270,7 +272,6 @@ class Step:
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
-            self._member.records.go_back(self._member.train_state.step)  # it broke in the apply
             if not isinstance(error, Repeated):
                 # a pause waits for the boundary: a step that counts after all may be evaluated
                 self._member.wait_for_generation()
@@ -372,7 +373,8 @@ class Step:
             self._vitals.enter("reduce")
             self._vitals.end_step(len(self._ids))
             reduced = self._reducer.finish()
-            self._member.strategy.before_vote()
+            assert self._member.group is not None
+            reduced = self._member.strategy.before_vote(reduced, self._member.group.read)
             self._member.wait_for_copies()
             self._vitals.enter("vote")
             self._vote(reduced, self._reducer.used)
@@ -384,8 +386,9 @@ class Step:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""
         session, member = self._session, self._member
         self._done.log_late(session._take_logged())
-        buffers = member.train_state.buffers
-        records = self._done.records(self._ids, buffers.integer_hashes())
+        assert member.group is not None
+        buffers, read = member.train_state.buffers, member.group.read
+        records = self._done.records(self._ids, buffers.integer_hashes(read), read)
         if session._spec.verify_every is not None:
             verify(member, session._spec.verify_every)
         ballot = Ballot(
@@ -395,10 +398,10 @@ class Step:
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
             wants_save=member.wants_save,
-            is_finite=reduced.is_finite(),
+            is_finite=reduced.is_finite(read),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
-        self._has_agreed = True
+        self._is_agreed = True
         if not vote.is_finite:
             judge(session._inspection, vote, records, member)
         prepared = replace(prepared, step_s=self._so_far_s())
@@ -443,7 +446,7 @@ class Step:
             )
             prepared = Prepared(reduced, layout, self._so_far_s(), member.generation)
             member.prepare(partial(self._roll_forward, prepared))
-            vector = add_up(group, encode(layout, ballot), member.device)
+            vector = add_up(group, encode(layout, ballot))
             vote = decode(layout, vector)
             if vote.untracked:  # all ranks see it: repeat the step with them
                 member.drop_gradients()
@@ -451,7 +454,7 @@ class Step:
                 raise Repeated
             if not vote.has_unknown_names:
                 return prepared, vote, vector
-            logged = gather_json(group, ballot.log_names, member.device)
+            logged = gather_json(group, ballot.log_names)
             found = {name for of_rank in logged for name in of_rank}
             train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
 

@@ -40,7 +40,7 @@ from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.health import stacks
+from workers.health import gpu, stacks
 from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
@@ -61,10 +61,14 @@ from workers.worker_log import WorkerLog
 
 EXIT_WITHOUT_LOADER = 72
 EXIT_WITHOUT_MEMORY = 73
+EXIT_WITHOUT_GPU = 74
+EXIT_WITH_STUCK_GROUP = 75
 
 
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
+
+    _device, _gpu_name = torch.device("cpu"), "cpu"
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class Worker:
             lease_s=spec.lease_s,
             find=self._find_controller,
             on_command=self._on_command,
-            on_found=self._introduce,
+            introduce=self._introduce,
         )
         self._notice = Notice(self._say_notice)
         try:
@@ -127,16 +131,23 @@ class Worker:
             self._link.send(r.WrongInput(str(error), is_unfit))
             raise
         except (LoaderLost, OutOfMemory) as error:  # the run goes on without this process
-            self._link.send(r.LastWords(str(error)))
             is_memory = isinstance(error, OutOfMemory)
-            status = EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER
-            leave(status, str(error), self._keep_log)
+            self._leave(EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER, str(error))
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
+            if fault := gpu.fault_of(error, self._device):
+                traceback.print_exc()
+                why = f"{self._gpu_name} has failed: {fault}"
+                self._leave(EXIT_WITHOUT_GPU, why, "device_failed")
             self._fail(error)
         except BaseException as error:  # to Ray it would look like the end of the process
             self._fail(RuntimeError(f"the workload raised {in_words(error)}"))
+
+    def _leave(self, status: int, why: str, cause: str = "") -> NoReturn:
+        """Any thread: the run goes on without this process."""
+        self._link.send(r.LastWords(why, cause))
+        leave(status, why, self._keep_log)
 
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""
@@ -150,8 +161,8 @@ class Worker:
             self._member.hear(command)
 
     def _introduce(self, controller: Address) -> r.Introduction:
-        """To a controller that has taken over; in the link's thread."""
-        before = self._pulse.start(controller)
+        """Over each connection of the link, in its thread."""
+        before = self._pulse.follow(controller)
         if self._member is None:
             return r.Introduction("starting", before)
         self._saver.repeat()  # waits in the link until we are introduced
@@ -178,7 +189,7 @@ class Worker:
             self._node_id,
             self._spec.host,
             os.getpid(),
-            str(self._device),
+            self._gpu_name,
             self._peers.address,
         )
 
@@ -203,14 +214,8 @@ class Worker:
         )
         on_stall = partial(self._vitals.enter, "feed")
         self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
-        device = torch.device(spec.device)
-        if device.type == "cuda":
-            check_gpu(spec)
-            # NCCL's monitor would ask our store from a thread, and finds what suspicion finds.
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            device = torch.device("cuda", 0)
-            make_deterministic(spec)
-        self._device = device
+        device = self._device = gpu.prepare(spec)
+        self._gpu_name = gpu.name_of(device)
         open_backup = partial(BackupClient, spec, self._link.send)
         self._strategy = build_strategy(workload, spec, device, open_backup)
         self._replica = self._strategy.train_state
@@ -228,6 +233,7 @@ class Worker:
             on_load=self._load,
             on_log_to=self._log_to,
             on_finish=self._finish,
+            on_stuck=partial(self._leave, EXIT_WITH_STUCK_GROUP),
             is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
@@ -397,21 +403,3 @@ def place_in_stream(attempt: LoadedBatch | None, spec: WorkerSpec) -> str:
     rows = f", rows {attempt.rows.tolist()}" if attempt.rows.size else ""  # else not loaded yet
     positions = f"{first}..{first + spec.micro_batch - 1}"
     return f", micro-batch {attempt.microbatch_id}, stream positions {positions}{rows}"
-
-
-def check_gpu(spec: WorkerSpec) -> None:
-    """UnfitNode if torch cannot use the GPU that Ray has given."""
-    if not torch.cuda.is_available():
-        raise UnfitNode(
-            f"torch {torch.__version__} on node {spec.host} can use no GPU, though Ray has one "
-            "there; install a build with CUDA that fits the driver, or use --device cpu"
-        )
-
-
-def make_deterministic(spec: WorkerSpec) -> None:
-    """On a GPU equal bits need kernels that do not race."""
-    if spec.reduction == "bitwise":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-        torch.backends.cudnn.benchmark = False

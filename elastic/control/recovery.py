@@ -28,6 +28,8 @@ from elastic.control.state import (
 from elastic.protocol.membership import NumberSet, worker_name
 
 MAX_BACKOFF_S = 60
+BARRING = ("unreachable", "device_failed")
+"""A replacement may come to the same place: it is not asked for at once."""
 STANDBYS_S = 0.2
 """How long survivors that have all answered wait for a standby's copy of the state."""
 MAX_IN_VAIN = 8
@@ -50,7 +52,7 @@ def lose_member(
     """Of a generation that is at its end only where the state is sharded: the others get the lost
     rows, and end again."""
     ledger = count_losses(ledger, NumberSet.of((event.worker,)))
-    if event.cause == "unreachable":
+    if event.cause in BARRING:
         barred = ledger.barred + 1 if event.at < ledger.barred_until else 1
         ledger = replace(ledger, barred=barred, barred_until=event.at + MAX_BACKOFF_S)
     if event.slow_in is not None:

@@ -90,7 +90,8 @@ class Ledger:
     respawn_at: float = 0.0
     """No spawn before this time (back-off after stillborn workers)."""
     barred: int = 0
-    """Workers lost as unreachable: a replacement may come to the same place..."""
+    """Workers lost as unreachable, or with their device: a replacement may come to the same
+    place..."""
     barred_until: float = 0.0
     """...and is not asked for before this time."""
     next_worker: int = 0

@@ -97,6 +97,7 @@ from elastic.protocol.membership import NumberSet, worker_name
 LATE = "said before it saw the Abort; its Suspended tells the same"
 FORMED = "somebody was through the rendezvous, so all were"
 OVER = "the run is over"
+AGAIN = "said again over another connection"
 IGNORED: dict[tuple[type, type], str] = {
     (Running, Joined): FORMED,
     (Pausing, Joined): FORMED,
@@ -106,6 +107,11 @@ IGNORED: dict[tuple[type, type], str] = {
     (Suspending, Done): LATE,
     (Suspending, Kept): LATE,
     (Suspending, StillSaving): LATE,
+    (Ending, Connected): AGAIN,
+    (Ending, Joined): AGAIN,
+    (Ending, Paused): AGAIN,
+    (Ending, Kept): AGAIN,
+    (Ending, Done): AGAIN,
     (Ending, StopRequested): "it is ending",
     (Finished, StopRequested): OVER,
     (Finished, Cancelled): OVER,

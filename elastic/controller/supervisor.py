@@ -178,7 +178,7 @@ class Supervisor:
                 directory.place, directory.last_step, past.last_metrics, has_formed=has_formed
             )
             self.actor.place, self.actor.has_begun = directory.place, has_formed
-            self.cluster.evaluations.recorded = past.last_evaluation
+            self.cluster.progress.evaluations.recorded = past.last_evaluation
         self.cluster.takeover = takeover = Failover(self.cluster, found)
         self.actor.link_address = self._controller_address
         event = await takeover.collect(decision.ledger, decision.phase, self.limits)

@@ -26,6 +26,7 @@ from elastic.config import RunConfig
 from elastic.driver import resume
 from elastic.driver.display import Display
 from elastic.driver.target import target_of
+from elastic.protocol import nccl_settings
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import (
     first_line,
@@ -240,6 +241,7 @@ def run_on_ray(
             "token": secrets.token_hex(16),
             "config": config,
             **record,
+            "content": record["content"] | nccl_settings.recorded(driver.device),
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,

@@ -27,12 +27,11 @@ from elastic.on_ray.backup_servers import BackupServers
 from elastic.on_ray.backup_status import Protection
 from elastic.on_ray.broken_links import wait_for_return
 from elastic.on_ray.cluster_view import Host
-from elastic.on_ray.commits import Commits
 from elastic.on_ray.diagnosis import Diagnosis
-from elastic.on_ray.evaluations import Evaluations
 from elastic.on_ray.failover import Failover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer
+from elastic.on_ray.progress import Progress
 from elastic.on_ray.slots import (
     STATES,
     Slot,
@@ -72,7 +71,6 @@ class RayCluster:
     wrong_input: str | None = None
     user_error: bytes = b""
     """Pickled; the driver knows its class."""
-    recorded_step: int = 0
     log_folder: str | None = None
 
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
@@ -83,16 +81,13 @@ class RayCluster:
         self._tick_at = time.monotonic() + self._waits.tick_s
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
-        self._recorded_generation: int | None = None
-        """Of the last line on record, once that is known."""
         self._loading: int | None = None
         self._untold: c.Form | None = None
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
         self.takeover: Failover | None = None
         self._inquiry = Diagnosis(self)
-        self.commits = Commits(self._record_step)
-        self.evaluations = Evaluations(partial(self.host.record.note, "evaluation"))
+        self.progress = Progress(self.host.record, self.say, self.now)
         self.protection = Protection(self.host.on_unprotected, self.now)
         self.holders = BackupServers(
             self.token,
@@ -148,13 +143,13 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             self.links.send(worker, c.interruption(command, rank, is_unheard=is_unheard))
         if isinstance(command, c.Abort | c.Recall):
-            self.commits.give_up(generation)
+            self.progress.commits.give_up(generation)
             self.stores.open(generation + 1)
             self._inquiry.expect_answers(membership)
 
     def _finish(self, membership: Membership, outcome: str) -> None:
         generation, size = membership.generation, membership.world_size
-        self.commits.end(generation)
+        self.progress.commits.end(generation)
         for rank, worker in enumerate(membership.workers):
             told = t.Finish(generation, rank, size, outcome, self.log_folder, self.recorded_step)
             self.links.send(worker, told)
@@ -215,7 +210,7 @@ class RayCluster:
         """Whatever keeps the Form is waited for beside the loop, which must hear of losses."""
         membership, self.has_formed = form.membership, True
         self._untold = form
-        self.evaluations.go_back(form.step)
+        self.progress.evaluations.go_back(form.step)
         is_alone = membership.world_size == 1
         if not is_alone:
             self.stores.open(membership.generation)
@@ -232,7 +227,7 @@ class RayCluster:
         async with self._falling:  # one at a time, each to its end
             if form.step < self.recorded_step:
                 await self.host.open_at(form.step, [])
-                self.recorded_step = form.step
+                self.progress.recorded_step = form.step
         if self._untold is not form:
             return
         store = None
@@ -256,7 +251,7 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
             if worker in form.roll_forward:
-                vote, payload = self.commits.vote_of(form.step)
+                vote, payload = self.progress.commits.vote_of(form.step)
             told = t.Form(
                 generation=membership.generation,
                 rank=rank,
@@ -266,7 +261,7 @@ class RayCluster:
                 recorded_step=self.recorded_step,
                 store=store,
                 vote=vote,
-                evaluation=self.evaluations.newest(membership.workers),
+                evaluation=self.progress.evaluations.newest(membership.workers),
                 holders=self.holders.for_worker(worker),
                 order=form.order,
                 payload=payload,
@@ -277,8 +272,13 @@ class RayCluster:
         self, place: str, recorded_step: int, last_metrics: dict[str, Any], *, has_formed: bool
     ) -> None:
         """The run is on record, by a controller before this one."""
-        self.log_folder, self.recorded_step, self.has_formed = place, recorded_step, has_formed
-        self._recorded_generation = last_metrics.get("generation")
+        self.log_folder, self.has_formed = place, has_formed
+        self.progress.recorded_step = recorded_step
+        self.progress.recorded_generation = last_metrics.get("generation")
+
+    @property
+    def recorded_step(self) -> int:
+        return self.progress.recorded_step
 
     def retire(self, worker: int) -> None:
         """End a worker's process, whatever state it is in; no loss is reported."""
@@ -331,7 +331,7 @@ class RayCluster:
             return
         self.links.drop(worker)
         self._fence(record)
-        last_seen = last_seen or max(record.last_seen, 0.0)
+        last_seen, cause = last_seen or max(record.last_seen, 0.0), record.last_cause or cause
         why = why or record.why_gone(worker_name(worker), self.log_folder)
         self.say(e.WorkerLost(worker, cause, last_seen, self.now(), why, slow_in))
 
@@ -360,9 +360,11 @@ class RayCluster:
             record.last_seen = self.now()
         record.step = max(record.step, heartbeat.step)
         record.memory = heartbeat.memory
-        step = min(self.recorded_step, self.host.record.safe_step)
-        self.links.send(worker, t.Word(step, self.commits.formed))
+        self._send_word(worker)
         self._inquiry.hear_beat(worker)
+
+    def _send_word(self, worker: int) -> None:
+        self.links.send(worker, t.Word(self.progress.safe_step, self.progress.commits.formed))
 
     def _on_report(self, worker: int, report: r.Report) -> None:
         record = self.workers.get(worker)
@@ -379,30 +381,30 @@ class RayCluster:
     def _hear(self, worker: int, record: Slot, report: r.Report) -> None:  # noqa: C901
         match report:
             case r.Introduction():
-                pass  # of one that is ours: its first connection was reset before we heard it
+                self._on_return(worker, record, report)
             case r.Ready():
-                self._on_ready(worker, record, report)
+                self._on_ready(worker, record, report.process)
             case r.Loaded():
                 self._on_loaded(worker, record, report)
             case r.WrongInput():
                 self._on_wrong_input(worker, record, report)
             case r.UserFailed():
                 self._on_user_failed(worker, record, report)
-            case r.LastWords(why):
-                record.last_words = why
+            case r.LastWords(why, cause):
+                record.last_words, record.last_cause = why, cause
             case r.Diverged():
                 self._inquiry.hear_diverged(report)
             case r.Committed():
-                self.commits.hear(report)
+                self.progress.commits.hear(report)
                 record.step = max(record.step, self.recorded_step)
             case r.Held():
-                self.commits.hear_held(report)
+                self.progress.commits.hear_held(report)
             case r.Protected():
                 self.protection.hear(worker, report)
             case r.HolderSilent(holder):
                 self.holders.hear_silent(holder)
             case r.Evaluated(evaluation):
-                self.evaluations.hear(evaluation)
+                self.progress.evaluations.hear(evaluation)
             case _:
                 self._on_event(worker, record, report)
 
@@ -410,13 +412,10 @@ class RayCluster:
         """What the decisions learn of."""
         match report:
             case r.Joined():
-                is_first = self.commits.hear_joined(report.generation)
-                if is_first and report.step < self.recorded_step:  # later ones: lost with holders
-                    self._roll_back(report.step)
-            case r.Suspended():
-                self.commits.keep_vote(report.step, report.vote, report.payload)
+                self.progress.hear_joined(report)
+            case r.Suspended(generation) if self.progress.commits.is_news(generation):
+                self.progress.hear_suspended(worker, report)
                 self._inquiry.hear_answer(worker)
-                self.evaluations.hear_last(worker, report.evaluation)
             case r.PartSaved():
                 self.host.publisher.hear(report)
             case _:
@@ -424,8 +423,14 @@ class RayCluster:
         record.state = STATES.get(type(report), record.state)
         self.say(e.event_of(worker, report, self.now()))
 
-    def _on_ready(self, worker: int, record: Slot, report: r.Ready) -> None:
-        record.locate(report.process)
+    def _on_return(self, worker: int, record: Slot, said: r.Introduction) -> None:
+        """Over another connection. What else counts it says again."""
+        if said.process is not None and not record.pid:  # that it is ready may be lost
+            self._on_ready(worker, record, said.process)
+        self._send_word(worker)
+
+    def _on_ready(self, worker: int, record: Slot, process: r.Process) -> None:
+        record.locate(process)
         self.holders.on_node(record.node_id)
         self.holders.tell(worker)
         record.state = "standby"
@@ -437,15 +442,15 @@ class RayCluster:
         async def open_then_say() -> None:
             damaged = [Damage(step, what) for step, what in report.damaged]
             self.log_folder = folder = await self.host.open_at(report.step, damaged)
-            self.recorded_step = report.step
-            self.commits.vote = None
+            self.progress.recorded_step = report.step
+            self.progress.commits.vote = None
             for other in self.workers:
                 self.links.send(other, t.LogTo(folder))
             self.say(e.Loaded(worker, report.step, self.now()))
 
         if self._loading != worker:
-            return  # a controller before this one had asked for it
-        record.state = "ready"
+            return  # a controller before this one had asked for it, or it is said again
+        self._loading, record.state = None, "ready"
         self.in_background(open_then_say())
 
     def _on_background_failure(self, error: BaseException) -> None:
@@ -469,24 +474,6 @@ class RayCluster:
         record.failure = report.message  # the exception itself arrives as the end of run()
         loop = asyncio.get_running_loop()
         loop.call_later(FAILURE_GRACE_S, self.user_failed, worker, report.message)
-
-    def _record_step(self, generation: int, line: dict[str, Any]) -> None:
-        """Steps in order, each taken once: after a regroup the lowest rank may repeat some."""
-        step, step_s = line["metrics"]["step"], line["metrics"]["step_s"]
-        done_by, last = line["metrics"]["generation"], self._recorded_generation
-        if step <= self.recorded_step and last is not None and done_by > last:
-            self._roll_back(step - 1)  # so has a controller that died before storage heard of it
-        if step == self.recorded_step + 1:
-            self.recorded_step, self._recorded_generation = step, done_by
-            self.host.record.record_step(line)
-            self.say(e.Committed(generation, step, step_s, self.now()))
-        elif step > self.recorded_step:
-            log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
-
-    def _roll_back(self, step: int) -> None:
-        self.evaluations.go_back(step)
-        self.recorded_step = step
-        self.host.record.roll_back(step)
 
     async def close(self) -> None:
         """End every process of the run and wait until those on this node are gone."""

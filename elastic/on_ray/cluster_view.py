@@ -79,7 +79,9 @@ class ClusterView(Protocol):
     links: LinkServer
     holders: BackupServers
     in_background: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-    recorded_step: int
+
+    @property
+    def recorded_step(self) -> int: ...
 
     def say(self, event: e.Event) -> None: ...
 

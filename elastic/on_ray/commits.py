@@ -34,6 +34,10 @@ class Commits:
         if layout is not None and (self.vote is None or step >= self.vote[0]):
             self.vote = (step, layout, content)
 
+    def is_news(self, generation: int) -> bool:
+        """What is said of it is not older than what others have said of a later one."""
+        return generation >= max(self.formed, self._given_up)
+
     def vote_of(self, step: int) -> tuple[dict[str, Any], bytes]:
         """What rolls those forward to `step` who did not see its vote complete."""
         assert self.vote is not None

@@ -6,25 +6,16 @@ Messages in, messages out; what they mean is decided in elastic/on_ray/cluster.p
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from elastic.protocol import wire
+from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.direction import pack
-from elastic.protocol.messages.hello import (
-    GREETING,
-    Hello,
-    Known,
-    Leave,
-    Resume,
-    Resumed,
-    Unknown,
-    other_version,
-)
+from elastic.protocol.messages.hello import GREETING, Hello, Leave, other_version
 from elastic.protocol.messages.pulse import FROM_PULSE, Question, Said
-from elastic.protocol.messages.to_controller import TO_CONTROLLER, Heard, LastWords, Report
+from elastic.protocol.messages.to_controller import TO_CONTROLLER, LastWords, Report
 from elastic.protocol.messages.to_worker import ToWorker, Word
-from elastic.protocol.outbox import Outbox
 from elastic.protocol.wire import HELLO_S, has_token
 
 log = logging.getLogger(__name__)
@@ -48,25 +39,18 @@ OnEnded = Callable[[int, bool], None]
 class Link:
     """To one worker, over one connection at a time."""
 
-    session: str
-    """The worker's word for it: another one is another link."""
-    writer: asyncio.StreamWriter | None
+    number: int = -1
+    """Of the connection, as the worker counts them."""
+    writer: asyncio.StreamWriter | None = None
     """None: the connection has ended, and the worker may come back over another one."""
-    num_heard: int = 0
-    outbox: Outbox = field(default_factory=Outbox)
-
-    def flush(self) -> None:
-        while self.writer is not None and self.outbox.unsent:
-            self.writer.write(self.outbox.unsent[0])
-            self.outbox.sent()
+    in_force: CommandsInForce = field(default_factory=CommandsInForce)
 
 
 class LinkServer:
     """Accepts workers and pulses that know the run's token; one link per worker.
 
-    A worker whose connection does not answer, or has ended, makes a second one and takes its link
-    up again there ("resume"): the end of one that was left is no news. Who has no link here is told
-    so ("unknown"): a connection that ends without a word says nothing about it.
+    A worker whose connection does not answer, or has ended, makes another one. There it is told
+    again what is in force, and the end of a connection that was left is no news.
     """
 
     def __init__(
@@ -142,8 +126,7 @@ class LinkServer:
             writer.write(pack(Leave(why)))
             self._on_report(worker, LastWords(why))  # else only its death would be known
             return None
-        hello = GREETING.read(header)
-        return hello if isinstance(hello, Hello) else None
+        return GREETING.read(header)
 
     async def _serve_pulse(
         self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -161,54 +144,31 @@ class LinkServer:
         self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         worker = hello.worker
-        if not hello.resumes:
-            link = self._links[worker] = Link(hello.session, writer)
-        else:
-            link = await self._resumed(hello, reader, writer)
+        if worker in self._dropped:
+            writer.write(pack(Leave()))
+            return
+        link = self._links.setdefault(worker, Link())
+        if hello.number <= link.number:
+            return  # it was given up before we heard of it
+        former, link.number, link.writer = link.writer, hello.number, writer
+        if former is not None:
+            former.close()
+        for command in link.in_force.again():
+            writer.write(pack(command))
         was_reset = True
         try:
-            while link is not None and link.writer is writer:
+            while link.writer is writer:
                 report = TO_CONTROLLER.read(*await receive(reader))
                 if link.writer is not writer:
-                    return  # heard after it was taken up elsewhere, where it is said again
-                link.num_heard += 1
-                if isinstance(report, Heard):
-                    link.outbox.heard(report.num_heard)
-                else:
-                    self._on_report(worker, report)
+                    return  # what counts of it is said again elsewhere
+                link.in_force.answered(report)
+                self._on_report(worker, report)
         except asyncio.IncompleteReadError:
             was_reset = False
         finally:
-            if link is not None and link.writer is writer and self._links.get(worker) is link:
+            if link.writer is writer and self._links.get(worker) is link:
                 link.writer = None
                 self._on_ended(worker, was_reset)
-
-    async def _resumed(
-        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> Link | None:
-        """The worker's link, over this connection from now on; None if there is no such link.
-
-        Only once the worker says so: it may have given this connection up while we were slow.
-        """
-        worker = hello.worker
-        if worker in self._dropped:
-            writer.write(pack(Leave()))
-            return None
-        link = self._links.get(worker)
-        if link is None or link.session != hello.session:
-            writer.write(pack(Unknown()))
-            return None
-        writer.write(pack(Known()))
-        resume = GREETING.read(*await asyncio.wait_for(receive(reader), HELLO_S))
-        if not isinstance(resume, Resume) or self._links.get(worker) is not link:
-            return None
-        former, link.writer = link.writer, writer
-        if former is not None:
-            former.close()
-        writer.write(pack(Resumed(link.num_heard)))
-        link.outbox.take_up(resume.num_heard)
-        link.flush()
-        return link
 
     def is_connected(self, worker: int) -> bool:
         link = self._links.get(worker)
@@ -226,11 +186,10 @@ class LinkServer:
         link = self._links.get(worker)
         if link is None:
             return
-        if not isinstance(message, Word):
-            link.outbox.unsent.append(pack(message))
-            link.flush()
-        elif link.writer is not None:
-            link.writer.write(pack(replace(message, num_heard=link.num_heard)))
+        if not isinstance(message, Word | Leave):
+            link.in_force.say(message)
+        if link.writer is not None:
+            link.writer.write(pack(message))
 
     def drop(self, worker: int) -> None:
         """Close the link of a worker that is no longer part of the run, without a report.

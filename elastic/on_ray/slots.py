@@ -67,7 +67,9 @@ class Slot:
     """It is its node that cannot serve the run."""
     has_failed: bool = False
     last_words: str = ""
-    """Why it ends itself, as it says before it does."""
+    """Why it ends itself, as it says before it does..."""
+    last_cause: str = ""
+    """...and what its loss is by that, if not that of a process that died."""
 
     def end(self) -> None:
         """Its process, whatever state that is in; if it is only being made, once it is."""

@@ -6,6 +6,7 @@ Which classes may appear is the reader's choice (`registry`); no class is looked
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, cast
 
 from elastic.protocol.membership import MAX_NUMBER, NumberSet
@@ -28,7 +29,7 @@ def encode(value: object) -> Any:
     Only None, bool, int, float, str, tuples and frozen dataclasses of these come back equal; a dict
     does if it is JSON already: it is not looked into.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, NumberSet):
         return {"type": "NumberSet", "ranges": [list(r) for r in ranges(value)]}
@@ -38,10 +39,16 @@ def encode(value: object) -> Any:
         return [encode(item) for item in cast(tuple[object, ...], value)]
     if is_dataclass(value) and not isinstance(value, type):
         encoded = {"type": type(value).__name__}
-        for field in fields(value):
-            encoded[field.name] = encode(getattr(value, field.name))
+        for name in _names_of(type(value)):
+            encoded[name] = encode(getattr(value, name))
         return encoded
     raise TypeError(f"{type(value).__name__} has no JSON encoding: {value!r}")
+
+
+@cache
+def _names_of(kind: type) -> tuple[str, ...]:
+    """Of a dataclass's fields: a frame may have thousands of one class."""
+    return tuple(field.name for field in fields(kind))
 
 
 def decode(encoded: Any, types: Registry) -> Any:

@@ -7,12 +7,12 @@ workers/train_state/serialization.py's.
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic.protocol.errors import DamagedCheckpoint
+from elastic.protocol.layout import Box, whole
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -22,15 +22,12 @@ _SEAL = ',"sha256":"'
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A dense box of a tensor in a file, in C order."""
+class Chunk(Box):
+    """A box of a tensor, in C order in a file."""
 
     file: str
     offset: int
     """Bytes from the beginning of the file."""
-    start: tuple[int, ...]
-    """The box's lowest index in each dim; empty for a scalar."""
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +130,7 @@ def check_chunks(manifest: Manifest) -> None:
             _check_counts(f"a chunk of {tensor.name!r}", (chunk.offset, *chunk.start, *chunk.shape))
             if chunk.offset > sizes[chunk.file]:
                 raise ValueError(f"a chunk of {tensor.name!r} lies outside {chunk.file!r}")
-            ends = [at + size for at, size in zip(chunk.start, chunk.shape, strict=True)]
-            if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            if any(end > size for end, size in zip(chunk.stop, tensor.shape, strict=True)):
                 raise ValueError(f"a chunk of {tensor.name!r} lies outside of it")
         check_cover(tensor)
 
@@ -151,7 +147,7 @@ def _file(value: dict[str, Any]) -> StoredFile:
 
 def _tensor(value: dict[str, Any]) -> StoredTensor:
     chunks = tuple(
-        Chunk(c["file"], c["offset"], tuple(c["start"]), tuple(c["shape"])) for c in value["chunks"]
+        Chunk(tuple(c["start"]), tuple(c["shape"]), c["file"], c["offset"]) for c in value["chunks"]
     )
     name, dtype = _text(value["name"]), _text(value["dtype"])
     return StoredTensor(name, dtype, tuple(value["shape"]), chunks)
@@ -190,9 +186,9 @@ def merge(parts: Iterable[Part]) -> tuple[tuple[StoredFile, ...], tuple[StoredTe
 
 def check_cover(tensor: StoredTensor) -> None:
     """ValueError unless the chunks cover the tensor exactly once."""
-    covered = sum(math.prod(c.shape) for c in tensor.chunks)
-    if covered != math.prod(tensor.shape) or not tensor.chunks:
-        raise ValueError(f"{tensor.name!r}: {covered} of {math.prod(tensor.shape)} elements saved")
+    covered, size = sum(chunk.size for chunk in tensor.chunks), whole(tensor.shape).size
+    if covered != size or not tensor.chunks:
+        raise ValueError(f"{tensor.name!r}: {covered} of {size} elements saved")
     dims = range(len(tensor.shape))
     swept = max(dims, key=lambda d: len({c.start[d] for c in tensor.chunks}), default=0)
     by_start = sorted(tensor.chunks, key=lambda c: c.start[swept : swept + 1])
@@ -201,21 +197,5 @@ def check_cover(tensor: StoredTensor) -> None:
             other = by_start[j]
             if one.shape and other.start[swept] >= one.start[swept] + one.shape[swept]:
                 break  # sorted: nobody further on touches this one
-            if overlap(one.start, one.shape, other.start, other.shape) is not None:
-                raise ValueError(f"{tensor.name!r} is saved twice: {one} and {other}")
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""start and shape"""
-
-
-def overlap(
-    start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other: Sequence[int]
-) -> Box | None:
-    """The common box of two, None if there is none. Two scalars share themselves."""
-    low = tuple(max(a, b) for a, b in zip(start, other_start, strict=True))
-    ends = zip(start, shape, other_start, other, strict=True)
-    high = tuple(min(a + n, b + m) for a, n, b, m in ends)
-    if any(h <= at for h, at in zip(high, low, strict=True)):
-        return None
-    return low, tuple(h - at for h, at in zip(high, low, strict=True))
+            if one.intersection(other) is not None:
+                raise ValueError(f"{tensor.name!r} is saved twice: {one!r} and {other!r}")

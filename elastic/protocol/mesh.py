@@ -115,7 +115,7 @@ class Parallel:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds only its rows of the parameters and of the optimizer's state."""
+        """Whether a rank holds only a part of the parameters and of the optimizer's state."""
         return self.data != "ddp"
 
     @property
@@ -130,13 +130,6 @@ class Parallel:
 
 
 DDP = Parallel()
-
-
-def rows_of(num_rows: int, num_ranks: int, rank: int) -> range:
-    """The rows of a tensor that `rank` of the shard axis holds, as FSDP2 cuts it: 8 over 3
-    gives 3, 3, 2; 4 over 3 gives 2, 2, 0."""
-    each = -(-num_rows // num_ranks)
-    return range(min(rank * each, num_rows), min((rank + 1) * each, num_rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +224,7 @@ class Mesh:
         return self.along("dp_shard", rank)
 
     def holders_of(self, shard: int) -> list[int]:
-        """The ranks that hold the rows of `shard`, by replica."""
+        """The ranks that hold `shard`, by replica."""
         return self.along("dp_replicate", self.ranks()[shard * self._stride("dp_shard")])
 
     def ids_of_replica(self, num_microbatches: int, replica: int) -> range:
@@ -258,13 +251,3 @@ class Mesh:
             return len(self.ids(num_microbatches, rank))
         ids = self.ids_of_replica(num_microbatches, self.replica(rank))
         return -(-len(ids) // self.num_shards)
-
-    def rows(self, num_rows: int, rank: int) -> range:
-        """The rows (elements of dim 0) of a sharded tensor that `rank` holds, as FSDP2 cuts it."""
-        if self.is_standby(rank):
-            return range(0)
-        return rows_of(num_rows, self.num_shards, self.shard(rank))
-
-    def own_rows(self, num_rows: int, rank: int) -> range:
-        """What of them nobody before it in the mesh holds: each row is one rank's own."""
-        return self.rows(num_rows, rank) if self.replica(rank) == 0 else range(0)

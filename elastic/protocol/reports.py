@@ -6,6 +6,7 @@ CAUSES = (
     "heartbeat_silent",  # nothing heard for longer than detect_s
     "hung",  # a peer waits for it, and it has been in its phase far longer than usual
     "unreachable",  # its host and a peer's cannot reach each other, and the controller both
+    "device_failed",  # its GPU can do nothing more
     "diverged",  # its replica has other bits than the majority's
     "join_timeout",  # it did not join its generation in time, nor answer when that was given up
     "start_failed",  # it died before it was ready

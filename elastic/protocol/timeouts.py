@@ -30,7 +30,7 @@ class Timeouts:
     join_s: float
     """For a generation to form."""
     silence_s: float
-    """Without an answer for so long the controller is dialled again, over a second connection."""
+    """Without an answer for so long the controller is dialled again."""
     lease_s: float
     """Without a word from any controller a worker ends itself."""
     start_s: float

@@ -8,7 +8,6 @@ make a checkpoint is catalogue.py's, reading is in checkpoint_reading.py.
 import errno
 import fcntl
 import json
-import math
 import mmap
 import os
 import struct
@@ -21,6 +20,7 @@ import numpy as np
 from isal import isal_zlib
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.layout import Box
 from elastic.protocol.manifest import BLOCK_BYTES, Chunk, Part, StoredFile, StoredTensor
 from elastic.store.files import Folder, sync_directory
 
@@ -48,18 +48,17 @@ crc32 = cast(Callable[[memoryview, int], int], isal_zlib.crc32)  # pyright: igno
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """What a rank saves of one tensor: its rows `start` .. in each dim."""
+class SavedBox:
+    """What a rank saves of one tensor."""
 
     name: str
     dtype: str
     tensor_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * element_bytes(self.dtype, self.name)
+        return self.box.size * element_bytes(self.dtype, self.name)
 
 
 def element_bytes(dtype: str, name: str) -> int:
@@ -72,7 +71,7 @@ def element_bytes(dtype: str, name: str) -> int:
 def write_part(
     folder: Folder,
     file: str,
-    boxes: Sequence[Box],
+    boxes: Sequence[SavedBox],
     contents: Iterable[memoryview],
     metadata: dict[str, str] | None = None,
     on_block: Callable[[], None] = lambda: None,
@@ -90,14 +89,14 @@ def write_part(
             assert content.nbytes == box.size_bytes, (box, content.nbytes)
             output.write(content)
     tensors = tuple(
-        StoredTensor(b.name, b.dtype, b.tensor_shape, (Chunk(file, at, b.start, b.shape),))
+        StoredTensor(b.name, b.dtype, b.tensor_shape, (Chunk(b.box.start, b.box.shape, file, at),))
         for b, at in zip(boxes, offsets, strict=True)
     )
     return Part(StoredFile(file, output.size_bytes, tuple(output.blocks)), tensors)
 
 
 def safetensors_header(
-    boxes: Sequence[Box], metadata: dict[str, str] | None = None
+    boxes: Sequence[SavedBox], metadata: dict[str, str] | None = None
 ) -> tuple[bytes, list[int]]:
     """The beginning of the file, and where each box begins in it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -105,7 +104,7 @@ def safetensors_header(
     for box in boxes:
         end = at + box.size_bytes
         kind = SAFETENSORS_DTYPES[box.dtype][0]
-        entries[box.name] = {"dtype": kind, "shape": box.shape, "data_offsets": [at, end]}
+        entries[box.name] = {"dtype": kind, "shape": box.box.shape, "data_offsets": [at, end]}
         offsets.append(at)
         at = end
     assert len(entries) == len(boxes) + 1, "two boxes of one name in one file"

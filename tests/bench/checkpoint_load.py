@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic.protocol.manifest import part_from_json
+from elastic.protocol.messages.to_controller import PartSaved
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.checkpoints import By, Publisher, replica_of, seconds, spec
@@ -40,20 +41,12 @@ class Collector(Publisher):
         super().__init__(storage)
         self.contents: list[dict] = []
 
-    def send(self, kind: str, payload: bytes = b"", **fields: int) -> None:
-        assert kind == "part_saved", (kind, fields)
-        self.contents.append(json.loads(payload))
+    def send(self, report: PartSaved) -> None:
+        self.contents.append(json.loads(report.payload))
         if len(self.contents) == SAVED_AT:
             parts = [part_from_json(content["part"]) for content in self.contents]
             state = next(c["state"] for c in self.contents if c["state"] is not None)
-            self.catalogue.publish(fields["step"], 1, parts, state, {})
-
-
-class Rank(By):
-    world_size = SAVED_AT
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+            self.catalogue.publish(report.step, 1, parts, state, {})
 
 
 def save_ours(storage: Path, size_mb: int) -> str:
@@ -63,7 +56,7 @@ def save_ours(storage: Path, size_mb: int) -> str:
     for rank in range(SAVED_AT):
         saver = Saver(collector, spec())  # type: ignore[arg-type]
         saver.open(str(storage))
-        saver.begin(train_state, Rank(rank))
+        saver.begin(train_state, By(rank, SAVED_AT))
         saver._wait_moving()
     return weights_sha256(train_state.model)
 

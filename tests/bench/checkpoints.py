@@ -30,13 +30,17 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from elastic.protocol.layout import Position
 from elastic.protocol.manifest import part_from_json
+from elastic.protocol.mesh import DDP, Mesh
+from elastic.protocol.messages.to_controller import PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.checkpoint.saver import Saver
 from workers.train_state.serialization import capture
+from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState
 
 SIZES_MB = (200, 1000)
@@ -53,16 +57,22 @@ class Publisher:
         self.catalogue = Catalogue(open_folder(str(storage)).at("checkpoints"))
         self.concluded_saves: dict[int, bool] = {}
 
-    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        assert kind == "part_saved", (kind, fields)
-        said = json.loads(payload)
+    def send(self, report: PartSaved) -> None:
+        said = json.loads(report.payload)
         part = part_from_json(said["part"])
-        self.catalogue.publish(fields["step"], 1, [part], said["state"], {})
-        self.concluded_saves[fields["step"]] = True
+        self.catalogue.publish(report.step, 1, [part], said["state"], {})
+        self.concluded_saves[report.step] = True
 
 
 class By:
-    generation, rank, world_size, step = 1, 0, 1, 0
+    """A rank that holds everything, as every one does."""
+
+    generation = 1
+    layout = staticmethod(layout_of)
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.position = Position(Mesh(DDP, world_size), rank)
 
 
 def spec() -> WorkerSpec:

@@ -1,9 +1,9 @@
 """An in-memory cluster: shipped controller and shipped workers, over a fake network and clock.
 
 Messages are in order per worker and direction, late by any time, in any order across workers; a
-link that breaks passes all of it later. A new controller hears an introduction first: what was on
-the wire before is lost, and some things are said again. The cluster asserts on the way what no
-decision may ever violate.
+link that is cut passes all of it later, or breaks: what is on the wire is lost then, and both ends
+say again what is in force. So it is for a new controller, which has nothing to say again. The
+cluster asserts on the way what no decision may ever violate.
 """
 
 import random
@@ -18,6 +18,7 @@ from elastic.control.events import event_of
 from elastic.control.standing import Standing
 from elastic.on_ray.commits import Commits
 from elastic.on_ray.evaluations import Evaluations
+from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
 from tests.control.fake_group import Group
@@ -35,6 +36,7 @@ class FakeCluster:
 
     def __init__(self, seed: int, steps: int, faults: Faults) -> None:
         self.rng, self.steps, self.faults = random.Random(seed), steps, faults
+        self.in_force: dict[int, CommandsInForce] = {}
         self.now = 0.0
         self.workers: dict[int, Process] = {}
         self.news: list[tuple[float, ev.Event]] = []
@@ -61,8 +63,10 @@ class FakeCluster:
         self.falls = 0
         self.published: list[int] = []
         self.dropped: set[tuple[int, int]] = set()
-        self.num_adopted = self.rollbacks = self.returns = 0
+        self.num_adopted = self.num_breaks = self.rollbacks = self.returns = 0
         self.retired: set[int] = set()
+        self.ready: set[int] = set()
+        """Whose Ready was heard."""
         self.trace: list[c.Command] = []
         self.has_drains = faults.drains > 0
         self.kept: dict[int, int] = {}
@@ -103,6 +107,7 @@ class FakeCluster:
                 self.finish(command)
 
     def tell(self, worker: int, command: t.Command) -> None:
+        self.in_force.setdefault(worker, CommandsInForce()).say(command)
         self.workers[worker].wire.append(command)
 
     def interrupt(self, command: Interruption) -> None:
@@ -140,12 +145,14 @@ class FakeCluster:
         if isinstance(command, c.Discard):  # perhaps again, for the part of a rank that was late
             self.dropped.add(save)
             return
-        assert save not in self.dropped or self.num_adopted, "it was discarded"
+        is_repeated = self.num_adopted or self.num_breaks
+        assert save not in self.dropped or is_repeated, "it was discarded"
         group = self.groups[command.generation]
         assert group.saved[command.step] == set(range(len(group.members))), command
         self.published.append(command.step)
         for w in self.workers.values():
-            if w.last_part is not None and w.last_part.step == command.step:
+            is_told = w.cut_until <= self.now  # else it may say again what is published
+            if is_told and w.last_part is not None and w.last_part.step == command.step:
                 w.last_part = None
 
     def retire(self, workers: tuple[int, ...]) -> None:
@@ -276,6 +283,9 @@ class FakeCluster:
             if isinstance(event, ev.WorkerLost):
                 self.workers[event.worker].is_alive = False  # a suspect is killed first
             return replace(event, at=self.now)
+        for w in self.workers.values():
+            if w.is_broken and w.cut_until <= self.now and w.is_alive and not w.is_stuck:
+                self.say_again(w)
         senders = [w for w in self.workers.values() if w.unsent and w.cut_until <= self.now]
         if not senders:
             return None
@@ -288,12 +298,16 @@ class FakeCluster:
 
     def hear(self, w: Process, report: r.Report) -> ev.Event | None:  # noqa: C901
         """As elastic/on_ray/cluster.py does."""
+        if w.number in self.in_force:
+            self.in_force[w.number].answered(report)
         match report:
             case r.Ready():
+                self.ready.add(w.number)
                 return ev.WorkerReady(w.number, self.now)
             case r.Loaded(step):
                 if self.loading != w.number:
-                    return None  # a controller before this one had asked for it
+                    return None  # a controller before this one had asked for it, or said again
+                self.loading = None
                 self.loaded = self.recorded = step
                 self.commits.vote = None
                 return ev.Loaded(w.number, step, self.now)
@@ -311,13 +325,15 @@ class FakeCluster:
                 return None
             case r.Joined():
                 is_first = self.commits.hear_joined(report.generation)
-                if is_first and report.step < self.recorded:
+                has_recorded = self.recorded_generation >= report.generation
+                if is_first and report.step < self.recorded and not has_recorded:
                     self.check_return(report.step)
                     self.roll_back(report.step)
             case r.Suspended():
                 self.keep_vote(report.generation, report.step, report.vote)
-                self.commits.keep_vote(report.step, report.vote, b"")
-                self.evaluations.hear_last(w.number, report.evaluation)
+                if self.commits.is_news(report.generation):
+                    self.commits.keep_vote(report.step, report.vote, b"")
+                    self.evaluations.hear_last(w.number, report.evaluation)
             case _:
                 pass
         event: Any = report
@@ -353,6 +369,7 @@ class FakeCluster:
         self.votes.clear()
         self.pending.clear()
         self.untold = self.loading = None
+        self.in_force.clear()
         self.to_emit.clear()
         self.commits, self.evaluations = Commits(self.record), Evaluations(lambda _: None)
         standings: list[Standing] = []
@@ -385,14 +402,24 @@ class FakeCluster:
             self.advance_one()
 
     def introduced(self, w: Process) -> Standing:
+        """Over another connection."""
         for _ in range(self.rng.randint(0, len(w.unsent))):
             w.unsent.popleft()
         for _ in range(self.rng.randint(0, len(w.wire))):
             w.wire.pop()
         while w.wire:  # has come before the connection ended
             w.hear()
-        said = w.introduction()
+        w.is_broken, said = False, w.introduction()
         return Standing(w.number, said.kind, said.generation, said.rank, said.world_size, said.step)
+
+    def say_again(self, w: Process) -> None:
+        """To the same controller, which does likewise."""
+        self.introduced(w)
+        if w.number in self.in_force:
+            again = self.in_force[w.number].again()
+            w.wire.extend(c for c in again if not isinstance(c, t.SaveConcluded))
+        if w.number not in self.ready:  # that it is ready may be lost
+            w.unsent.appendleft(w.ready())
 
     # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
@@ -423,7 +450,10 @@ class FakeCluster:
         candidates = [w for w in self.workers.values() if w.is_alive and w.is_up]
         if candidates:
             self.faults.link_breaks -= 1
-            self.rng.choice(candidates).cut_until = self.now + self.rng.choice(CUT_S)
+            w = self.rng.choice(candidates)
+            w.cut_until = self.now + self.rng.choice(CUT_S)
+            w.is_broken = w.is_broken or self.rng.random() < 0.7
+            self.num_breaks += w.is_broken
 
     def kill_one(self) -> None:
         candidates = [w for w in self.workers.values() if w.is_alive]
@@ -503,7 +533,7 @@ class FakeCluster:
             self.kill(worker)
         elif self.rng.random() < 0.5:
             worker.is_up = True
-            worker.send(r.Ready(r.Process("n", "ip", 1, "cpu", ("w", worker.number))))
+            worker.send(worker.ready())
 
     def followers_of(self, w: Process) -> list[Process]:
         return [f for f in self.workers.values() if f.source is w and f.is_alive]

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
 from tests.control.fake_group import Group
@@ -89,6 +90,9 @@ class Process:
         """On its way to the controller."""
         self.cut_until = 0.0
         """The link passes nothing before."""
+        self.is_broken = False
+        """It is another one then."""
+        self.in_force = ReportsInForce()
         self.at = "boundary"
         self.weights, self.gradient, self.gradient_of = 0, None, 0
         self.vote: int | None = None
@@ -98,7 +102,6 @@ class Process:
         """As the controller has said last."""
         self.went_back = 0
         """The generation that last began behind what is on record."""
-        self.num_controllers = self.num_told = 0
         self.group: Group | None = None
         self.group_of = 0
         self.is_abandoned = False
@@ -144,15 +147,17 @@ class Process:
         return self.at if is_at else MODES[type(phase)]
 
     def introduction(self) -> r.Introduction:
-        """To a controller that has taken over, as workers/worker.py does it."""
-        self.num_controllers += 1
-        self.went_back = 0
+        """Over another connection, as workers/worker.py and the link do it."""
         if self.last_part is not None:
             self.send(self.last_part)
         self.evaluated.say(self.rank)
+        self.unsent = self.in_force.again_after(self.unsent)
         told = self.machine.word.told
         seat = told.generation, told.rank, told.world_size
         return r.Introduction(self.machine.kind, ("", 0), *seat, self.step)
+
+    def ready(self) -> r.Ready:
+        return r.Ready(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
 
     # --- threads -------------------------------------------------------------------------
     def hear(self) -> None:
@@ -165,12 +170,14 @@ class Process:
         """As workers/membership/link.py: not what was said before it heard of a step back."""
         if formed >= self.went_back:
             self.recorded = recorded
+            self.in_force.forget(recorded)
 
     def turn(self) -> None:
         """The main thread's."""
         next(self.main, None)
 
     def send(self, report: r.Report) -> None:
+        self.in_force.say(report)
         self.unsent.append(report)
 
     def advance(self, event: e.Event) -> tuple[a.Action, ...]:
@@ -223,7 +230,7 @@ class Process:
             yield from self.look_around()
             if self.heard:
                 command = self.heard.popleft()
-                if isinstance(command, Form):
+                if isinstance(command, Form) and command.generation > self.generation:
                     self.cluster.freeze_one(self)
                 yield from self.tell(e.Obeyed(command))
                 if isinstance(command, Finish):
@@ -354,10 +361,9 @@ class Process:
         return recorded
 
     def tell_record(self) -> None:
-        """The lowest rank's last step; all that it knows to a new controller."""
-        is_new, self.num_told = self.num_told != self.num_controllers, self.num_controllers
+        """The lowest rank's last step."""
         if self.rank == 0 and self.unrecorded:
-            self.say_steps(sorted(self.unrecorded)[0 if is_new else -1 :])
+            self.say_steps(sorted(self.unrecorded)[-1:])
 
     def say_steps(self, steps: list[int]) -> None:
         if steps:

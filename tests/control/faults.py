@@ -34,7 +34,8 @@ class Faults:
     notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
     holder_losses: int = 0
     link_breaks: int = 0
-    """A worker and the controller do not hear each other for a while; then all of it comes."""
+    """A worker and the controller do not hear each other for a while; then all of it comes, or some
+    of it is lost and both say again what is in force."""
     false_alarms: float = 0.0
     """Chance that a collective of the living fails."""
     lags: float = 0.0

@@ -82,6 +82,17 @@ def test_only_the_first_word_of_a_generation_tells_its_first_step():
     assert told.commits.hear_joined(5)
 
 
+def test_what_is_said_of_a_generation_is_old_once_a_later_one_has_formed():
+    told = Told()
+    told.commits.give_up(2)
+    assert told.commits.is_news(2), "its members answer"
+    assert not told.commits.is_news(1)
+    assert told.commits.hear_joined(3)
+    assert not told.commits.is_news(2), "said again"
+    told.commits.give_up(3)
+    assert told.commits.is_news(3)
+
+
 def test_the_newest_vote_is_kept_for_those_who_missed_it():
     told = Told()
     told.commit(1, 1, 2)

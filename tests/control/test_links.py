@@ -33,11 +33,13 @@ def test_a_successor_listens_where_its_predecessor_did():
     asyncio.run(run())
 
 
-async def greeted_late(address: tuple[str, int], workers: list[int]) -> list[asyncio.StreamWriter]:
+async def greeted_late(
+    address: tuple[str, int], workers: list[int], number: int
+) -> list[asyncio.StreamWriter]:
     """Connections for them, all of which exist before the first one says who it is."""
     dialled = [(await asyncio.open_connection(*address))[1] for _ in workers]
     for worker, writer in zip(workers, dialled, strict=True):
-        writer.write(pack(Hello("secret", worker, "worker", "a")) + pack(Synced(0)))
+        writer.write(pack(Hello("secret", worker, "worker", number)) + pack(Synced(0)))
     return dialled
 
 
@@ -56,7 +58,7 @@ def test_all_who_dial_at_once_are_served(monkeypatch, num_known: int, num_dials:
 
         async def dial(workers: list[int]) -> None:
             heard.clear()
-            dialled.extend(await greeted_late(address, workers))
+            dialled.extend(await greeted_late(address, workers, len(dialled)))
             while len(heard) < len(workers):
                 await asyncio.sleep(0.01)
             assert sorted(heard) == workers

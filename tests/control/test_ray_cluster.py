@@ -16,7 +16,14 @@ from ray.exceptions import (
 )
 
 from elastic.control.commands import Abort, Checkpoint, Form
-from elastic.control.events import Cancelled, CollectiveFailed, Joined, UserFailed, WorkerLost
+from elastic.control.events import (
+    Cancelled,
+    CollectiveFailed,
+    Joined,
+    UserFailed,
+    WorkerLost,
+    WorkerReady,
+)
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.slots import Slot
@@ -33,7 +40,13 @@ class WithoutRay(RayCluster):
         """There is no actor to end."""
 
 
-def reported(report: to_controller.Report | str, *, state: str, recorded_step: int = 0):
+def reported(
+    report: to_controller.Report | str,
+    *,
+    state: str,
+    recorded_step: int = 0,
+    recorded_generation: int | None = None,
+):
     """report: a string is what the user's code raised. -> the events, and the steps that the record
     went back to."""
     went_back: list[int] = []
@@ -44,7 +57,8 @@ def reported(report: to_controller.Report | str, *, state: str, recorded_step: i
             record=SimpleNamespace(note=print, roll_back=went_back.append),
         )
         cluster = WithoutRay("t", 3.0, NOTHING, NOTHING, host, lambda: 5.0)
-        cluster.has_formed, cluster.recorded_step = True, recorded_step
+        cluster.has_formed, cluster.progress.recorded_step = True, recorded_step
+        cluster.progress.recorded_generation = recorded_generation
         cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state=state)
         if isinstance(report, str):
             cluster.user_failed(4, report)
@@ -62,6 +76,27 @@ def test_a_generation_that_begins_behind_the_record_takes_the_record_back_once()
     assert went_back == [7]
     assert events == [Joined(3, 0, 0.1, 5.0, 7)] * 2
     assert reported(joined, state="ready", recorded_step=7)[1] == []
+
+
+def test_what_a_generation_that_is_on_record_says_again_takes_nothing_back():
+    joined = to_controller.Joined(3, 0, 0.1, 7)
+    assert reported(joined, state="ready", recorded_step=9, recorded_generation=2)[1] == [7]
+    assert reported(joined, state="ready", recorded_step=9, recorded_generation=3)[1] == []
+
+
+def test_a_worker_that_comes_back_before_it_was_heard_to_be_ready_is_ready():
+    async def run() -> list[Any]:
+        scene = forming(record=SimpleNamespace(note=print, safe_step=0))
+        scene.cluster.workers[4] = Slot(NOTHING, last_seen=4.0, state="pending")
+        process = to_controller.Process("n", "ip", 9, "cpu", ("h", 1))
+        seams: Any = scene.cluster
+        seams.holders = SimpleNamespace(on_node=print, tell=print)
+        scene.cluster.links.send = lambda worker, message: None
+        for said in (None, process, process):
+            scene.cluster._on_report(4, to_controller.Introduction("ready", ("h", 2), process=said))
+        return [scene.cluster.events.get_nowait() for _ in range(scene.cluster.events.qsize())]
+
+    assert asyncio.run(run()) == [WorkerReady(4, 5.0, "n")]
 
 
 @pytest.mark.parametrize("state", ["pending", "standby"])
@@ -293,7 +328,7 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
 
     async def run() -> None:
         scene = forming(open_at=on_loaded)
-        scene.cluster.recorded_step = 9
+        scene.cluster.progress.recorded_step = 9
         await asyncio.wait_for(scene.cluster.execute(form_of(1, step=8)), 60)
         scene.rendezvous.answer(1)
         await settled()
@@ -307,6 +342,6 @@ def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
         goes_on.set()
         await settled()
         assert (scene.told, went_back) == (told_of(2), [8, 7])
-        assert scene.cluster.recorded_step == 7
+        assert scene.cluster.progress.recorded_step == 7
 
     asyncio.run(run())

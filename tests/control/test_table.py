@@ -84,14 +84,13 @@ SAMPLES: tuple[Event, ...] = (
     StillSaving(7, 0, 1.0),
     Tick(1.0),
 )
-# A member answers only Abort with Suspended and only Finish with Ended, and by the order of its
-# reports it has said all else before the run is Ending, but for steps, which it says again to a
-# controller that does not have them on record. These would be bugs, and are told so.
+# A member answers only Abort with Suspended, only Finish with Ended and only Keep with Kept. All
+# else of its generation it may say again over another connection. These would be bugs, and are
+# told so.
 IMPOSSIBLE = {
     *((phase, Suspended) for phase in (Forming, Running, Pausing, Ending)),
     *((phase, Ended) for phase in (Forming, Running, Pausing, Suspending)),
-    *((Ending, event) for event in (Connected, Joined, Paused, Done)),
-    *((phase, Kept) for phase in (Forming, Running, Ending)),
+    *((phase, Kept) for phase in (Forming, Running)),
     *((phase, StillSaving) for phase in (Forming, Running, Pausing)),
 }
 

@@ -353,8 +353,9 @@ def test_a_holder_that_waits_one_step_behind_rolls_forward_before_newcomers_ente
     assert commands[0] == Form(Membership(9, (1, 5)), 41)
 
 
-def test_the_place_of_who_cannot_be_reached_is_barred_for_a_minute_and_no_other_one():
-    cut = replace(lost(1, 10.0), cause="unreachable")
+@pytest.mark.parametrize("cause", ["unreachable", "device_failed"])
+def test_the_place_of_who_cannot_be_reached_is_barred_for_a_minute_and_no_other_one(cause):
+    cut = replace(lost(1, 10.0), cause=cause)
     answers = [suspended(rank, 40) for rank in (2,)]
     joined = [Joined(8, 0, 0.0, 12.0, 40)]
     events = (cut, lost(0, 10.0), *answers, *joined, Committed(8, 41, 0.1, 13.0), Tick(14.0))

@@ -32,8 +32,9 @@ class Case:
     parallel: str
     reduction: str
     at: str
-    """"read": whenever rank 0's host waits for its device; "launch": when it launches a
-    collective; "enter": at the reads while the next generation's group is entered."""
+    """"read": whenever rank 0's host waits for its device, or reads of the group; "launch": when it
+    launches a collective of data or control; "enter": the same while the next generation's group is
+    entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,22 @@ def sweep(case: Case, limit: int = 80) -> list[Outcome]:
     raise AssertionError(f"more than {limit} instants")
 
 
+class Told:
+    """A backend whose launches are told of before they are made."""
+
+    def __init__(self, backend: Any, told: Callable[[str], None]) -> None:
+        self._backend, self._told = backend, told
+
+    def __getattr__(self, name: str) -> Any:
+        launch = getattr(self._backend, name)
+
+        def told_launch(*arguments: Any) -> Any:
+            self._told(name)
+            return launch(*arguments)
+
+        return told_launch
+
+
 class Disturbed:
     """One run of a case's, given up at its k-th instant."""
 
@@ -166,17 +183,23 @@ class Disturbed:
         if case.at == "enter":
             self._groups[rank] = group = meeting.group(rank, WORLD_SIZE, generation=2)
             self._both_there.wait(30)
+        if case.at == "read":
+            read = group.read
+            group.read = lambda result: (self.instant.pass_by(rank), read(result))[1]
+        else:
+            told = lambda name: self.instant.pass_by(rank)  # noqa: E731
+            group.backend.before_launch = told
+            group.control.backend = Told(group.control.backend, told)
+        if case.at == "enter":
             self.instant.is_armed |= rank == 0
             enter(strategy, group, BEFORE, generation=2)
             return
-        if case.at == "launch":
-            group.backend.before_launch = lambda name: self.instant.pass_by(rank)
         self.instant.is_armed |= rank == 0
         train(strategy, group, case.parallel, 1, **self._how)
 
     def told(self, index: int, reason: str) -> None:
         """Of a host that is about to wait."""
-        if self._case.at != "launch":
+        if self._case.at == "read":
             self.instant.pass_by(index)
 
 
@@ -209,10 +232,6 @@ def _goes_on(case: Case, strategies: dict[int, Strategy], reference: Reference) 
     found = run_ranks(WORLD_SIZE, body)
     device.races()
     return "" if found == [reference.weights] * WORLD_SIZE else f"the run ends with {found}"
-
-
-def _tell_of_launches(group: Any, told: Callable[[], None]) -> None:
-    group.backend.before_launch = lambda name: told()
 
 
 def _of_rows(rank: int, strategy: Strategy, reference: Reference) -> str:

@@ -53,7 +53,7 @@ class SimulatedNccl:
         waits for a moment at least. Forming begins with `eager_connect_single_device`."""
         self._connect, self._rank, self._size = connect, rank, size
         self._device = device
-        self._is_aborted, self._is_initialized = threading.Event(), threading.Event()
+        self._is_aborted, self._has_formed = threading.Event(), threading.Event()
         self.communicator: Any = None
         self.before_launch: Callable[[str], None] = lambda name: None
         """Told in the thread that launches a collective; what it raises goes to the caller."""
@@ -84,10 +84,10 @@ class SimulatedNccl:
             peers = [r for r in range(self._size) if r != self._rank]
             for target, arguments in [(self._send, ()), *((self._receive, (r,)) for r in peers)]:
                 threading.Thread(target=target, args=arguments, name="nccl", daemon=True).start()
-        self._is_initialized.set()
+        self._has_formed.set()
 
     def begin_connect(self, device: torch.device) -> None:
-        """As with `config.blocking = 0`: in the background; `is_initialized` tells."""
+        """As with `config.blocking = 0`: in the background; `_is_initialized` tells."""
         arguments = {"args": (device,), "daemon": True}
         self.connecting = threading.Thread(target=self._connect_quietly, **arguments)
         self.connecting.start()
@@ -98,9 +98,8 @@ class SimulatedNccl:
         except DistBackendError:
             return  # aborted: nobody asks any more
 
-    @property
-    def is_initialized(self) -> bool:
-        return self._is_initialized.is_set()
+    def _is_initialized(self) -> bool:
+        return self._has_formed.is_set()
 
     def _ask(self, key: str) -> bytes:
         """Waits as long as nobody has set it: a store's own limit is none of NCCL's."""

@@ -1,23 +1,28 @@
 """Ranks as threads of this process, each on a simulated device of its own, with NCCL's manners.
 
-A rank gets the group that a generation has (workers/distributed/process_group.py), whose backend is
-a `SimulatedNccl`.
+A rank gets the group that a generation has (workers/distributed/process_group.py): its data goes
+over a `SimulatedNccl`, its control over gloo.
 """
 
 import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from tests.device.device import SIM
 from tests.device.nccl_group import SimulatedNccl
-from workers.distributed.nccl import NcclGroup
-from workers.distributed.process_group import Alone, Group
+from workers.distributed import gloo
+from workers.distributed.backends import with_control
+from workers.distributed.nccl import formed
+from workers.distributed.process_group import Alone, Formation, Group, Place
 
 DEADLINE_S = 60.0
+HOST = "127.0.0.1"
 _prefixes = itertools.count()
 
 
@@ -27,11 +32,17 @@ class Meeting:
     def __init__(self) -> None:
         self._store = HashStore()
         self._store.set_timeout(timedelta(seconds=0.05))
+        self._of_gloo: Any = HashStore()
         self._prefix = next(_prefixes)
 
-    def nccl(self, rank: int, world_size: int, generation: int = 1) -> SimulatedNccl:
-        prefix = f"{self._prefix}/{generation}"
-        where = torch.device("sim", rank)
+    def nccl(
+        self,
+        rank: int,
+        world_size: int,
+        generation: Any = 1,
+        where: torch.device | None = None,
+    ) -> SimulatedNccl:
+        prefix, where = f"{self._prefix}/{generation}", where or torch.device("sim", rank)
         return SimulatedNccl(
             lambda: PrefixStore(prefix, self._store), rank, world_size, device=where
         )
@@ -40,30 +51,45 @@ class Meeting:
         """The group of that generation on device `rank`. Waits for the others."""
         if world_size == 1:
             return Alone()
-        nccl = self.nccl(rank, world_size, generation)
-        nccl.eager_connect_single_device(torch.device("sim", rank))
-        group = NcclGroup(nccl, rank, world_size)
-        group.form_part = lambda name, r, size: _Formed(
-            self, torch.device("sim", rank), f"{generation}/{name}", r, size
-        )
-        return group
+        return self.form(rank, world_size, generation, torch.device("sim", rank)).wait(DEADLINE_S)
+
+    def form(self, rank: int, world_size: int, name: Any, where: torch.device) -> Formation:
+        """Begin to form it as a worker does."""
+
+        def build(given_up: threading.Event) -> Group:
+            torch.sim.set_device(where)
+            store: Any = self._of_gloo
+            limits = {"join_timeout_s": DEADLINE_S, "operation_timeout_s": DEADLINE_S}
+            full_name = f"{self._prefix}/{name}"
+            place = Place(store, full_name, rank, world_size, given_up=given_up, **limits)
+            connect = with_control(partial(self.data, where, name), partial(control, where))
+            group = connect(place)
+            group.form_part = lambda part, r, size: self.form(r, size, f"{name}/{part}", where)
+            return group
+
+        return Formation(build)
+
+    def data(self, where: torch.device, name: Any, place: Place) -> Group:
+        """A backend's `connect`."""
+        nccl = self.nccl(place.rank, place.world_size, name, where)
+        nccl.begin_connect(where)
+        return formed(nccl, place)
 
 
-class _Formed:
-    """Stands for the formation of a part: a group that is there already when it is waited for."""
+def control(where: torch.device, place: Place) -> Group:
+    """A backend's `connect`. The device runs while its host waits in here, as it always does."""
+    group = gloo.connect(HOST, place)
+    finish = group.finish
 
-    def __init__(
-        self, meeting: Meeting, where: torch.device, name: str, rank: int, size: int
-    ) -> None:
-        self._nccl = meeting.nccl(rank, size, name)
-        self._where, self._rank, self._size = where, rank, size
+    def finish_while_the_device_runs(pending: Any) -> None:
+        SIM.note_wait(where.index, 1)
+        try:
+            finish(pending)
+        finally:
+            SIM.note_wait(where.index, -1)
 
-    def wait(self, timeout_s: float) -> Group:
-        self._nccl.eager_connect_single_device(self._where)
-        return NcclGroup(self._nccl, self._rank, self._size)
-
-    def abandon(self) -> None:
-        self._nccl.abort()
+    group.finish = finish_while_the_device_runs
+    return group
 
 
 def run_ranks(world_size: int, body: Callable[[int, Meeting], Any]) -> list[Any]:

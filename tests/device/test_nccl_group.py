@@ -1,13 +1,17 @@
 """The manners of NCCL that the group of simulated devices has."""
 
+import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from elastic.protocol.errors import PeerLost
 from tests.device import device
 from tests.device.ranks import Meeting, all_good, run_ranks
+from workers.distributed.process_group import Formation, Place
 
 
 def connected(rank, meeting, world_size=2):
@@ -157,11 +161,54 @@ def test_forming_waits_for_an_absent_peer_until_it_is_aborted():
     began = time.monotonic()
     nccl.begin_connect(torch.device("sim", 0))
     time.sleep(0.2)
-    assert not nccl.is_initialized
+    assert not nccl._is_initialized()
     nccl.abort()
     nccl.connecting.join(1)
     assert not nccl.connecting.is_alive()
     assert time.monotonic() - began < 1
+
+
+def test_forming_with_an_absent_peer_is_given_up_at_once_and_leaves_no_thread():
+    meeting, where = Meeting(), torch.device("sim", 0)
+
+    def form(given_up):
+        return meeting.data(where, 1, Place(None, "", 0, 2, 60.0, 60.0, given_up))
+
+    before = set(threading.enumerate())
+    formation = Formation(form)
+    threading.Timer(0.1, formation.abandon).start()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="given up while it formed"):
+        formation.wait(60.0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(1.0)
+        assert not thread.is_alive()
+    assert time.monotonic() - began < 1
+
+
+def test_a_group_and_its_parts_are_aborted_together_and_whoever_gives_up_does_not_wait():
+    """An abort of one may wait for kernels of the other."""
+
+    def body(rank, meeting):
+        group = meeting.group(rank, 3)
+        part = group.part("shard", [0, 1], 60.0) if rank < 2 else None
+        aborts = threading.Barrier(2)
+        for held in (group, part):
+            if held is not None and rank == 0:
+                held.backend.abort = partial(meet_and_abort, aborts, held.backend.abort)
+        began = time.monotonic()
+        group.abandon()
+        took_s = time.monotonic() - began
+        while not group.is_settled:
+            assert time.monotonic() - began < 30
+        return took_s < 1
+
+    assert run_ranks(3, body) == [True] * 3
+
+
+def meet_and_abort(aborts, abort):
+    aborts.wait(30)
+    abort()
 
 
 def test_results_that_are_held_come_when_they_are_let_go():

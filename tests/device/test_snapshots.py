@@ -1,19 +1,24 @@
-"""Snapshots of state on a device, taken by another thread as savers and backups take them.
+"""Snapshots of state on a device, taken by another thread as savers and backups take them."""
 
-What today's code does otherwise fails strictly: the work list of issue 17.
-"""
-
+import socket
 import threading
 
 import pytest
 import torch
 
+from elastic.protocol.messages.peer import Update
 from tests.device import device
-from tests.device.training import build, train
+from tests.device.ranks import all_good, run_ranks
+from tests.device.training import build, enter, train
 from tests.workers import sharded_rig as rig
 from workers.distributed.process_group import Alone
+from workers.membership.state_stream import Follower, receive_tensors
+from workers.train_state.snapshot import Arena, HostMemory
 
-SNAPSHOT = "#17, workers/train_state/snapshot.py:"
+UPDATE = Update(
+    step=1, is_finite=True, divisor=1.0, num_microbatches=1, used=(), tracked=(), log_names=(),
+    num_buffers=0, num_integers=0, records={},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -30,19 +35,16 @@ def take_in_a_thread(snapshot):
     return device.counters()
 
 
-@pytest.mark.xfail(strict=True, reason=f"{SNAPSHOT} copies go to pageable memory")
 def test_a_snapshot_leaves_by_pinned_memory(strategy):
     device.reset_counters()
     assert take_in_a_thread(strategy.train_state.snapshot()).pageable_d2h_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason=f"{SNAPSHOT} each tensor's copy blocks its thread")
 def test_a_snapshot_does_not_wait_for_each_tensor(strategy):
     device.reset_counters()
     assert take_in_a_thread(strategy.train_state.snapshot()).host_syncs <= 2
 
 
-@pytest.mark.xfail(strict=True, reason=f"{SNAPSHOT} no event orders the copies")
 def test_a_snapshot_is_in_order_where_the_loop_has_a_stream_of_its_own(strategy):
     side = torch.Stream(torch.device("sim", 0))
     side.wait_stream(torch.accelerator.current_stream(torch.device("sim", 0)))
@@ -51,3 +53,56 @@ def test_a_snapshot_is_in_order_where_the_loop_has_a_stream_of_its_own(strategy)
         snapshot = strategy.train_state.snapshot()
     take_in_a_thread(snapshot)
     assert device.races() == []
+
+
+def test_a_step_goes_on_while_its_snapshot_leaves_and_changes_nothing_of_it(strategy):
+    """Nobody waits for the reader: what has not been taken leaves before the step changes it."""
+    before = {name: t.cpu().clone() for name, t in strategy.train_state.tensors().items()}
+    snapshot = strategy.train_state.snapshot()
+    device.reset_counters()
+    train(strategy, Alone(), "ddp", 1, work=rig.Dense())
+    assert device.counters().host_syncs == 0
+    taken = snapshot.taken()
+    assert all(torch.equal(taken[name], tensor) for name, tensor in before.items())
+    assert device.counters().pageable_d2h_bytes == 0
+
+
+def test_memory_that_a_device_writes_to_is_used_as_it_is(strategy):
+    arena, shapes = Arena(is_pinned=True), strategy.train_state.snapshot().shapes
+    arena.reserve(shapes.values())
+    first = strategy.train_state.snapshot(memory=arena).taken()
+    assert all(tensor.is_pinned() for tensor in first.values())
+
+
+def test_updates_for_a_newcomer_leave_likewise(strategy):
+    ours, theirs = socket.socketpair()
+    follower = Follower(ours, 1)
+    gradients = {"g0": torch.ones(3, 4, device="sim:0"), "g1": torch.zeros(0, device="sim:0")}
+    device.reset_counters()
+    follower.offer(UPDATE, gradients)
+    gradients["g0"].zero_()  # the next step
+    counters = device.counters()
+    assert (counters.host_syncs, counters.pageable_d2h_bytes) == (0, 0)
+    _, tensors = receive_tensors(theirs, HostMemory(), lambda: None)
+    assert tensors["g0"].tolist() == [[1.0] * 4] * 3
+    follower.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "fsdp-grad-op"])
+@pytest.mark.parametrize("reduction", ["fast", "bitwise"])
+def test_a_steady_step_reads_of_its_device_twice_and_by_pinned_memory(parallel, reduction):
+    def body(rank, meeting):
+        how = {"reduction": reduction, "work": rig.Dense()}
+        strategy = build(rank, parallel, reduction, rig.Dense())
+        group, reads = meeting.group(rank, 2), []
+        enter(strategy, group, 0)
+        train(strategy, group, parallel, 1, **how)
+        read = group.read
+        group.read = lambda result: (reads.append(result), read(result))[1]
+        device.reset_counters(rank)
+        train(strategy, group, parallel, 1, **how)
+        counters = device.counters(rank)
+        return len(reads), counters.host_syncs, counters.pageable_d2h_bytes
+
+    assert all_good(run_ranks(2, body)) == [(2, 0, 0)] * 2

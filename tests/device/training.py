@@ -33,8 +33,7 @@ def build(rank: int, parallel: str, reduction: str, work: rig.Work, **options: A
 
 
 def enter(strategy: Strategy, group: AnyGroup, step: int, generation: int = 1) -> None:
-    where = torch.device("sim", simulated.SIM.current_device())
-    rig.enter(strategy, group, step, generation=generation, device=where)
+    rig.enter(strategy, group, step, generation=generation)
 
 
 def train(

@@ -4,9 +4,10 @@ import functools
 
 import numpy as np
 
+from elastic.protocol.layout import Box
 from elastic.protocol.manifest import Manifest, Part
 from elastic.store.catalogue import Catalogue, file_name
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.checkpoint_reading import PartReader
 
 ROWS, COLUMNS = 700, 1000  # 2.8 MB of float32 per tensor
@@ -26,9 +27,9 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
 
 def part_of(
     values: dict[str, np.ndarray], rank: int, world_size: int
-) -> list[tuple[Box, np.ndarray]]:
+) -> list[tuple[SavedBox, np.ndarray]]:
     """Every rank's rows of every tensor; what has no rows is rank 0's."""
-    found: list[tuple[Box, np.ndarray]] = []
+    found: list[tuple[SavedBox, np.ndarray]] = []
     for name, value in values.items():
         shape = value.shape
         low, high = 0, shape[0] if shape else 0
@@ -40,7 +41,7 @@ def part_of(
             continue
         piece = value[low:high] if shape else value
         start = (low, *(0 for _ in shape[1:])) if shape else ()
-        found.append((Box(name, str(value.dtype), shape, start, piece.shape), piece))
+        found.append((SavedBox(name, str(value.dtype), shape, Box(start, piece.shape)), piece))
     return found
 
 

@@ -20,6 +20,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
+from elastic.protocol.layout import whole
 from elastic.protocol.manifest import (
     BLOCK_BYTES,
     MANIFEST,
@@ -33,7 +34,7 @@ from elastic.protocol.manifest import (
     merge,
 )
 from elastic.store.catalogue import Catalogue, file_name, folder_name, newest_good
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.checkpoint_reading import PartReader
 from elastic.store.files import Folder, open_folder
 from tests.store.saves import assert_holds, part_of, save, tensors
@@ -334,7 +335,7 @@ def test_a_tensor_of_many_chunks_is_checked_in_time(dim: int) -> None:
     shape = (count, 8) if dim == 0 else (8, count)
     starts = [tuple(n if d == dim else 0 for d in (0, 1)) for n in range(count)]
     chunk_shape = tuple(1 if d == dim else 8 for d in (0, 1))
-    chunks = tuple(Chunk("f", 0, start, chunk_shape) for start in starts)
+    chunks = tuple(Chunk(start, chunk_shape, "f", 0) for start in starts)
     began = time.process_time()
     check_cover(StoredTensor("x", "int8", shape, chunks))
     assert time.process_time() - began < 5
@@ -343,14 +344,14 @@ def test_a_tensor_of_many_chunks_is_checked_in_time(dim: int) -> None:
 
 
 def test_a_dtype_without_a_word_is_refused_by_name(catalogue: Catalogue) -> None:
-    box = Box("x", "complex128", (1,), (0,), (1,))
+    box = SavedBox("x", "complex128", (1,), whole((1,)))
     with pytest.raises(WrongInput, match=r"'x' is complex128"):
         write_part(catalogue.prepare(1), "f", [box], [memoryview(np.zeros(1, np.complex128))])
 
 
 def test_a_range_reads_whole_blocks_and_nothing_else(catalogue: Catalogue) -> None:
     value = np.arange(3 * BLOCK_BYTES // 8, dtype=np.int64)
-    box = Box("x", "int64", value.shape, (0,), value.shape)
+    box = SavedBox("x", "int64", value.shape, whole(value.shape))
     folder = catalogue.prepare(1)
     part = write_part(folder, "f", [box], [memoryview(value)])
     assert len(part.file.blocks) == 4

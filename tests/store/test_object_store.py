@@ -12,9 +12,10 @@ import pytest
 
 from elastic.controller.publisher import Checkpoints
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
+from elastic.protocol.layout import whole
 from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import Catalogue, file_name, newest_good
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import Folder, open_folder, place_of, read_json
 from elastic.store.journal import read_lines
 from elastic.store.remote import read_whole
@@ -151,7 +152,7 @@ def test_checkpoints_in_s3_are_listed_retired_swept_and_set_aside(catalogue: Cat
 
 def test_a_save_that_is_given_up_leaves_no_file(catalogue: Catalogue) -> None:
     box, value = part_of(tensors(1), 0, 1)[0]
-    other = Box("other", box.dtype, box.tensor_shape, box.start, box.shape)
+    other = SavedBox("other", box.dtype, box.tensor_shape, box.box)
 
     def contents():
         yield memoryview(np.ascontiguousarray(value))
@@ -177,7 +178,7 @@ def test_a_torn_upload_is_no_checkpoint_and_the_next_save_works(
             s3.faults.errors = 1_000
         case _:
             s3.faults.is_unreachable = True
-    box = Box("x", "uint8", (len(BIG),), (0,), (len(BIG),))
+    box = SavedBox("x", "uint8", (len(BIG),), whole((len(BIG),)))
     with pytest.raises(OSError, match="AWS Error"):
         write_part(catalogue.of_step(20), file_name(1, 0, 1), [box], [memoryview(BIG)])
     s3.faults.heal()

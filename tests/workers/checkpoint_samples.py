@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import elastic
+from elastic.protocol.layout import Position
+from elastic.protocol.mesh import DDP, Mesh
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
@@ -98,7 +100,7 @@ def save(run_dir: Path, step: int, train_state: TrainState) -> Catalogue:
     tensors = {name: snapshot.take(name) for name in snapshot.shapes}
     parts = []
     for rank in range(WORLD_SIZE):
-        pieces = share(tensors, rank, WORLD_SIZE)
+        pieces = share(tensors, Position(Mesh(DDP, WORLD_SIZE), rank))
         contents = (as_bytes(t.contiguous()) if t.numel() else memoryview(b"") for _, t in pieces)
         name = file_name(1, rank, WORLD_SIZE)
         parts.append(write_part(catalogue.prepare(step), name, [b for b, _ in pieces], contents))

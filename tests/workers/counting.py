@@ -24,6 +24,10 @@ class CountingGroup:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
+    @property
+    def control(self) -> AnyGroup:
+        return cast(AnyGroup, self)
+
     def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> AnyGroup:
         part = self._group.part(name, ranks, timeout_s)
         return cast(AnyGroup, CountingGroup(part, name, self.sent))

@@ -36,6 +36,16 @@ class Flat:
     def size(self) -> int:
         return self._size
 
+    @property
+    def control(self) -> Any:
+        return self
+
+    def read(self, result: Tensor) -> Tensor:
+        return result
+
+    def check(self) -> None:
+        assert not self.is_abandoned
+
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
         return self.all_gather(output.chunk(self._size), tensor.clone())
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
 from workers.distributed.process_group import AnyGroup
@@ -31,22 +31,20 @@ def build_grid(
 
 
 class Grid(Replicated):
-    """Every rank holds the whole state; rows and columns of ranks have a group each."""
+    """Every rank holds the whole state, as its layout says; rows and columns of ranks have a group
+    each."""
 
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:
         width = NUM_COLUMNS if group.size() % NUM_COLUMNS == 0 else 1
-        row, column = divmod(group.rank(), width)
-        in_row = [row * width + c for c in range(width)]
-        in_column = list(range(column, group.size(), width))
+        grid, rank = Mesh(Parallel("fsdp", tp=width), group.size()), group.rank()
+        in_row, in_column = grid.along("tp", rank), grid.along("dp_shard", rank)
         timeout_s = self._spec.join_timeout_s
-        rows = group.part(f"row{row}", in_row, timeout_s)
-        columns = group.part(f"column{column}", in_column, timeout_s)
+        rows = group.part(f"row{in_row[0]}", in_row, timeout_s)
+        columns = group.part(f"column{in_column[0]}", in_column, timeout_s)
         ids = [mesh.ids(self._spec.num_microbatches, r) for r in range(group.size())]
-        by_row = [
-            [i for c in range(width) for i in ids[r * width + c]] for r in range(len(in_column))
-        ]
+        by_row = [[i for r in grid.along("tp", first) for i in ids[r]] for first in in_column]
         axes = ((rows, [ids[r] for r in in_row]), (columns, by_row))
         return GridReducer(parameters, tuple(self.train_state.buffers.floating), axes)
 

@@ -2,7 +2,6 @@
 ends with its process only."""
 
 import asyncio
-import math
 import socket
 import struct
 import threading
@@ -12,7 +11,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic.on_ray.links import LinkServer
-from elastic.protocol.messages.to_controller import Introduction, PartSaved, Report
+from elastic.protocol.messages.to_controller import Committed, Introduction, Report
 from elastic.protocol.messages.to_worker import Checkpoint, ToWorker
 from workers.health.unanswered import Unanswered
 from workers.membership.link import ControllerLink
@@ -23,13 +22,13 @@ MADE: list[Any] = []
 """Links, and what they are connected to."""
 
 
-def saved(step: int, payload: bytes = b"") -> PartSaved:
-    """Something for the controller to hear."""
-    return PartSaved(1, 0, step, payload)
+def committed(step: int, payload: bytes = b"") -> Committed:
+    """Something for the controller to hear, in force until it is on record."""
+    return Committed(1, 0, ({"metrics": {"step": step}},), {}, payload)
 
 
 def asked(step: int) -> Checkpoint:
-    """Something to tell the worker."""
+    """Something to tell the worker, in force until the next one."""
     return Checkpoint(1, 0, 1, step)
 
 
@@ -224,31 +223,23 @@ class Over:
 
 
 class Link(ControllerLink):
-    def _read(self) -> None:
+    def _keep(self) -> None:
         with suppress(Ended):
-            super()._read()
-
-    def _redial(self) -> None:
-        with suppress(Ended):
-            super()._redial()
+            super()._keep()
 
     def _send_late(self) -> None:
         with suppress(Ended):
             super()._send_late()
 
     def close(self) -> None:
-        waits_for = self._seconds, self._is_full
-        self._leave = self._dialled = self._seconds = self._is_full = self._lock = Over()
-        self._silence_s = -math.inf
-        waits_for[0].put(None)
-        waits_for[1].set()
-        for connection in (self._connection, self._trying):
-            if connection is not None:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        is_full = self._is_full
+        self._dial = self._is_full = self._lock = Over()
+        is_full.set()
+        if (connection := self._connection) is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def has_ended(self) -> bool:
-        self._is_leaving = True
         targets = [getattr(t, "_target", None) for t in threading.enumerate()]
         return all(getattr(target, "__self__", None) is not self for target in targets)
 
@@ -256,7 +247,7 @@ class Link(ControllerLink):
 def link_to(address: tuple[str, int], find: Callable[[], Any]) -> Link:
     made = Link(
         address, token="secret", worker=3, silence_s=SILENCE_S, lease_s=LEASE_S, find=find,
-        on_command=print, on_found=lambda address: Introduction("working", address),
+        on_command=print, introduce=lambda address: Introduction("working", address),
     )  # fmt: skip
     MADE.append(made)
     return made

@@ -1,9 +1,11 @@
-"""Where a member stands, for tests of peer memory without members."""
+"""Where a member stands, for tests of peer memory and of checkpoints without members."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic.protocol.layout import Position
 from elastic.protocol.mesh import Mesh, Parallel
+from workers.train_state.tensors import layout_of
 
 
 @dataclass
@@ -11,15 +13,13 @@ class Place:
     generation: int
     rank: int = 0
     world_size: int = 1
-    rows_of: Callable[[int, int], Mesh] = lambda rank, world_size: Mesh(
-        Parallel("fsdp"), world_size
+    position_of: Callable[[int, int], Position] = lambda rank, world_size: Position(
+        Mesh(Parallel("fsdp"), world_size), rank
     )
-    """A strategy's `mesh_of_rows`."""
+    """A strategy's `position`."""
+    layout = staticmethod(layout_of)
+    """Every strategy's, as yet."""
 
     @property
-    def mesh(self) -> Mesh:
-        return Mesh(Parallel("fsdp"), self.world_size)
-
-    @property
-    def mesh_of_rows(self) -> Mesh:
-        return self.rows_of(self.rank, self.world_size)
+    def position(self) -> Position:
+        return self.position_of(self.rank, self.world_size)

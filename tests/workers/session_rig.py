@@ -90,7 +90,6 @@ class FakeLink:
     def __init__(self):
         self.commands = Commands()
         self.recorded_step = 0
-        self.num_controllers = 1
         self.concluded_saves = {}
         self.sent = []
 
@@ -101,6 +100,9 @@ class FakeLink:
 
     def wake(self):
         self.commands.put(None)
+
+    def hear_recorded(self, step):
+        self.recorded_step = min(self.recorded_step, step)
 
     def go_back(self, generation, step):
         self.recorded_step = min(self.recorded_step, step)

@@ -1,14 +1,13 @@
 """A small workload, and training it for a few steps on ranks without a session around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import DDP, Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
@@ -16,10 +15,12 @@ from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
+from workers.data.placement import to_device
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.build import build_strategy
-from workers.parallel.sharded import Ownership, Sharded
+from workers.parallel.sharded import Sharded
+from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
 from workers.step.randomness import seed_microbatch
 from workers.train_state.tensors import as_bytes
@@ -127,7 +128,7 @@ def build(
     config = spec(parallel, reduction, **options)
     strategy = build_strategy(workload or Work(), config, device, open_backup)
     if isinstance(strategy, Sharded):
-        strategy.holding = Ownership("initial")
+        strategy.shards.holding = Ownership("initial")
     return strategy
 
 
@@ -147,10 +148,9 @@ def enter(
     step: int,
     catalogue: Catalogue | None = None,
     generation: int = 1,
-    device: torch.device = CPU,
     order: tuple[int, ...] = (),
 ) -> Entered:
-    pieces = Pieces(group, device, lambda: None, round_s=30.0)
+    pieces = Pieces(group, lambda: None, round_s=30.0)
     made = formed(group, step, catalogue, generation, pieces)
     return strategy.enter(replace(made, order=order))
 
@@ -193,23 +193,21 @@ def train(
             i = ids[index]
             train_state.buffers.begin_microbatch()
             seed(3, train_state.step, i)
-            batch = work.batch(train_state.step, i).to(device)
+            batch = to_device(work.batch(train_state.step, i), device)
             loss = train_state.model(batch, i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()
             reducer.after_backward(i, train_state.buffers.end_microbatch())
         train_state.casting.restore()
         reduced = reducer.finish()
-        strategy.before_vote()
-        is_bad = torch.tensor([not reduced.is_finite()], dtype=torch.int64, device=device)
-        group.all_reduce(is_bad).wait()
+        reduced = strategy.before_vote(reduced, group.read)
+        is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
+        group.control.all_reduce(is_bad).wait()
         mine = [name in reducer.used for name in train_state.parameters]
-        used = torch.tensor(mine, dtype=torch.int64, device=device)
-        group.all_reduce(used).wait()
+        used = torch.tensor(mine, dtype=torch.int64)
+        group.control.all_reduce(used).wait()
         flags = zip(train_state.parameters, used.tolist(), strict=True)
         should_skip, all_used = is_bad.item(), {name for name, flag in flags if flag}
-        if group.is_abandoned:  # as in a vote: what was read may be garbage
-            raise PeerLost("the generation was given up")
         assert train_state.loss_scale or not should_skip
         strategy.apply(
             Update(
@@ -221,6 +219,7 @@ def train(
                 buffers=reduced.buffers,
                 integers=train_state.buffers.integers,
                 log_names=(),
+                squares=reduced.squares,
             )
         )
         after_step(train_state)
@@ -233,10 +232,13 @@ def sha256(strategy: Strategy) -> str:
 
 def save_part(strategy: Strategy, group: AnyGroup, place: str, generation: int):
     """(this rank's part of a checkpoint of the state, its header)"""
-    train_state, mesh = strategy.train_state, strategy.mesh_of(group.size())
-    where = (group.rank(), group.size(), mesh)
-    snapshot = train_state.snapshot(lambda tensors: {b.name: t for b, t in share(tensors, *where)})
-    boxes = [b for b, _ in share(train_state.tensors(), *where)]
+    train_state, at = strategy.train_state, strategy.position(group.rank(), group.size())
+
+    def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {box.name: piece for box, piece in share(tensors, at, strategy.layout)}
+
+    snapshot = train_state.snapshot(mine)
+    boxes = [box for box, _ in share(train_state.tensors(), at, strategy.layout)]
     contents = [snapshot.take(b.name) for b in boxes]
     folder = catalogue_in(place).prepare(train_state.step)
     name = file_name(generation, group.rank(), group.size())

@@ -1,6 +1,7 @@
 """Whoever is unknown, hostile or silent: the servers of a run go on serving those they know."""
 
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from workers.membership.state_stream import PeerServer
 
 PATIENCE_S = 60
 KNOWN = header_of(Hello("secret", 3, "worker"))
+NUMBERS = itertools.count(1)
 
 
 def frame(header: bytes, payload_bytes: int = 0) -> bytes:
@@ -97,7 +99,7 @@ class Controller:
     def assert_serves(self) -> None:
         self._heard.clear()
         with socket.create_connection(self.address, timeout=PATIENCE_S) as connection:
-            wire.send(connection, KNOWN)
+            wire.send(connection, {**KNOWN, "number": next(NUMBERS)})
             wire.send(connection, header_of(Synced(0)))
             assert self._heard.wait(PATIENCE_S)
 

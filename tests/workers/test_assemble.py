@@ -5,18 +5,19 @@ import torch
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.layout import TensorLayout, whole
 from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.backup import Slice
 from workers.backup.server import BackupServer
 from workers.backup.store import Copy, Key, crc32
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
-from workers.parallel.shards import RowsLost
 from workers.resharding import assemble
-from workers.resharding.assemble import Regather, is_whole
-from workers.resharding.host_memory import RowMemory
+from workers.resharding.assemble import Regather, ShardLost, is_whole
+from workers.resharding.host_memory import HostMemory
 
 KEY = Key(1, 0, 7)
+LAYOUT = TensorLayout("model/w", "float32", (1,), (("dp_shard", 0),))
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +44,16 @@ class Damaging(BackupServer):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Damaging])
-def test_the_last_copy_gone_between_two_questions_is_rows_lost(kind):
+def test_the_last_copy_gone_between_two_questions_is_a_shard_lost(kind):
     server, content = kind("127.0.0.1", "t"), bytearray(4)
-    piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
+    piece = Slice(LAYOUT, whole((1,)), 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [BackupAddress("n", *server.address)]
-    pieces = Pieces(Alone(), torch.device("cpu"), lambda: None, 30.0)
+    pieces = Pieces(Alone(), lambda: None, 30.0)
     mesh, device = Mesh(Parallel.of("fsdp"), 1), torch.device("cpu")
-    search = Regather(Alone(), mesh, [], where, "t", device, RowMemory(), pieces)
-    with pytest.raises(RowsLost):
+    search = Regather(Alone(), mesh, [], where, "t", device, HostMemory(), pieces)
+    with pytest.raises(ShardLost):
         search.run(7, 7, dict)
     server.close()
 
@@ -71,12 +72,12 @@ class Abandoning(BackupServer):
 
 def test_a_generation_given_up_while_copies_are_read_is_left():
     group, content = Alone(), bytearray(4)
-    server, piece = Abandoning(group), Slice("model/w", "float32", (1,), True, 0, 1, 4)
+    server, piece = Abandoning(group), Slice(LAYOUT, whole((1,)), 4)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
     where, device = [BackupAddress("n", *server.address)], torch.device("cpu")
-    pieces = Pieces(group, device, lambda: None, 30.0)
+    pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
-        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, RowMemory(), pieces
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
     )
     with pytest.raises(PeerLost):
         search.run(7, 7, dict)
@@ -86,15 +87,15 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
 def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     """Holders have it, the record ends before it, and who knew the steps between is lost."""
     server, content = BackupServer("127.0.0.1", "t"), bytearray(4)
-    piece = Slice("model/w", "float32", (1,), True, 0, 1, 4)
+    piece = Slice(LAYOUT, whole((1,)), 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     group, where, device = Alone(), [BackupAddress("n", *server.address)], torch.device("cpu")
-    pieces = Pieces(group, device, lambda: None, 30.0)
+    pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
-        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, RowMemory(), pieces
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
     )
-    with pytest.raises(RowsLost, match="up to step 6"):
+    with pytest.raises(ShardLost, match="up to step 6"):
         search.run(7, 6, dict)
     assert search.run(7, 7, dict).label == (7, 1)
     server.close()

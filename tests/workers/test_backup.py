@@ -16,8 +16,8 @@ from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.backup.store import Key
 from workers.distributed.process_group import Alone
-from workers.parallel.shards import RowsLost
 from workers.resharding import assemble
+from workers.resharding.assemble import ShardLost
 
 STEPS = 3
 PATIENCE_S = 100.0
@@ -67,7 +67,8 @@ class Rank:
 
     def enter(self, generation, members, step, is_kept=True):
         """The generation's newest whole state of at most `step`."""
-        self.place = Place(generation, members.index(self.ranks.index), len(members))
+        rank, position_of = members.index(self.ranks.index), self.strategy.position
+        self.place = Place(generation, rank, len(members), position_of)
         self.group = self.ranks.form(generation, members)
         self.backup_client.hear(self.holders)
         entered = enter(self.strategy, self.group, step, generation=generation)
@@ -294,7 +295,7 @@ def test_a_rank_and_its_holder_lost_at_once_are_told_by_all(holders):
         if ranks.index == 1:
             return "lost"
         rank.ranks.pause()
-        with pytest.raises(RowsLost, match=r"nobody holds row \d of .* no holder either"):
+        with pytest.raises(ShardLost, match=r"nobody holds \[.*\] of .* no holder either"):
             rank.enter(2, [0, 2], STEPS)
         return "told"
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from elastic.protocol import wire
+from elastic.protocol.layout import Box, TensorLayout, whole
 from elastic.protocol.messages.backup import (
     FROM_BACKUP,
     Copies,
@@ -21,11 +22,14 @@ from elastic.protocol.messages.backup import (
     Sums,
 )
 from elastic.protocol.messages.direction import header_of, pack
-from workers.backup.server import BackupServer, ask, connect, read_rows
+from workers.backup.server import BackupServer, ask, connect, read_boxes
 from workers.backup.store import Key, crc32
 from workers.resharding.assemble import silence_s
 
-SLICES = (Slice("w", "uint8", (8, 2), True, 2, 4, 8), Slice("n", "uint8", (), False, 0, 1, 1))
+SLICES = (
+    Slice(TensorLayout("w", "uint8", (8, 2), (("dp_shard", 0),)), Box((2, 0), (4, 2)), 8),
+    Slice(TensorLayout("n", "uint8", ()), whole(()), 1),
+)
 
 
 @pytest.fixture
@@ -51,11 +55,11 @@ def test_what_was_pushed_is_offered_described_and_read(holder):
         assert ask(reader, Describe((1, 0, 5))) == Described({"a": 1}, SLICES)
         assert ask(reader, Describe((1, 0, 6))) == Described(None, ())
         into = [bytearray(4), bytearray(1)]
-        pieces = [("w", 3, 2), ("n", 0, 1)]
-        read_rows(reader, Key(1, 0, 5), pieces, [memoryview(b) for b in into])
+        pieces = [("w", Box((3, 0), (2, 2))), ("n", whole(()))]
+        read_boxes(reader, Key(1, 0, 5), pieces, [memoryview(b) for b in into])
         assert into == [b"bbcc", b"!"]
         with pytest.raises(LookupError, match="not held any more"):
-            read_rows(reader, Key(1, 0, 6), pieces, [memoryview(b) for b in into])
+            read_boxes(reader, Key(1, 0, 6), pieces, [memoryview(b) for b in into])
 
 
 def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
@@ -64,7 +68,9 @@ def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
         assert push(connection) == Held()
         holder.shelf.copy(Key(1, 0, 5)).content[0] ^= 1
         with pytest.raises(LookupError, match="rank 0, step 5: w"):
-            read_rows(connection, Key(1, 0, 5), [("w", 3, 1)], [memoryview(bytearray(2))])
+            read_boxes(
+                connection, Key(1, 0, 5), [("w", Box((3, 0), (1, 2)))], [memoryview(bytearray(2))]
+            )
         assert ask(connection, Have()) == Copies(())
 
 

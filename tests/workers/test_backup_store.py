@@ -1,8 +1,9 @@
-"""What a holder keeps: whole copies only, the right generations, and rows by their number."""
+"""What a holder keeps: whole copies only, the right generations, and boxes by their place."""
 
 import pytest
 
 from elastic.protocol.backup_assignment import BackupAddress, holders_for
+from elastic.protocol.layout import Box, TensorLayout, whole
 from elastic.protocol.messages.backup import Slice
 from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Stale, crc32
 
@@ -10,8 +11,8 @@ from workers.backup.store import BackupStore, Copy, DamagedCopy, Key, Stale, crc
 def copy(generation, rank, step, content=b"aabbccdd!"):
     """Rows 2..5 of a tensor of two bytes a row, and a replicated tensor of one byte."""
     slices = (
-        Slice("w", "uint8", (8, 2), True, 2, 4, 8),
-        Slice("n", "uint8", (), False, 0, 1, 1),
+        Slice(TensorLayout("w", "uint8", (8, 2), (("dp_shard", 0),)), Box((2, 0), (4, 2)), 8),
+        Slice(TensorLayout("n", "uint8", ()), whole(()), 1),
     )
     sums = (crc32(memoryview(b"aabbccdd")), crc32(memoryview(b"!")))
     key = Key(generation, rank, step)
@@ -22,13 +23,15 @@ def keys(shelf):
     return [tuple(c.key) for c in shelf.copies()]
 
 
-def test_a_copy_serves_its_rows_by_their_number_in_the_whole():
-    held = copy(1, 0, 5)
-    assert bytes(held.rows("w", 3, 2)) == b"bbcc"
-    assert bytes(held.rows("n", 0, 1)) == b"!"
+def test_a_copy_serves_boxes_by_their_place_in_the_whole():
+    held = copy(1, 0, 5, b"aAbBcCdD!")
+    found = [bytes(s) for s in held.stretches("w", Box((3, 0), (2, 2)))]
+    assert found == [b"bBcC"], "rows lie one behind the other"
+    assert [bytes(s) for s in held.stretches("w", Box((3, 1), (2, 1)))] == [b"B", b"C"]
+    assert [bytes(s) for s in held.stretches("n", whole(()))] == [b"!"]
     for first, num in ((1, 1), (5, 2)):
         with pytest.raises(LookupError):
-            held.rows("w", first, num)
+            held.stretches("w", Box((first, 0), (num, 2)))
 
 
 def test_a_copy_that_is_not_what_was_sent_is_damaged():

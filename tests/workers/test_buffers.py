@@ -58,7 +58,7 @@ def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatche
     if changed := buffers.untracked_changes():
         buffers.track(changed)
         return False
-    assert len(set(buffers.integer_hashes())) == 1
+    assert len(set(buffers.integer_hashes(torch.Tensor.cpu))) == 1
     sums = layout.views(reduce_tree(group, fold, num_microbatches)) if layout.parts else []
     buffers.commit(
         dict(zip(buffers.floating, sums, strict=True)), buffers.integers, num_microbatches
@@ -136,7 +136,7 @@ def test_integer_buffers_that_depend_on_samples_have_other_hashes() -> None:
         buffers.begin_microbatch()
         model.get_buffer("seen").add_(i)
         buffers.end_microbatch()
-    (flag_0, seen_0), (flag_1, seen_1) = buffers.integer_hashes()
+    (flag_0, seen_0), (flag_1, seen_1) = buffers.integer_hashes(torch.Tensor.cpu)
     assert buffers.integer_names == ("flag", "seen")
     assert flag_0 == flag_1
     assert seen_0 != seen_1

@@ -180,18 +180,35 @@ def test_a_workload_that_sets_another_number_of_threads_is_refused_where_bits_co
 
 def test_a_worker_without_memory_for_the_state_is_a_loss_with_words():
     """And no user's error, which would end the run."""
-    script = """
+    raised = 'raise OutOfMemory("out of memory while it copied the state")'
+    said = "LastWords(why='out of memory while it copied the state', cause='')\n"
+    assert ended(raised) == (73, said)
+
+
+def test_a_worker_whose_device_fails_is_a_loss_with_words():
+    """Whoever has met the error, and whatever became of it on its way."""
+    raised = """
+    fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\\nCompile with")
+    raise RuntimeError("this rank's shard could not be copied") from fault
+"""
+    why = "cpu has failed: CUDA error: uncorrectable ECC error encountered"
+    assert ended(raised) == (74, f"LastWords(why='{why}', cause='device_failed')\n")
+
+
+def ended(raised):
+    """(status, output) of a worker's process in which training does that."""
+    script = f"""
 import types
+import torch
 from workers.train_state.out_of_memory import OutOfMemory
 from workers.worker import Worker
-def copy():
-    raise OutOfMemory("out of memory while it copied the state")
+def train():
+    {raised}
 worker = object.__new__(Worker)
 worker._link = types.SimpleNamespace(send=lambda report: print(report, flush=True))
 worker._keep_log = lambda: None
-worker._tell_of_errors(copy)
+worker._tell_of_errors(train)
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    said = "LastWords(why='out of memory while it copied the state')\n"
-    assert (done.returncode, done.stdout) == (73, said)
+    return done.returncode, done.stdout

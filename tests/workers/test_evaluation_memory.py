@@ -140,6 +140,18 @@ def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
     assert drawn[0][0][1] != drawn[0][1][1]
 
 
+def test_what_an_evaluation_raises_once_its_generation_was_given_up_makes_it_again(rig):
+    def fn(model, batch):
+        if rig.session.generation == 1:
+            rig.link.commands.put(abort(1))
+            rig.form(generation=2, step=rig.session.step)
+            rig.member.hear(abort(1))
+            raise ValueError("of garbage")
+        return 5.0
+
+    assert rig.session.evaluate([0.0] * 3, fn) == 5.0
+
+
 def test_who_joins_at_a_pause_is_told_what_the_others_evaluated_without_it():
     """Nobody was suspended, so that only the lowest rank's word tells of it (found by simulation:
     a member that was left out in the middle of that evaluation waited in it for ever)."""

@@ -9,7 +9,8 @@ from elastic.protocol.messages.to_worker import Finish
 from tests.workers.session_rig import Rig
 from workers.membership import member
 from workers.membership.unwinding import RunEnded
-from workers.parallel.sharded import Ownership, Sharded
+from workers.parallel.sharded import Sharded
+from workers.parallel.shards import Ownership
 from workers.train_state import digest
 from workers.worker import Worker
 
@@ -26,7 +27,7 @@ def rig(request):
     made.member._on_finish = worker._finish
     worker._strategy = made.strategy
     if isinstance(made.strategy, Sharded):
-        made.strategy.holding = Ownership("initial")
+        made.strategy.shards.holding = Ownership("initial")
     made.form(generation=1, step=0, holders=[])
     made.member.wait_for_generation()
     yield made

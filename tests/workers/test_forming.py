@@ -1,12 +1,15 @@
 """A member that is told to give a generation up while it forms."""
 
+import threading
 import time
 
 import pytest
 import torch
 
+from elastic.protocol.errors import PeerLost
 from tests.workers.session_rig import Rig, abort, form, obey
 from workers.distributed import process_group
+from workers.distributed.backends import connect_for
 from workers.distributed.rendezvous import Rendezvous
 
 
@@ -31,4 +34,23 @@ def test_an_abort_in_the_instant_a_formation_begins_ends_it(rig, monkeypatch):
     assert time.monotonic() - began < rig.spec.join_timeout_s / 2
     obey(rig.member, abort(1))
     assert [kind for kind, _, _ in rig.link.sent] == ["suspended"]
+    rendezvous.forget()
+
+
+def test_a_formation_that_is_given_up_leaves_no_thread():
+    """Its member has no peer, and the store knows nothing of one."""
+    rendezvous, before = Rendezvous("127.0.0.1"), set(threading.enumerate())
+    address = rendezvous.open(1)
+    connect = connect_for(torch.device("cpu"), "127.0.0.1")
+    formation = process_group.form(
+        store_address=address, prefix="r/1", rank=0, world_size=2, connect=connect,
+        join_timeout_s=60.0, operation_timeout_s=60.0,
+    )  # fmt: skip
+    threading.Timer(0.2, formation.abandon).start()
+    with pytest.raises(PeerLost):
+        formation.wait(60.0)
+    forming = [t for t in set(threading.enumerate()) - before if t.name == "form"]
+    for thread in forming:
+        thread.join(1.0)
+        assert not thread.is_alive()
     rendezvous.forget()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from elastic.protocol.layout import Box, Position, TensorLayout, cut
 from elastic.protocol.mesh import Mesh, Parallel
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import (
@@ -20,8 +21,8 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
-from workers.parallel.shards import RowsLost, TensorLayout
-from workers.resharding.transfer import Move, ShardCoord, moves_of
+from workers.resharding.assemble import ShardLost
+from workers.resharding.moves import Move, moves_of
 from workers.train_state.tensors import local
 
 WORLDS = (1, 2, 3)
@@ -144,7 +145,7 @@ def test_fast_mode_differs_in_the_order_of_additions_only():
             for name, values in found[parallel].items():
                 wanted = whole[name]
                 if wanted.dim():
-                    rows = Mesh(Parallel.of(parallel), 3).rows(wanted.shape[0], rank)
+                    rows = cut(wanted.shape[0], 3, rank)
                     wanted = wanted[rows.start : rows.stop]
                 torch.testing.assert_close(
                     torch.tensor(values).view(wanted.shape), wanted.detach(), rtol=1e-3, atol=1e-5
@@ -163,7 +164,7 @@ def test_a_model_that_changes_its_mesh_keeps_its_bits_and_its_identity(plain, pa
                 continue
             group = ranks.form(generation, members)
             if len(members) == 1:  # as after a loss: the rows of the others are not there
-                with pytest.raises(RowsLost, match="nobody holds row 0 of"):
+                with pytest.raises(ShardLost, match=r"nobody holds \[0:.*\] of"):
                     enter(strategy, group, generation)
                 continue
             enter(strategy, group, generation)
@@ -281,18 +282,18 @@ def test_who_has_no_micro_batch_left_computes_nothing():
     assert run_ranks(3, body) == [3, 3, 2]
 
 
+FIRST, SECOND = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
+
+
 def test_rows_go_from_whoever_holds_them_to_their_new_owner_once():
-    kind = TensorLayout("w", torch.float32, (4, 2), True)
+    weight = TensorLayout("w", "float32", (4, 2), (("dp_shard", 0),))
     two, three = Mesh(Parallel.of("fsdp"), 2), Mesh(Parallel.of("fsdp"), 3)
-    held = [ShardCoord(two, 0), ShardCoord(two, 1), None]
-    assert moves_of(kind, held, three) == [Move(0, 0, range(0, 2)), Move(1, 1, range(2, 4))]
-    held = [None, ShardCoord(three, 0), ShardCoord(three, 1)]
-    assert moves_of(kind, held, two) == [
-        Move(1, 0, range(0, 2)),
-        Move(2, 1, range(2, 4)),
-    ]
-    with pytest.raises(LookupError, match="nobody holds row 2 of w"):
-        moves_of(kind, [ShardCoord(two, 0), None], two)
+    held = [Position(two, 0), Position(two, 1), None]
+    assert moves_of(weight, held, three) == [Move(0, 0, FIRST), Move(1, 1, SECOND)]
+    held = [None, Position(three, 0), Position(three, 1)]
+    assert moves_of(weight, held, two) == [Move(1, 0, FIRST), Move(2, 1, SECOND)]
+    with pytest.raises(LookupError, match=r"nobody holds \[2:4, 0:2\] of w"):
+        moves_of(weight, [Position(two, 0), None], two)
 
 
 def test_ids_are_dealt_once_and_all_ranks_make_as_many_passes():

@@ -23,8 +23,9 @@ def test_a_failure_is_of_the_connections_unless_it_names_a_wrong_call(said: str,
     assert type(failure_of(RuntimeError(said))) is kind
 
 
-def test_an_error_of_this_device_is_no_loss():
-    assert type(failure_of(torch.AcceleratorError("device-side assert"))) is (CollectiveRefused)
+def test_an_error_of_this_device_is_none_of_the_group():
+    with pytest.raises(torch.AcceleratorError):
+        failure_of(torch.AcceleratorError("uncorrectable ECC error encountered"))
 
 
 LIMIT_S = 1.0

@@ -1,41 +1,48 @@
-"""Memory that the rows of one generation leave to those of the next."""
+"""Memory that the shards of one generation leave to those of the next."""
 
 import mmap
 
 import torch
 
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh, Parallel
-from workers.parallel.shards import TensorLayout
-from workers.resharding.host_memory import RowMemory
+from workers.resharding.host_memory import HostMemory
 
-KINDS = [
-    TensorLayout("w", torch.float32, (10, 4096), True),
-    TensorLayout("b", torch.bfloat16, (7,), True),
-    TensorLayout("n", torch.float32, (), False),
-    TensorLayout("none", torch.float32, (3, 0), True),
+ROWS = (("dp_shard", 0),)
+LAYOUTS = [
+    TensorLayout("w", "float32", (10, 4096), ROWS),
+    TensorLayout("b", "bfloat16", (7,), ROWS),
+    TensorLayout("n", "float32", ()),
+    TensorLayout("none", "float32", (3, 0), ROWS),
 ]
 
 
-def filled(memory, world_size, rank=0, kinds=KINDS):
-    rows = memory.take(kinds, Mesh(Parallel.of("fsdp"), world_size), rank)
-    for tensor in rows.values():
+def at(rank, world_size):
+    return Position(Mesh(Parallel.of("fsdp"), world_size), rank)
+
+
+def filled(memory, world_size, rank=0, layouts=LAYOUTS):
+    shards = memory.take(layouts, at(rank, world_size))
+    for tensor in shards.values():
         tensor.fill_(world_size)
-    return rows
+    return shards
 
 
 def test_rows_are_storages_of_their_own_and_do_not_overlap():
-    rows = filled(RowMemory(), 4)
+    rows = filled(HostMemory(), 4)
     assert {name: (t.dtype, tuple(t.shape)) for name, t in rows.items()} == {
         "w": (torch.float32, (3, 4096)),
         "b": (torch.bfloat16, (2,)),
-    }  # what is replicated or empty is not its business
+        "n": (torch.float32, ()),
+        "none": (torch.float32, (1, 0)),
+    }
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in rows.values())
     rows["b"].zero_()
     assert (rows["w"] == 4).all()
 
 
 def test_the_next_rows_are_where_the_last_ones_were():
-    memory = RowMemory()
+    memory = HostMemory()
     before = filled(memory, 4)
     assert memory.is_used
     after = filled(memory, 3)
@@ -45,7 +52,7 @@ def test_the_next_rows_are_where_the_last_ones_were():
 
 
 def test_what_the_next_rows_do_not_need_goes_back_to_the_system():
-    memory = RowMemory()
+    memory = HostMemory()
     whole = filled(memory, 1)["w"]
     half = filled(memory, 2)["w"]
     assert (half == 2).all()
@@ -53,22 +60,20 @@ def test_what_the_next_rows_do_not_need_goes_back_to_the_system():
 
 
 def test_a_bigger_state_gets_other_memory_and_the_rows_before_stay():
-    memory = RowMemory()
+    memory = HostMemory()
     before = filled(memory, 1)["w"]
-    bigger = [*KINDS, TensorLayout("m", torch.float32, (10, 4096), True)]
-    after = filled(memory, 2, kinds=bigger)
+    bigger = [*LAYOUTS, TensorLayout("m", "float32", (10, 4096), ROWS)]
+    after = filled(memory, 2, layouts=bigger)
     assert (before == 1).all()
     assert (after["m"] == 2).all()
 
 
 def test_single_rows_can_go_back_and_no_others():
-    memory = RowMemory()
-    kinds = [TensorLayout(name, torch.float32, (10, 4096), True) for name in "abc"]
-    rows = filled(memory, 1, kinds=kinds)
+    memory = HostMemory()
+    layouts = [TensorLayout(name, "float32", (10, 4096), ROWS) for name in "abc"]
+    rows = filled(memory, 1, layouts=layouts)
     elsewhere = torch.ones(4096)
-    memory.discard(rows["b"])
-    memory.discard(elsewhere)
-    memory.discard(torch.empty(0))
+    memory.drop([rows["b"], elsewhere, torch.empty(0)])
     assert (rows["b"] == 0).sum() >= rows["b"].numel() - 2 * mmap.PAGESIZE // 4
     assert (rows["a"] == 1).all()
     assert (rows["c"] == 1).all()
@@ -76,19 +81,17 @@ def test_single_rows_can_go_back_and_no_others():
 
 
 def test_memory_without_rows_has_none_to_give_back():
-    memory = RowMemory()
-    assert memory.take([KINDS[2]], Mesh(Parallel.of("fsdp"), 1), 0) == {}
-    memory.discard(torch.ones(8))
+    memory = HostMemory()
+    (scalar,) = memory.take([LAYOUTS[2]], at(0, 1)).values()
+    assert scalar.shape == ()
+    memory.drop([torch.ones(8)])
     assert not memory.is_used
 
 
 def test_a_parameters_rows_have_room_for_fsdps_padding():
     """And an optimizer's have not."""
-    kinds = [
-        TensorLayout("model/w", torch.float32, (10, 3), True),
-        TensorLayout("m", torch.float32, (10, 3), True),
-    ]
-    rows = RowMemory().take(kinds, Mesh(Parallel.of("fsdp"), 4), 3)
+    layouts = [TensorLayout(name, "float32", (10, 3), ROWS) for name in ("model/w", "m")]
+    rows = HostMemory().take(layouts, at(3, 4))
     assert {n: (len(t), t.untyped_storage().nbytes()) for n, t in rows.items()} == {
         "model/w": (1, 36),
         "m": (1, 12),

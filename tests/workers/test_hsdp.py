@@ -142,13 +142,11 @@ def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
     assert run_ranks(4, reload) == [[plain[3]] * count for count in counts]
 
 
-def test_the_mesh_deals_ids_and_rows_once_to_the_active_ranks():
+def test_the_mesh_deals_ids_once_to_the_active_ranks():
     for parallel in ("hsdp:1", "hsdp:2", "hsdp:3", "fsdp", "fsdp-grad-op"):
         for world_size in (1, 2, 3, 5, 8):
             mesh = Mesh(Parallel.of(parallel), world_size)
             ids = [mesh.ids(NUM_MICROBATCHES, r) for r in range(world_size)]
             assert sorted(i for own in ids for i in own) == list(range(NUM_MICROBATCHES))
-            rows = [mesh.own_rows(7, r) for r in range(world_size)]
-            assert sorted(i for own in rows for i in own) == list(range(7))
             standby = [r for r in range(world_size) if mesh.is_standby(r)]
             assert standby == list(range(mesh.num_active, world_size))

@@ -13,7 +13,7 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
-from tests.workers.session_rig import CPU, Rig, abort, obey
+from tests.workers.session_rig import Rig, abort, obey
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
@@ -149,7 +149,7 @@ def test_a_source_that_is_gone_then_costs_the_newcomer_its_state(slow_link, rigs
     lag(source, newcomer, slow_link)
     (follower,) = source.member.followers._all
     follower.close()
-    pieces = Pieces(Alone(), CPU, lambda: None, LONG_S)
+    pieces = Pieces(Alone(), lambda: None, LONG_S)
     with pytest.raises(PeerLost, match="cannot reach step 4"):
         newcomer.member._copying.catch_up_late(STEPS_MEANWHILE, pieces)
 

@@ -28,7 +28,7 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
         lease_s=LEASE_S,
         find=lambda: None,
         on_command=lambda command: None,
-        on_found=lambda address: Introduction("starting", address),
+        introduce=lambda address: Introduction("starting", address),
     )
     controller, _ = listener.accept()
     OPEN.append(controller)
@@ -38,6 +38,7 @@ def test_reports_never_wait_and_arrive_in_order_once_somebody_reads():
     assert time.monotonic() - began < 30, "nobody reads yet"
     controller.settimeout(30)
     assert wire.receive(controller)[0]["type"] == "Hello"
+    assert wire.receive(controller)[0]["type"] == "Introduction"
     received = [wire.receive(controller) for _ in range(300)]
     assert [header["step"] for header, _ in received] == list(range(300))
     assert {bytes(payload) for _, payload in received} == {b"x" * 50_000}
@@ -65,8 +66,9 @@ import threading
 from workers.membership.link import ControllerLink
 ControllerLink(
     ("127.0.0.1", 1), token="", worker=0, silence_s=9.0, lease_s=0.2,
-    find=threading.Event().wait, on_command=print, on_found=print,
+    find=threading.Event().wait, on_command=print, introduce=print,
 )
+threading.Event().wait(60)
 """
 
 
@@ -75,4 +77,4 @@ def test_the_lease_counts_while_ray_does_not_answer_where_the_controller_is():
         [sys.executable, "-c", SEARCHING], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == EXIT_WITHOUT_CONTROLLER
-    assert "no controller within the lease" in done.stderr
+    assert "no word from a controller within the lease" in done.stderr

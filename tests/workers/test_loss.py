@@ -47,4 +47,4 @@ def test_a_weight_that_was_still_on_its_way_is_looked_at_before_the_vote():
     for weight in (2.0, math.nan):
         done.add(ONE.sum(), torch.tensor(weight), np.zeros(1, np.int64), {})
     with pytest.raises(WrongInput, match="weight of micro-batch 7 is nan"):
-        done.records((3, 7), [(), ()])
+        done.records((3, 7), [(), ()], torch.Tensor.cpu)

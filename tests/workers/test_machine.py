@@ -203,6 +203,15 @@ def test_who_has_returned_says_so_and_is_between_steps():
     assert (state.phase, actions) == (Broken(), []), "it returns again in the next generation"
 
 
+def test_what_was_obeyed_and_is_said_again_changes_nothing():
+    broken, _ = play(WORKING, e.Heard(ABORT), e.PeersLost("gone"))
+    assert play(broken, e.Heard(FORM), e.Obeyed(FORM)) == (broken, [])
+    finish = Finish(3, 1, 2, "succeeded", None, 40)
+    ended, actions = play(replace(WORKING, phase=Done()), *obeyed(finish))
+    assert actions[-1] == a.WriteFinal(3, None)
+    assert play(ended, *obeyed(finish)) == (ended, [])
+
+
 def test_a_newcomer_copies_follows_and_loses_its_source():
     state, actions = play(State(), *obeyed(Sync(0, ("h", 1))))
     assert actions == [a.StopCopy(), a.Follow(("h", 1))]
@@ -220,7 +229,7 @@ def test_who_lags_gets_its_state_while_the_others_wait():
     state, actions = play(state, *obeyed(FORM), e.CaughtUp(), e.Met())
     assert actions[-2:] == [a.Say(r.Connected(3, 1)), a.CatchUpLate(40)]
     lost, actions = play(state, e.CatchUpFailed("gone"))
-    assert (lost.phase, actions) == (Broken(), [a.StopCopy(), a.Say(r.SyncFailed("gone"))])
+    assert (lost.phase, actions) == (Broken(), [a.StopCopy(), a.Say(r.SyncFailed("gone", 3))])
     state, actions = play(state, e.StateReplaced(40), e.StateEntered(40))
     assert said(actions) == [r.Joined(3, 1, 0.0, 40)]
 
@@ -233,7 +242,7 @@ def test_parts_are_put_together_by_the_members_and_may_be_of_an_earlier_step():
     state, actions = play(state, *obeyed(FORM), e.Met())
     assert actions[-1] == a.AssembleState(FORM)
     missing, actions = play(state, e.PartBegun(), e.PartsMissing("row 3"))
-    assert said(actions) == [r.Connected(3, 1), r.SyncFailed("row 3")]
+    assert said(actions) == [r.Connected(3, 1), r.SyncFailed("row 3", 3)]
     _, actions = play(missing, *obeyed(ABORT))
     assert said(actions)[0].step == -1
     state, actions = play(state, e.PartBegun(), e.StateEntered(39))

@@ -139,6 +139,21 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
 
 
+def test_what_a_step_raises_once_its_generation_was_given_up_is_not_the_users_failure(rigs):
+    """What it has computed may be of garbage."""
+    calm, cancelled = rigs
+    cancelled.link.commands.put(abort(1))
+    cancelled.form(generation=2, step=0)
+    with cancelled.session.next_step() as step:
+        for _ in step.microbatches():
+            cancelled.member.hear(abort(1))
+            raise ValueError("the loss is 1e38")
+    assert not step.committed
+    for rig in rigs:
+        rig.step()
+    assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
+
+
 class AbandonedInVote(Alone):
     """Its vote ends without an error, as an aborted NCCL kernel does, in a generation given up."""
 
@@ -315,6 +330,7 @@ def test_the_end_of_the_run_unwinds_the_loop(rigs):
     rig.step()
     rig.member.hear(Pause(1, 0, 1))
     rig.step()
+    rig.link.recorded_step = 2  # its words said so
     rig.link.commands.put(finish(0, 2))
     with pytest.raises(RunEnded):
         rig.step()
@@ -331,6 +347,7 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
         rig.step()
         other.step()
     for rank, each in enumerate((rig, other)):
+        each.link.recorded_step = 1  # its words said so
         each.link.commands.put(finish(rank, 1))
         with pytest.raises(RunEnded):
             each.member.returned()

@@ -22,7 +22,7 @@ def test_a_value_counts_as_it_was_when_it_was_logged():
     done.log_late({"late": kept(torch.tensor(True))})
     with torch.no_grad():
         total += 1
-    (record,) = done.records([0], [()])
+    (record,) = done.records([0], [()], torch.Tensor.cpu)
     assert record.logged == {"total": 2.0, "count": 3.0, "late": 1.0}
     assert {type(value) for value in record.logged.values()} == {float}
 

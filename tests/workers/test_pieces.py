@@ -5,27 +5,25 @@ from threading import Lock
 from typing import Any
 
 import pyarrow.fs
-import pytest
 import torch
 from torch import nn
 
-from elastic.protocol.errors import PeerLost
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import Folder
 from tests.workers.ranks import run_ranks
 from tests.workers.session_rig import Tiny
 from tests.workers.sharded_rig import build, formed, sha256
 from tests.workers.test_restoring import ReadBy, publish
-from workers.distributed.nccl import NcclGroup
+from workers.distributed.gloo import GlooGroup
 from workers.distributed.pieces import Pieces
 from workers.health.vitals import Vitals
-from workers.parallel.sharded import Ownership
+from workers.parallel.shards import Ownership
 
 CPU = torch.device("cpu")
 
 
 class Launched:
-    """A collective that NCCL has launched: to the host it is done when its kernel is."""
+    """A collective that is done already."""
 
     def is_completed(self):
         return True
@@ -35,7 +33,7 @@ class Launched:
 
 
 class Backend:
-    """NCCL's interface; all members have said that they are done."""
+    """All members have said that they are done."""
 
     def allreduce(self, tensors):
         tensors[0].fill_(2)
@@ -46,29 +44,15 @@ class Backend:
 
 
 def test_who_begins_a_piece_is_at_work_also_when_a_round_has_just_ended():
-    vitals, group, now = Vitals(), NcclGroup(Backend(), 0, 2), [0.0]
+    vitals, group, now = Vitals(), GlooGroup(Backend(), 0, 2), [0.0]
     group.on_wait = vitals.waits_in
-    pieces = Pieces(group, CPU, lambda: vitals.enter("restore"), 1.0, lambda: now[0])
+    pieces = Pieces(group, lambda: vitals.enter("restore"), 1.0, lambda: now[0])
     phases = []
     for at in (0.0, 1.5, 2.0, 2.1):  # a round begins in the second, and ends in the third
         now[0] = at
         pieces.begin_apart()
         phases.append(vitals.phase)
     assert phases == ["restore"] * 4
-
-
-class AbortedWhileRead(NcclGroup):
-    """The generation is given up between the wait, which is of the stream, and the read."""
-
-    def finish(self, pending):
-        super().finish(pending)
-        self.is_abandoned = True
-
-
-def test_a_round_of_a_generation_that_was_given_up_meanwhile_says_nothing():
-    group = AbortedWhileRead(Backend(), 0, 2)
-    with pytest.raises(PeerLost):
-        Pieces(group, CPU, lambda: None, 1.0).wait_for_all()
 
 
 LIMIT_S = 6.0
@@ -125,9 +109,9 @@ def test_ranks_that_get_their_part_at_different_speeds_begin_together(tmp_path):
         replicas = {kind: build("fsdp", workload=Layers(share * s)) for kind, s in PIECE_S.items()}
         for generation, (kind, strategy) in enumerate(replicas.items()):
             group = ranks.form(generation, [0, 1, 2], operation_timeout_s=LIMIT_S)
-            strategy.holding = Ownership(kind)
+            strategy.shards.holding = Ownership(kind)
             catalogue = Catalogue(Folder(OneByOne(share * PIECE_S[kind]), f"{place}/checkpoints"))
-            pieces = Pieces(group, CPU, lambda: None, round_s=0.05)
+            pieces = Pieces(group, lambda: None, round_s=0.05)
             began = time.monotonic()
             strategy.enter(formed(group, 0, catalogue, generation, pieces))
             taken_s.append(time.monotonic() - began)

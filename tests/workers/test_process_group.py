@@ -1,5 +1,6 @@
 """A generation's process group over a backend that the test answers for."""
 
+import queue
 import threading
 from typing import Any, cast
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost
-from workers.distributed.nccl import NcclGroup
+from workers.distributed.nccl import NcclGroup, formed
+from workers.distributed.process_group import Place
 
 
 class Works:
@@ -72,3 +74,40 @@ def test_who_abandons_does_not_wait_for_the_device_and_the_group_is_kept_meanwhi
     assert group._aborting is not None
     group._aborting.join(60.0)
     assert group.is_settled
+
+
+def test_an_abort_that_hangs_is_told_of_in_time() -> None:
+    told: queue.Queue[str] = queue.Queue()
+    backend = SlowAbort()
+    group = NcclGroup(cast(Any, backend), 0, 2)
+    group.abort_s, group.on_stuck = 0.05, told.put
+    group.abandon()
+    assert "NCCL's abort of group unnamed hangs" in told.get(timeout=60.0)
+    backend.may_end.set()
+
+
+class InTime(Works):
+    """Its members are here by and by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_aborted, self.num_looks = False, 0
+
+    def _is_initialized(self) -> bool:
+        self.num_looks += 1
+        return self.num_looks > 3
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_group_is_formed_once_its_communicator_is_there_unless_it_is_given_up() -> None:
+    given_up = threading.Event()
+    place = Place(cast(Any, None), "r/1", 1, 2, 7.0, 60.0, given_up)
+    group = formed(backend := InTime(), place)
+    assert (group.rank(), group.name_of_group, group.abort_s) == (1, "r/1", 7.0)
+    assert not backend.is_aborted
+    given_up.set()
+    with pytest.raises(PeerLost):
+        formed(backend := InTime(), place)
+    assert backend.is_aborted

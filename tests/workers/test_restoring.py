@@ -18,7 +18,7 @@ from tests.workers.session_rig import Rig, Tiny, abort, form, obey
 from tests.workers.sharded_rig import build, catalogue_in, save_part, sha256
 from workers.health.vitals import LAYOUT, PHASES
 from workers.membership.state import Holding
-from workers.parallel.sharded import Ownership
+from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
 
 ABORT = abort(1)
@@ -113,7 +113,7 @@ def restoring(request, tmp_path):
     rig = Rig("bitwise", workload, parallel="fsdp")
     folder = Folder(Slow(watched), str(tmp_path / "checkpoints"))
     rig.member.saver.catalogue = Catalogue(folder)
-    rig.strategy.holding = Ownership(request.param)
+    rig.strategy.shards.holding = Ownership(request.param)
     rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
     watched.num_pieces = 0
     yield rig, watched, expected

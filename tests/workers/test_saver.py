@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.protocol.layout import Position
 from elastic.protocol.manifest import check_cover, merge, part_from_json
 from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
@@ -20,6 +21,7 @@ from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver, share
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture
+from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState
 
 TENSORS = {
@@ -32,19 +34,23 @@ TENSORS = {
 }
 
 
+def at(rank: int, world_size: int) -> Position:
+    return Position(Mesh(Parallel("ddp"), world_size), rank)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 50])
 def test_shares_cover_everything_once_and_are_about_equal(world_size: int) -> None:
     found: dict[str, list[torch.Tensor]] = {name: [] for name in TENSORS}
     for rank in range(world_size):
-        for box, piece in share(TENSORS, rank, world_size):
-            assert box.shape == tuple(piece.shape)
+        for box, piece in share(TENSORS, at(rank, world_size)):
+            assert box.box.shape == tuple(piece.shape)
             assert box.size_bytes == piece.nbytes
             found[box.name].append(piece)
     for name, tensor in TENSORS.items():
         whole = torch.cat(found[name]) if tensor.ndim else found[name][0]
         assert torch.equal(whole, tensor), name
     rows = {f"r{i}": torch.zeros(100, 10) for i in range(7)}
-    sizes = [sum(t.nbytes for _, t in share(rows, r, world_size)) for r in range(world_size)]
+    sizes = [sum(t.nbytes for _, t in share(rows, at(r, world_size))) for r in range(world_size)]
     assert max(sizes) - min(sizes) <= 40
 
 
@@ -64,7 +70,8 @@ class By:
 
     def __init__(self, rank: int, world_size: int = 3) -> None:
         self.rank, self.world_size = rank, world_size
-        self.mesh_of_rows = Mesh(Parallel("ddp"), world_size)
+        self.position = at(rank, world_size)
+        self.layout = layout_of
 
 
 def make(seed: int, steps: int = 3) -> TrainState:

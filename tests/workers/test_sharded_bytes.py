@@ -27,7 +27,7 @@ from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.strategy import Strategy
-from workers.resharding.transfer import give_back
+from workers.resharding.host_memory import give_back
 from workers.train_state.tensors import local
 
 WIDTH, BLOCKS = 254, 2
@@ -150,11 +150,10 @@ def test_the_new_rows_take_the_place_of_the_old_ones_when_some_come_from_a_holde
     at = [["elsewhere", *holder.address]]
 
     def body(ranks):
-        strategy = build("fsdp", workload=Large())
+        backup_client = BackupClient(spec("fsdp"), lambda kind, **fields: None)
+        strategy = build("fsdp", workload=Large(), open_backup=lambda: backup_client)
         if ranks.index:
             strategy.forget()
-        backup_client = BackupClient(spec("fsdp"), lambda kind, **fields: None)
-        strategy.backup = backup_client
         backup_client.hear(at)
         group = ranks.form(1, [0, 1, 2])
         enter(strategy, group, 0)
@@ -169,7 +168,7 @@ def test_the_new_rows_take_the_place_of_the_old_ones_when_some_come_from_a_holde
         group = ranks.form(2, [0, 1])
         shadows = resident_bytes("RssShmem")
         peak, after = peak_of(lambda: enter(strategy, group, 1, generation=2))
-        assert strategy.holding.step == 1
+        assert strategy.shards.holding.step == 1
         base = after - held_bytes(strategy) * 3 // 4  # no gradients now
         return peak - base, after - base, shadows
 

@@ -7,22 +7,25 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from elastic.protocol.errors import WrongInput
-from tests.workers.sharded_rig import CPU, Work, spec
+from elastic.protocol.layout import Box, Position, TensorLayout
+from elastic.protocol.mesh import Mesh, Parallel
+from tests.workers.sharded_rig import CPU, Work, build, spec
 from workers.parallel.build import build_strategy
-from workers.parallel.fsdp2_private.row_step import ELEMENTWISE, on_rows
+from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE, on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
-from workers.parallel.shards import kinds_of
 from workers.train_state.blocks import blocks_of
-from workers.train_state.tensors import is_shard, local
+from workers.train_state.tensors import check_shard, is_shard, layout_of, local
 
 ROWS, WIDTH = 59, 17
 SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}
 
 
 def stepped(
-    kind: type, options: dict, rank: int, world_size: int, around: Callable = on_rows
+    kind: type, options: dict, rank: int, world_size: int, around: Callable = on_shards
 ) -> torch.Tensor:
     """Three steps of one linear layer's rows, as this rank has them."""
     torch.manual_seed(0)
@@ -69,7 +72,7 @@ def test_a_users_own_code_sees_the_sharded_parameters(kind, has_hook) -> None:
     optimizer = kind([sharded_weight()], lr=0.1)
     if has_hook:
         optimizer.register_step_pre_hook(lambda *_: None)
-    with on_rows(optimizer):
+    with on_shards(optimizer):
         (seen,) = optimizer.param_groups[0]["params"]
     assert is_shard(seen) == (has_hook or kind is Own)
 
@@ -80,7 +83,7 @@ def test_a_step_that_fails_leaves_the_parameters_as_they_were() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     momentum = optimizer.state[weight]["momentum_buffer"]
-    with pytest.raises(RuntimeError, match="of the user's"), on_rows(optimizer):
+    with pytest.raises(RuntimeError, match="of the user's"), on_shards(optimizer):
         raise RuntimeError("of the user's")
     assert optimizer.param_groups[0]["params"] == [weight]
     assert optimizer.state[weight]["momentum_buffer"] is momentum
@@ -130,21 +133,67 @@ def test_blocks_are_members_of_lists_that_share_no_parameter_with_others() -> No
     assert blocks_of(model) == [second, inner]
 
 
-def test_a_tensor_that_two_axes_cut_is_refused_not_described_as_rows():
-    """Over 2 x 2 ranks each holds (2, 3) of (4, 6), which no range of rows says."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+@pytest.fixture
+def grid():
+    """A device mesh of 2 x 2 ranks as rank 1 sees it, with such names of its axes."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("fake", store=store, rank=1, world_size=4)
+    yield lambda *names: DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=names or None)
+    torch.distributed.destroy_process_group()
 
-    torch.distributed.init_process_group(
-        "fake", store=torch.distributed.HashStore(), rank=1, world_size=4
-    )
-    try:
-        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
-        for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Shard(0), Replicate()]):
-            tensor = DTensor.from_local(
-                torch.zeros(2, 3), mesh, placements, run_check=False, shape=(4, 6), stride=(6, 1)
-            )
-            with pytest.raises(ValueError, match=r"^model/weight is cut as \(.*\), and only rows"):
-                kinds_of({"model/weight": tensor})
-    finally:
-        torch.distributed.destroy_process_group()
+
+def on_grid(mesh, shape, *placements):
+    options = {"run_check": False, "shape": (4, 6), "stride": (6, 1)}
+    return DTensor.from_local(torch.zeros(shape), mesh, placements, **options)
+
+
+def test_a_tensor_that_two_axes_cut_is_described_by_both(grid):
+    """Over 2 x 2 ranks each holds (2, 3) of (4, 6), which no range of rows says."""
+    tensor = on_grid(grid("dp_shard@3", "tp@3"), (2, 3), Shard(0), Shard(1))
+    layout = layout_of("model/weight", tensor)
+    cuts = (("dp_shard", 0), ("tp", 1))
+    assert layout == TensorLayout("model/weight", "float32", (4, 6), cuts)
+    at = Position(Mesh(Parallel.of("fsdp,tp:2"), 4), 1)
+    assert layout.box(at) == Box((0, 3), (2, 3))
+    check_shard(local(tensor), layout, layout.box(at))
+
+
+def test_a_tensor_that_is_not_as_its_layout_says_is_refused(grid):
+    at = Position(Mesh(Parallel.of("fsdp,tp:2"), 4), 1)
+    tensor = on_grid(grid("dp_shard", "tp"), (1, 6), Shard(0), Shard(0))
+    twice = layout_of("w", tensor)
+    check_shard(local(tensor), twice, twice.box(at))
+    rows = TensorLayout("w", "float32", (4, 6), (("dp_shard", 0),))
+    says = r"^w: this rank has \[1, 6\] of \[4, 6\], and its layout says \[0:2, 0:6\]$"
+    with pytest.raises(ValueError, match=says):
+        check_shard(local(tensor), rows, rows.box(at))
+
+
+def test_what_an_axis_does_not_cut_is_the_same_along_it(grid):
+    tensor = on_grid(grid("dp_shard", "tp"), (2, 6), Shard(0), Replicate())
+    assert layout_of("w", tensor).cuts == (("dp_shard", 0),)
+
+
+@pytest.mark.parametrize(
+    ("names", "placements"),
+    [
+        (("dp_shard", "tp"), (Replicate(), Replicate())),
+        (("dp_shard", "tp"), (Shard(0), Partial())),
+        ((), (Shard(0), Shard(1))),
+    ],
+)
+def test_a_tensor_whose_boxes_nobody_could_tell_is_refused(grid, names, placements):
+    tensor = on_grid(grid(*names), (2, 6), *placements)
+    with pytest.raises(ValueError, match=r"^model/weight is \(.*which is no box of it"):
+        layout_of("model/weight", tensor)
+
+
+def test_state_that_is_cut_and_has_no_parameters_shape_is_refused():
+    """It could not be sharded again behind a restore."""
+    strategy = build("fsdp")
+    weight = strategy.train_state.model.embedding.weight.detach()
+    moment = strategy.layout("optimizer/embedding.weight/exp_avg", torch.zeros_like(weight))
+    assert moment.cuts == (("dp_shard", 0),)
+    of_rows = DTensor.from_local(torch.zeros(11), weight.device_mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match=r"^optimizer/embedding.weight/row is cut as .* its param"):
+        strategy.layout("optimizer/embedding.weight/row", of_rows)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from elastic.protocol import wire
+from elastic.protocol.layout import Box, TensorLayout, whole
 from elastic.protocol.messages.backup import (
     FROM_BACKUP,
     Copies,
@@ -18,13 +19,16 @@ from elastic.protocol.messages.backup import (
     Unshared,
 )
 from elastic.protocol.messages.direction import pack
-from workers.backup.server import BackupServer, ask, connect, read_rows
+from workers.backup.server import BackupServer, ask, connect, read_boxes
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
 from workers.train_state.tensors import as_bytes
 
 SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
-SLICES = (Slice("w", "int32", (8, 2), True, 2, 4, 32), Slice("n", "float32", (), False, 0, 1, 4))
+SLICES = (
+    Slice(TensorLayout("w", "int32", (8, 2), (("dp_shard", 0),)), Box((2, 0), (4, 2)), 32),
+    Slice(TensorLayout("n", "float32", ()), whole(()), 4),
+)
 
 
 @pytest.fixture
@@ -51,7 +55,7 @@ def push(connection, tensors, shared, step=5, settled=None):
 
 def read(connection, step=5) -> torch.Tensor:
     found = torch.zeros(2, 2, dtype=torch.int32)
-    read_rows(connection, Key(1, 0, step), [("w", 3, 2)], [as_bytes(found)])
+    read_boxes(connection, Key(1, 0, step), [("w", Box((3, 0), (2, 2)))], [as_bytes(found)])
     return found
 
 

@@ -14,7 +14,7 @@ from tests.workers.sharded_rig import spec
 from tests.workers.test_rolled_back import form
 from workers.backup.client import BackupClient
 from workers.membership.state_stream import Follower
-from workers.parallel.sharded import Ownership
+from workers.parallel.shards import Ownership
 from workers.train_state.out_of_memory import OutOfMemory
 from workers.train_state.snapshot import Snapshot
 
@@ -66,7 +66,7 @@ def test_a_state_that_cannot_be_loaded_for_want_of_memory_loses_its_worker_alone
 
 def test_a_shard_that_cannot_be_taken_on_for_want_of_memory_loses_its_worker_alone():
     rig = Rig("bitwise", Greedy(), parallel="fsdp")
-    rig.strategy.holding = Ownership("initial")
+    rig.strategy.shards.holding = Ownership("initial")
     with pytest.raises(OutOfMemory, match=r"it got its part of the state: .*can't allocate memory"):
         obey(rig.member, form(1, 0))
     assert [kind for kind, _, _ in rig.link.sent] == ["connected"]

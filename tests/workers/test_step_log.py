@@ -12,16 +12,13 @@ def steps_told(link: FakeLink) -> list[list[int]]:
     return [[s["metrics"]["step"] for s in fields["steps"]] for fields, _ in link.of("committed")]
 
 
-def test_the_last_step_is_told_and_all_that_are_not_on_record_to_a_new_controller():
+def test_the_lowest_rank_tells_the_last_step():
     link = FakeLink()
     records = Records(link, 12)
     lines = [{"metrics": {"step": step}} for step in (1, 2, 3)]
     records.take({"steps": lines, "vote": [{"step": 3, "log_names": []}, ""]})
     records.tell(LOWEST)
-    link.num_controllers = 2
-    records.tell(LOWEST)
-    records.tell(LOWEST)
-    assert steps_told(link) == [[3], [1, 2, 3], [3]]
+    assert steps_told(link) == [[3]]
 
 
 def test_whoever_learns_from_the_lowest_rank_can_say_every_step_in_order():

@@ -47,14 +47,14 @@ def test_a_part_that_is_whole_when_its_generation_is_over_is_not_reported(tmp_pa
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (0, 2)])
-def test_rows_are_never_saved_as_those_of_another_rank_or_world(tmp_path, rank, world_size):
-    """A run that ends names ranks that need not be those of the rows."""
+def test_a_shard_is_never_saved_as_that_of_another_rank_or_world(tmp_path, rank, world_size):
+    """A run that ends names ranks that need not be those of the shards."""
     link, strategy = FakeLink(), build("fsdp")
     enter(strategy, Alone(), 0)
     saver = Saver(link, spec("fsdp"))
     saver.open(str(tmp_path))
     with pytest.raises(AssertionError):
-        saver.begin(strategy.train_state, Place(1, rank, world_size, strategy.mesh_of_rows))
-    saver.begin(strategy.train_state, Place(1, rows_of=strategy.mesh_of_rows))
+        saver.begin(strategy.train_state, Place(1, rank, world_size, strategy.position))
+    saver.begin(strategy.train_state, Place(1, position_of=strategy.position))
     saver._wait_moving()
     assert [kind for kind, _, _ in link.sent] == ["part_saved"]

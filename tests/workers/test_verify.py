@@ -23,7 +23,7 @@ from workers.health.verify import (
 from workers.parallel.ddp import build_replica
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.train_state import serialization
-from workers.train_state.tensors import local
+from workers.train_state.tensors import layout_of, local
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -90,6 +90,7 @@ def verified_of(replicas, mesh):
             generation=4,
             spec=SimpleNamespace(worker=10 + group.rank()),
             mesh=mesh,
+            layout=layout_of,
         )
         try:
             verify(member, 1)
@@ -108,7 +109,9 @@ def test_rows_are_told_from_what_is_replicated():
     enter(strategy, Alone(), 0)
     train(strategy, Alone(), "fsdp", 1)
     train_state = strategy.train_state
-    whole, rows = fingerprints(train_state)
+    found = fingerprints(train_state, layout_of)
+    assert sorted(found) == [(), ("dp_shard",)]
+    whole, rows = found[()], found["dp_shard",]
     names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
     trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
@@ -117,12 +120,13 @@ def test_rows_are_told_from_what_is_replicated():
 
 
 def test_replicas_of_a_shard_must_agree_on_its_rows():
-    everyone = (0, [0, 1, 2, 3, 4])
-    assert groups_alike(Mesh(Parallel.of("ddp"), 5)) == [everyone, (1, everyone[1])]
-    assert groups_alike(Mesh(Parallel.of("hsdp:2"), 5)) == [everyone, (1, [0, 2]), (1, [1, 3])], (
-        "4 stands by"
-    )
-    assert groups_alike(Mesh(Parallel.of("fsdp"), 2)) == [(0, [0, 1]), (1, [0]), (1, [1])]
+    hsdp, fsdp = Mesh(Parallel.of("hsdp:2"), 5), Mesh(Parallel.of("fsdp"), 2)
+    assert groups_alike(hsdp, ()) == [[0, 1, 2, 3, 4]]
+    assert groups_alike(hsdp, ("dp_shard",)) == [[0, 2], [1, 3]], "4 stands by"
+    assert groups_alike(fsdp, ("dp_shard",)) == [[0], [1]]
+    grid = Mesh(Parallel.of("fsdp,tp:2"), 4)
+    assert groups_alike(grid, ("tp",)) == [[0, 2], [1, 3]]
+    assert groups_alike(grid, ("dp_shard", "tp")) == [[0], [1], [2], [3]]
 
 
 def test_equal_replicas_say_nothing():

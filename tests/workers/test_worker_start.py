@@ -1,5 +1,6 @@
 """What the first worker finds out about a workload before its first step."""
 
+import os
 import pickle
 from collections import deque
 from dataclasses import replace
@@ -8,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
+from workers.health import gpu
 from workers.health.vitals import Vitals
 from workers.parallel.build import build_strategy
-from workers.worker import Worker, check_gpu
+from workers.worker import Worker
 
 
 class Sheet(Tiny):
@@ -110,5 +113,28 @@ def test_a_worker_looks_at_the_threads_that_the_workload_has_set():
 
 def test_a_gpu_that_torch_cannot_use_is_the_nodes_fault_and_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", bool)
-    with pytest.raises(UnfitNode, match=r"^torch .* on node h can use no GPU, .* --device cpu$"):
-        check_gpu(replace(spec("fast"), device="cuda", host="h"))
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(
+        UnfitNode, match=r"^torch .* on node 127.0.0.1 can use no GPU, .* --device cpu$"
+    ):
+        gpu.prepare(replace(spec("fast"), device="cuda", host="127.0.0.1"))
+
+
+def test_an_environment_in_which_torch_would_end_the_survivors_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_BLOCKING_WAIT": "0"})
+    said = r"^on node 127.0.0.1 TORCH_NCCL_BLOCKING_WAIT=0 is set where .* must be 1: .*unset it$"
+    with pytest.raises(WrongInput, match=said):
+        gpu.prepare(replace(spec("fast"), device="cuda", host="127.0.0.1"))
+
+
+def test_what_the_environment_says_of_nccl_counts_and_the_rest_is_set():
+    told = nccl_settings.settings({"NCCL_SOCKET_IFNAME": "eth7"}, gpu.interface_of("127.0.0.1"), 30)
+    assert told == {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+    }
+    assert (
+        nccl_settings.settings({}, gpu.interface_of("127.0.0.1"), 30)["NCCL_SOCKET_IFNAME"] == "lo"
+    )

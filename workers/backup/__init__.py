@@ -1,1 +1,1 @@
-"""Copies of a rank's rows in other processes' memory."""
+"""Copies of a rank's shard in other processes' memory."""

@@ -6,25 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.mesh import Mesh
-from workers.backup.copy import BackupCopy
+from workers.backup.copy import BackupCopy, Standing
 from workers.train_state.train_state import TrainState
-
-
-class Standing(Protocol):
-    """Whose state it is: `Member`."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def mesh(self) -> Mesh: ...
 
 
 class Backup(Protocol):

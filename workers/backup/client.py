@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from elastic.protocol import wire
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller
 from elastic.protocol.messages.backup import (
     FROM_BACKUP,
@@ -33,8 +32,7 @@ from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.to_controller import HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.backup.backup import Standing
-from workers.backup.copy import BackupCopy, bytes_of, is_older
+from workers.backup.copy import BackupCopy, Standing, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key
@@ -154,11 +152,11 @@ class BackupClient:
     ) -> None:
         self._let_go(shadows)
         with self._changed:
-            arena = self._arenas.pop() if self._arenas else SharedArena()
+            arena = self._arenas.pop() if self._arenas else None
+            arena = arena or SharedArena(is_pinned=self._spec.device == "cuda")
         arena.give({})
-        mesh = Mesh(self._spec.parallel, by.world_size)
-        key = Key(by.generation, by.mesh.position(by.rank), train_state.step)
-        shadow = BackupCopy(key, origin, mesh, train_state, arena)
+        key = Key(by.generation, by.position.rank, train_state.step)
+        shadow = BackupCopy(key, origin, by, train_state, arena)
         self.shadows.append(shadow)
         self._ask(shadow, settled)
 
@@ -257,9 +255,9 @@ class BackupClient:
         push = Push(
             key=shadow.key,
             origin=shadow.origin,
-            world_size=shadow.mesh.world_size,
+            world_size=shadow.at.mesh.world_size,
             state=shadow.state,
-            slices=tuple(shadow.slices()),
+            slices=shadow.slices(),
             settled=settled,
         )
         self._failed = {h: failure for h, failure in self._failed.items() if h in self.holders}

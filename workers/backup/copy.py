@@ -5,45 +5,66 @@ When it is made, and where it goes, is client.py's.
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
-from workers.parallel.shards import TensorLayout, kinds_of
 from workers.train_state.snapshot import Snapshot
-from workers.train_state.tensors import as_bytes, local
+from workers.train_state.tensors import as_bytes, check_shard, local
 from workers.train_state.train_state import TrainState
+
+
+class Standing(Protocol):
+    """Whose state it is: `Member`."""
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def position(self) -> Position:
+        """Whose boxes of the state it holds."""
+        ...
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state."""
+        ...
 
 
 class BackupCopy:
     """This rank's shard after `step` steps, on the host once it is copied."""
 
     def __init__(
-        self, key: Key, origin: int, mesh: Mesh, train_state: TrainState, arena: SharedArena
+        self,
+        key: Key,
+        origin: int,
+        by: Standing,
+        train_state: TrainState,
+        arena: SharedArena,
     ) -> None:
         """To be made between steps; origin: the generation that computed the step."""
-        self.key, self.origin, self.mesh, self.arena = key, origin, mesh, arena
+        self.key, self.origin, self.at, self.arena = key, origin, by.position, arena
         self.held_by: BackupAddress | None = None
         self.shared_with: BackupAddress | None = None
         """A holder that reads it where it is."""
         self.num_jobs = 0
         """That read it; under the keeper's lock."""
-        self.kinds: list[TensorLayout] = []
+        self.layouts: list[TensorLayout] = []
         self.tensors: dict[str, Tensor] = {}
         self.sums: list[int] = []
         """A CRC-32 of each, made with the copy."""
         self._is_copied = threading.Event()
-        self._snapshot = train_state.snapshot(self._rows, arena)
-        self.state: dict[str, Any] = self._snapshot.header
 
-    def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        self.kinds = kinds_of(tensors)
-        return {name: local(t) for name, t in tensors.items()}
+        def shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            self.layouts = [by.layout(name, tensor) for name, tensor in tensors.items()]
+            return {name: local(tensor) for name, tensor in tensors.items()}
+
+        self._snapshot = train_state.snapshot(shards, arena)
+        self.state: dict[str, Any] = self._snapshot.header
 
     @property
     def is_held(self) -> bool:
@@ -72,17 +93,16 @@ class BackupCopy:
 
     def described(self) -> tuple[dict[str, Any], list[TensorLayout]]:
         """JSON part and tensors of the state."""
-        return self.state, self.kinds
+        return self.state, self.layouts
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> tuple[Slice, ...]:
+        """ValueError if a layout misdescribes what this rank has."""
         found: list[Slice] = []
-        for kind in self.kinds:
-            rows = kind.rows(self.mesh, self.key.rank)
-            dtype = str(kind.dtype).removeprefix("torch.")
-            size_bytes = self.tensors[kind.name].nbytes
-            piece = (kind.is_sharded, rows.start, len(rows), size_bytes)
-            found.append(Slice(kind.name, dtype, kind.shape, *piece))
-        return found
+        for layout in self.layouts:
+            box, shard = layout.box(self.at), self.tensors[layout.name]
+            check_shard(shard, layout, box)
+            found.append(Slice(layout, box, shard.nbytes))
+        return tuple(found)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

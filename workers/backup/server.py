@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from elastic.protocol import wire
+from elastic.protocol.layout import Box
 from elastic.protocol.messages.backup import (
     FROM_BACKUP,
     TO_BACKUP,
+    Boxes,
     Copies,
     CopyKey,
     Describe,
@@ -32,7 +34,6 @@ from elastic.protocol.messages.backup import (
     Question,
     Read,
     Refused,
-    Rows,
     Settle,
     Shared,
     Sums,
@@ -184,8 +185,8 @@ class BackupServer:
         try:
             if copy is None:
                 raise LookupError("it is not held any more")
-            copy.check({name for name, *_ in asked.pieces})
-            rows = [copy.rows(*piece) for piece in asked.pieces]
+            copy.check({name for name, _ in asked.boxes})
+            found = [copy.stretches(name, box) for name, box in asked.boxes]
         except (LookupError, DamagedCopy) as error:
             if isinstance(error, DamagedCopy):
                 log.error('copy damaged reason="%s"', error)
@@ -193,7 +194,8 @@ class BackupServer:
                     self.shelf.remove(Key(*asked.key))
             connection.sendall(pack(Refused(str(error))))
             return
-        wire.send(connection, header_of(Rows(tuple(crc32(r) for r in rows))), rows)
+        said = Boxes(tuple(crc32(*stretches) for stretches in found))
+        wire.send(connection, header_of(said), [each for of_box in found for each in of_box])
 
 
 def map_shared(shared: Shared, mapped: dict[int, memoryview]) -> memoryview:
@@ -225,26 +227,26 @@ def ask(connection: socket.socket, question: Question) -> FromBackup:
     return FROM_BACKUP.read(*wire.receive(connection))
 
 
-def read_rows(
+def read_boxes(
     connection: socket.socket,
     key: Key,
-    pieces: Sequence[tuple[str, int, int]],
+    boxes: Sequence[tuple[str, Box]],
     into: Sequence[memoryview],
     begin_piece: Callable[[], None] = lambda: None,
 ) -> None:
-    """Rows of a copy into memory of their sizes. begin_piece: called before each; what it raises
-    ends the reading. Raises OSError, LookupError and DamagedCopy."""
+    """Boxes of a copy's tensors into memory of their sizes. begin_piece: called before each; what
+    it raises ends the reading. Raises OSError, LookupError and DamagedCopy."""
     begin_piece()
-    connection.sendall(pack(Read(key, tuple(pieces))))
+    connection.sendall(pack(Read(key, tuple(boxes))))
     header, size_bytes = wire.receive_header(connection)
     answer = FROM_BACKUP.read(header)
-    if not isinstance(answer, Rows):
+    if not isinstance(answer, Boxes):
         raise LookupError(answer.reason if isinstance(answer, Refused) else f"{answer!r:.100}")
     if size_bytes != sum(len(view) for view in into):
         raise LookupError(f"{size_bytes} bytes came")
     for view in into:
         begin_piece()
         wire.receive_into(connection, view)
-    for (name, *_), view, expected in zip(pieces, into, answer.sums, strict=True):
+    for (name, _), view, expected in zip(boxes, into, answer.sums, strict=True):
         if crc32(view) != expected:
             raise DamagedCopy(f"rank {key.rank}, step {key.step}: {name}, on its way")

@@ -8,8 +8,10 @@ import itertools
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +25,8 @@ _serials = itertools.count()
 class SharedArena(Arena):
     """An arena in a file without a name (memfd_create, Linux)."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        super().__init__(is_pinned=is_pinned)
         self._file: FileIO | None = None
         self._serial = -1
 
@@ -40,6 +42,8 @@ class SharedArena(Arena):
         area = mmap.mmap(self._file.fileno(), size_bytes)
         flat = torch.frombuffer(area, dtype=torch.uint8)
         flat[begun:].zero_()
+        if self._is_pinned:
+            pin(area, flat)
         self._flat = flat  # not before: another thread may take from it at once
 
     def describe(self, tensors: Mapping[str, Tensor]) -> Shared | None:
@@ -53,3 +57,12 @@ class SharedArena(Arena):
         path = f"/proc/{os.getpid()}/fd/{file}"
         inode = os.fstat(file).st_ino
         return Shared(path, inode, self._serial, size_bytes, tuple(offsets))
+
+
+def pin(area: mmap.mmap, flat: Tensor) -> None:
+    """CUDA writes to it at once, as long as it is mapped. Where that is refused (a limit on locked
+    memory), it writes beside it, and the host copies."""
+    runtime: Any = torch.cuda.cudart()
+    address = flat.data_ptr()
+    if int(runtime.cudaHostRegister(address, flat.nbytes, 0)) == 0:
+        weakref.finalize(area, runtime.cudaHostUnregister, address)

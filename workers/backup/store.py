@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, cast
 
 from isal import isal_zlib
 
+from elastic.protocol.layout import Box
 from elastic.protocol.messages.backup import Slice
 
-crc32 = cast(Callable[[memoryview], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
+_crc32 = cast(Callable[[memoryview, int], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
 
 NUM_GENERATIONS = 2
 """Snapshots of a rank that are kept: one that is whole everywhere, one that may become so."""
@@ -22,6 +23,14 @@ NUM_GENERATIONS = 2
 
 Room = bytearray | mmap
 """Memory of a holder's own."""
+
+
+def crc32(*stretches: memoryview) -> int:
+    """Of bytes that lie in these stretches."""
+    found = 0
+    for stretch in stretches:
+        found = _crc32(stretch, found)
+    return found
 
 
 class DamagedCopy(Exception):
@@ -52,19 +61,19 @@ class Copy:
     """The JSON part of the state."""
     slices: tuple[Slice, ...]
     content: Room | memoryview
-    """The slices' rows, one after the other; or memory that the trainer shares."""
+    """The slices, one after the other; or memory that the trainer shares."""
     sums: tuple[int, ...] = ()
     """The CRC-32 of each slice."""
     offsets: tuple[int, ...] | None = None
     """Where each slice begins in shared memory."""
     places: dict[str, tuple[int, Slice]] = field(default_factory=dict[str, tuple[int, Slice]])
-    """Name -> where its rows begin in `content`."""
+    """Name -> where its slice begins in `content`."""
 
     def __post_init__(self) -> None:
         sizes = [piece.size_bytes for piece in self.slices]
         offsets = self.offsets or tuple(accumulate(sizes, initial=0))[:-1]
         for at, piece in zip(offsets, self.slices, strict=True):
-            self.places[piece.name] = (at, piece)
+            self.places[piece.layout.name] = (at, piece)
         needed = max(map(add, offsets, sizes), default=0)
         if needed > len(self.content) or (self.offsets is None and needed < len(self.content)):
             raise DamagedCopy(f"{len(self.content)} bytes for slices of {sum(sizes)}")
@@ -76,21 +85,23 @@ class Copy:
     def check(self, names: Collection[str] | None = None) -> None:
         """The slices of these names; None: all. Raises DamagedCopy."""
         whole = memoryview(self.content)
-        for (at, piece), expected in zip(self.places.values(), self.sums, strict=True):
-            if names is not None and piece.name not in names:
+        for (name, (at, piece)), expected in zip(self.places.items(), self.sums, strict=True):
+            if names is not None and name not in names:
                 continue
             if crc32(whole[at : at + piece.size_bytes]) != expected:
-                raise DamagedCopy(f"rank {self.key.rank}, step {self.key.step}: {piece.name}")
+                raise DamagedCopy(f"rank {self.key.rank}, step {self.key.step}: {name}")
 
-    def rows(self, name: str, first_row: int, num_rows: int) -> memoryview:
-        """Rows of a tensor, counted in the whole one. LookupError if they are not here."""
+    def stretches(self, name: str, box: Box) -> list[memoryview]:
+        """Where a box of a tensor lies, counted in the whole one. LookupError if it is not here."""
         at, piece = self.places[name]
-        skipped = first_row - piece.first_row
-        if skipped < 0 or skipped + num_rows > piece.num_rows:
-            raise LookupError(f"rows {first_row} + {num_rows} of {name}")
-        row_bytes = piece.size_bytes // piece.num_rows if piece.num_rows else 0
-        begin = at + skipped * row_bytes
-        return memoryview(self.content)[begin : begin + num_rows * row_bytes]
+        if box.intersection(piece.box) != box:
+            raise LookupError(f"{box} of {name}")
+        element_bytes = piece.size_bytes // piece.box.size
+        content = memoryview(self.content)
+        return [
+            content[at + run.start * element_bytes : at + run.stop * element_bytes]
+            for run in box.runs(piece.box)
+        ]
 
 
 class BackupStore:

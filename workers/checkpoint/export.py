@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.protocol.layout import whole
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import open_folder, sync_directory, write_local
 from workers.checkpoint.stream import CheckpointReader, Reference, filled, size_bytes
 from workers.train_state.tensors import as_bytes
@@ -200,11 +201,10 @@ def _write_shard(
 ) -> None:
     """Larger elements first, so that all are aligned."""
     order = sorted(names, key=lambda n: -reader.reference(names[n]).dtype.itemsize)
-    boxes: list[Box] = []
+    boxes: list[SavedBox] = []
     for name in order:
         stored = reader.tensors[names[name]]
-        start = (0,) * len(stored.shape)
-        boxes.append(Box(name, stored.dtype, stored.shape, start, stored.shape))
+        boxes.append(SavedBox(name, stored.dtype, stored.shape, whole(stored.shape)))
     tensors = (reader.read(names[name]) for name in order)
     contents = (as_bytes(t) if t.numel() else memoryview(b"") for t in tensors)
     write_part(open_folder(str(folder)), file, boxes, contents, metadata)

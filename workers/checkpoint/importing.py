@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.mesh import DDP, Parallel
+from elastic.protocol.layout import Position
+from elastic.protocol.mesh import DDP, Mesh, Parallel
 from elastic.store.catalogue import PINNED, Catalogue, file_name
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
 from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
@@ -68,10 +69,10 @@ def publish_initial(
     on_bytes: OnBytes = ignore,
 ) -> None:
     """As the checkpoint of step 0, pinned. Raises OSError; nothing is left then."""
-    boxes: list[Box] = []
+    boxes: list[SavedBox] = []
 
     def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        pieces = share(tensors, 0, 1)
+        pieces = share(tensors, Position(Mesh(DDP, 1), 0))
         boxes.extend(box for box, _ in pieces)
         return {box.name: piece for box, piece in pieces}
 

@@ -3,7 +3,6 @@
 Every byte is verified before it is used, and nothing is unpickled. Writing is in saver.py.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
-from elastic.protocol.manifest import Chunk, Manifest, StoredTensor
+from elastic.protocol.layout import Box, whole
+from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
 from workers.train_state.digest import weights_sha256
 from workers.train_state.state_header import weights_of
-from workers.train_state.tensors import as_bytes
+from workers.train_state.tensors import as_bytes, part_of
 from workers.train_state.train_state import TrainState
 
 READERS = 4
@@ -61,7 +61,7 @@ def find_newest(
 ) -> tuple[int | None, list[Damage]]:
     """The step of the newest good checkpoint, verified as a whole, and the damaged ones before it.
 
-    Nothing is kept of it: the members of a sharded run each read their own rows. WrongInput if
+    Nothing is kept of it: the members of a sharded run each read their own boxes. WrongInput if
     all are damaged.
     """
     damaged: list[Damage] = []
@@ -91,62 +91,48 @@ def read_tensors(
     manifest: Manifest,
     prefixes: tuple[str, ...] = ("",),
     into: Mapping[str, Tensor] | None = None,
-    rows: Mapping[str, range] | None = None,
+    boxes: Mapping[str, Box] | None = None,
     begin_piece: Callable[[], None] = nothing,
 ) -> dict[str, Tensor]:
     """Name to tensor, on the host, of those whose names begin with one of `prefixes`.
 
     into: tensors to be filled and given back where dtype, shape and device are right; undefined if
-    this raises. rows: the elements of dim 0 that are wanted, all where it says nothing; found[name]
-    has those only. begin_piece: called before each piece; what it raises ends the reading. Raises
+    this raises. boxes: what is wanted of a tensor, all where it says nothing; found[name] has that
+    only. begin_piece: called before each piece; what it raises ends the reading. Raises
     DamagedCheckpoint.
     """
     wanted = [t for t in manifest.tensors if t.name.startswith(prefixes)]
-    wanted_rows = {t.name: (rows or {}).get(t.name) for t in wanted}
-    found = {t.name: _target(t, wanted_rows[t.name], (into or {}).get(t.name)) for t in wanted}
+    boxes = {t.name: (boxes or {}).get(t.name, whole(t.shape)) for t in wanted}
+    found = {t.name: _target(t, boxes[t.name], (into or {}).get(t.name)) for t in wanted}
     ranges: dict[str, list[Range]] = {}
     detours: list[tuple[Tensor, Tensor]] = []
     for stored in wanted:
         for chunk in stored.chunks:
-            part = _part(stored, chunk, wanted_rows[stored.name])
-            if part is None:
+            box = chunk.intersection(boxes[stored.name])
+            if box is None:
                 continue
-            start, shape, offset = part
-            box = box_of(found[stored.name], start, shape)
-            plain = box if box.is_contiguous() else torch.empty(box.shape, dtype=box.dtype)
-            if plain is not box:
-                detours.append((box, plain))
-            if plain.numel():
-                ranges.setdefault(chunk.file, []).append((offset, as_bytes(plain)))
+            part = part_of(found[stored.name], box.relative_to(boxes[stored.name]))
+            plain = part if part.is_contiguous() else torch.empty(part.shape, dtype=part.dtype)
+            if plain is not part:
+                detours.append((part, plain))
+            left, item_bytes = as_bytes(plain), plain.itemsize
+            for run in box.runs(chunk):
+                size_bytes = len(run) * item_bytes
+                into_run, left = left[:size_bytes], left[size_bytes:]
+                offset = chunk.offset + run.start * item_bytes
+                ranges.setdefault(chunk.file, []).append((offset, into_run))
     read_ranges(catalogue, manifest, ranges, begin_piece)
-    for box, plain in detours:
-        box.copy_(plain)
+    for part, plain in detours:
+        part.copy_(plain)
     return found
 
 
-def _target(stored: StoredTensor, rows: range | None, given: Tensor | None) -> Tensor:
+def _target(stored: StoredTensor, box: Box, given: Tensor | None) -> Tensor:
     dtype: torch.dtype = getattr(torch, stored.dtype)
-    shape = torch.Size(stored.shape if rows is None else (len(rows), *stored.shape[1:]))
-    fits = (dtype, shape, torch.device("cpu"))
+    fits = (dtype, torch.Size(box.shape), torch.device("cpu"))
     if given is not None and (given.dtype, given.shape, given.device) == fits:
         return given
-    return torch.empty(shape, dtype=dtype)
-
-
-def _part(
-    stored: StoredTensor, chunk: Chunk, rows: range | None
-) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """(start in the target, shape, offset in the file) of those rows of a chunk that are wanted."""
-    if rows is None:
-        return chunk.start, chunk.shape, chunk.offset
-    first = max(rows.start, chunk.start[0])
-    count = min(rows.stop, chunk.start[0] + chunk.shape[0]) - first
-    if count <= 0:
-        return None
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    row_bytes = dtype.itemsize * math.prod(chunk.shape[1:])
-    offset = chunk.offset + (first - chunk.start[0]) * row_bytes
-    return (first - rows.start, *chunk.start[1:]), (count, *chunk.shape[1:]), offset
+    return torch.empty(box.shape, dtype=dtype)
 
 
 def read_ranges(
@@ -187,10 +173,3 @@ def checkpoint_sha256(catalogue: Catalogue, step: int | None = None) -> str:
     tensors = read_tensors(catalogue, manifest, ("model/",))
     weights = weights_of(manifest.state, tensors)
     return weights_sha256({name: tensors[stored] for name, stored in weights.items()})
-
-
-def box_of(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    for dim, (at, size) in enumerate(zip(start, shape, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, at, size)
-    return tensor

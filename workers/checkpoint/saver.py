@@ -1,6 +1,6 @@
 """This rank's part of checkpoints: copied while the next step computes, written in a thread.
 
-What is replicated the ranks divide evenly, by rows; what is sharded each writes its own of. What a
+What is not cut the ranks divide evenly, by rows; of what is each writes its own box. What a
 checkpoint is made of is elastic/protocol/manifest.py's; loading is in load.py.
 """
 
@@ -9,23 +9,23 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
-from elastic.protocol.mesh import Mesh, Parallel
+from elastic.protocol.layout import Box, Position, TensorLayout, whole
 from elastic.protocol.messages.to_controller import PartFailed, PartSaved
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name, launch_of
-from elastic.store.checkpoint_files import Box, write_part
+from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
 from workers.membership.link import ControllerLink
 from workers.train_state.snapshot import Arena, Snapshot
-from workers.train_state.tensors import as_bytes, is_shard, local
+from workers.train_state.tensors import as_bytes, check_shard, layout_of, local, part_of
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,12 @@ class Standing(Protocol):
     def world_size(self) -> int: ...
 
     @property
-    def mesh_of_rows(self) -> Mesh:
-        """Says which rows of the state it holds."""
+    def position(self) -> Position:
+        """Whose boxes of the state it holds."""
+        ...
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state."""
         ...
 
 
@@ -60,7 +64,7 @@ class _Job:
     step: int
     rank: int
     world_size: int
-    boxes: list[Box]
+    boxes: list[SavedBox]
     snapshot: Snapshot
     is_pinned: bool
     is_given_up: bool = False
@@ -115,7 +119,7 @@ class Saver:
     def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
         self.catalogue: Catalogue | None = None
-        self._memory = Arena()
+        self._memory = Arena(is_pinned=spec.device == "cuda")
         self._prepared = 0  # generation
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
@@ -147,9 +151,9 @@ class Saver:
         if self.is_due(train_state.step) or (is_asked and train_state.step < self._spec.steps):
             self.begin(train_state, by)
         elif self._prepared != by.generation and self._spec.checkpoint_every is not None:
-            tensors = train_state.tensors()
-            pieces = share(tensors, by.rank, by.world_size, by.mesh_of_rows)
-            mine = [(t.dtype, t.shape) for _, t in pieces]
+            mine = [
+                (t.dtype, t.shape) for _, t in share(train_state.tensors(), by.position, by.layout)
+            ]
             touch = threading.Thread(target=self._memory.reserve, args=(mine,), daemon=True)
             touch.start()
             self._prepared = by.generation
@@ -177,10 +181,10 @@ class Saver:
         generation, rank, world_size = by.generation, by.rank, by.world_size
         assert self.catalogue is not None
         assert not self.is_busy
-        boxes: list[Box] = []
+        boxes: list[SavedBox] = []
 
         def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            pieces = share(tensors, rank, world_size, by.mesh_of_rows)
+            pieces = share(tensors, by.position, by.layout)
             boxes.extend(box for box, _ in pieces)
             return {box.name: piece for box, piece in pieces}
 
@@ -282,59 +286,47 @@ class Saver:
 
 
 def share(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int, mesh: Mesh | None = None
-) -> list[tuple[Box, Tensor]]:
-    """What `rank` writes of the state: its own rows of what is sharded, and of what is replicated
-    about as many bytes as every other rank.
-
-    mesh: of the sharded tensors; None: all ranks are one shard axis.
-    """
-    owned = {name: t for name, t in tensors.items() if is_shard(t)}
-    replicated = {name: t for name, t in tensors.items() if not is_shard(t)}
-    mesh = mesh or Mesh(Parallel("fsdp"), world_size)
-    return _own(owned, rank, mesh) + _even_share(replicated, rank, world_size)
-
-
-def _own(tensors: Mapping[str, Tensor], rank: int, mesh: Mesh) -> list[tuple[Box, Tensor]]:
-    pieces: list[tuple[Box, Tensor]] = []
-    for name, tensor in tensors.items():
-        rows = mesh.own_rows(tensor.shape[0], rank)
-        if rows or (mesh.position(rank) == 0 and not tensor.numel()):
-            piece, shape = local(tensor), tuple(tensor.shape)
-            start = (rows.start, *(0 for _ in shape[1:]))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append((Box(name, dtype, shape, start, tuple(piece.shape)), piece))
-    return pieces
+    tensors: Mapping[str, Tensor],
+    at: Position,
+    layout_of: Callable[[str, Tensor], TensorLayout] = layout_of,
+) -> list[tuple[SavedBox, Tensor]]:
+    """What a position writes of the state: its own box of what is cut, and of what is not about as
+    many bytes as every other one."""
+    layouts = [layout_of(name, tensor) for name, tensor in tensors.items()]
+    pieces: list[tuple[SavedBox, Tensor]] = []
+    for layout in (layout for layout in layouts if layout.is_cut):
+        own = layout.own(at)
+        if own is not None:
+            shard = local(tensors[layout.name])
+            check_shard(shard, layout, own)
+            pieces.append((SavedBox(layout.name, layout.dtype, layout.shape, own), shard))
+    uncut = [(layout, tensors[layout.name]) for layout in layouts if not layout.is_cut]
+    return pieces + _even_share(uncut, at)
 
 
 def _even_share(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int
-) -> list[tuple[Box, Tensor]]:
-    """The bytes of all tensors, in their order, are cut into `world_size` equal stretches; a row
+    tensors: Sequence[tuple[TensorLayout, Tensor]], at: Position
+) -> list[tuple[SavedBox, Tensor]]:
+    """The bytes of all tensors, in their order, are cut into equal stretches, one per rank; a row
     of a tensor (an element of dim 0) belongs to the stretch that it begins in."""
-    total = sum(t.nbytes for t in tensors.values())
-    low, high = (total * r // world_size for r in (rank, rank + 1))
-    if rank == world_size - 1:
+    world_size = at.mesh.world_size
+    total = sum(t.nbytes for _, t in tensors)
+    low, high = (total * r // world_size for r in (at.rank, at.rank + 1))
+    if at.rank == world_size - 1:
         high = total + 1  # empty tensors at the end, too
-    pieces: list[tuple[Box, Tensor]] = []
-    at = 0
-    for name, tensor in tensors.items():
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    pieces: list[tuple[SavedBox, Tensor]] = []
+    begin = 0
+    for layout, tensor in tensors:
+        shape = layout.shape
+        first, last = 0, 1
         if not shape or not tensor.numel():
-            if low <= at < high:
-                start = (0,) * len(shape)
-                pieces.append((Box(name, dtype, shape, start, shape), tensor))
+            box, last = whole(shape), int(low <= begin < high)
         else:
             row = tensor.nbytes // shape[0]
-            first, last = (min(max(-((at - edge) // row), 0), shape[0]) for edge in (low, high))
-            if first < last:
-                box = Box(
-                    name,
-                    dtype,
-                    shape,
-                    (first, *(0,) * (len(shape) - 1)),
-                    (last - first, *shape[1:]),
-                )
-                pieces.append((box, tensor[first:last]))
-        at += tensor.nbytes
+            first, last = (min(max(-((begin - edge) // row), 0), shape[0]) for edge in (low, high))
+            box = Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        if first < last:
+            saved = SavedBox(layout.name, layout.dtype, shape, box)
+            pieces.append((saved, part_of(tensor, box)))
+        begin += tensor.nbytes
     return pieces

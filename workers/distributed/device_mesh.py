@@ -42,7 +42,7 @@ def axis_name(axis: str, group: Group) -> str:
 
 def shard_mesh(device: torch.device, shards: Group) -> DeviceMesh:
     """The mesh of a shard axis alone, in which a rank's number is its shard's."""
-    return device_mesh(device, shards, {"shard": shards}, torch.arange(shards.size()))
+    return device_mesh(device, shards, {"dp_shard": shards}, torch.arange(shards.size()))
 
 
 @contextmanager

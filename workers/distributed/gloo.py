@@ -13,8 +13,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from workers.distributed.pending import Pending, Waitable, failure_of
-from workers.distributed.process_group import Group
-from workers.distributed.store import StoreClient
+from workers.distributed.process_group import Group, Place
 
 DIRECT_WAIT = timedelta(milliseconds=10)
 """So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
@@ -27,10 +26,11 @@ class GlooGroup(Group):
     backend_name = "gloo"
 
     def finish(self, pending: Pending) -> None:
-        if not pending.work.is_completed() and not self.is_abandoned:
-            self._await(pending)
-        if self.is_abandoned:
-            raise PeerLost("the generation was given up")
+        if not pending.work.is_completed():
+            self.on_wait(*pending.what)
+            if not self.is_abandoned:
+                self._await(pending)
+        self.check()
         try:
             pending.work.wait()
         except RuntimeError as error:
@@ -111,12 +111,11 @@ class _Waiters:
 _waiters = _Waiters()
 
 
-def connect(
-    host: str, store: StoreClient, name: str, rank: int, world_size: int, operation_timeout_s: float
-) -> GlooGroup:
+def connect(host: str, place: Place) -> GlooGroup:
     """The group of this name, once all its members are here. host: this worker's address."""
     options = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
-    options._timeout = timedelta(seconds=operation_timeout_s)
+    options._timeout = timedelta(seconds=place.operation_timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    found = cast(Any, dist.ProcessGroupGloo)(PrefixStore(name, store), rank, world_size, options)
-    return GlooGroup(found, rank, world_size, name, store)
+    store, rank, world_size = PrefixStore(place.name, place.store), place.rank, place.world_size
+    found = cast(Any, dist.ProcessGroupGloo)(store, rank, world_size, options)
+    return GlooGroup(found, rank, world_size, place.name, place.store)

@@ -1,5 +1,7 @@
 """The group over NCCL, whose waits order a stream and return: the host learns of a failure at its
 next synchronisation, and an aborted operation leaves garbage and no error.
+
+NCCL is ours to end: torch starts no threads beside it (elastic/protocol/nccl_settings.py).
 """
 
 import logging
@@ -13,29 +15,30 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed.pending import Pending, failure_of
-from workers.distributed.process_group import Group
-from workers.distributed.store import StoreClient
+from workers.distributed.process_group import Group, Place
 
 log = logging.getLogger(__name__)
+LOOK_S = 0.002
+"""Between two looks at whether a communicator is there."""
+STAGGER_S = 2.0
+"""Between the ranks whose aborts all hang: the first one's end may free the others."""
 
 
 class NcclGroup(Group):
     """What the host reads of a result counts only if `is_abandoned` is still false afterwards."""
 
     backend_name = "nccl"
+    abort_s = 30.0
+    """An abort waits for the kernels that are queued; a rank whose abort takes longer is lost."""
     _aborting: threading.Thread | None = None
 
     def finish(self, pending: Pending) -> None:
-        self._check()
+        self.check()
         try:
-            pending.work.wait()
+            cast(Any, pending.work).synchronize()  # `wait` would block the host
         except RuntimeError as error:
             raise failure_of(error) from error
-        self._check()
-
-    def _check(self) -> None:
-        if self.is_abandoned:
-            raise PeerLost("the generation was given up")
+        self.check()
 
     def abandon(self) -> None:
         """The abort waits for the device. It has a thread of its own, as have those of the parts:
@@ -46,6 +49,7 @@ class NcclGroup(Group):
                 return
             self._aborting = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)
             self._aborting.start()
+        threading.Thread(target=self._watch, name="nccl-abort-watch", daemon=True).start()
 
     def _abort(self) -> None:
         try:
@@ -53,24 +57,40 @@ class NcclGroup(Group):
         except RuntimeError as error:
             log.warning('group="%s" could not be aborted: %s', self.name_of_group, error)
 
+    def _watch(self) -> None:
+        assert self._aborting is not None
+        limit_s = self.abort_s + STAGGER_S * self.rank()
+        self._aborting.join(limit_s)
+        if self._aborting.is_alive():
+            self.on_stuck(f"NCCL's abort of group {self.name_of_group} hangs for {limit_s:g} s")
+
     @property
     def is_settled(self) -> bool:
         is_aborting = self._aborting is not None and self._aborting.is_alive()
         return not is_aborting and super().is_settled
 
 
-def connect(
-    device: torch.device,
-    store: StoreClient,
-    name: str,
-    rank: int,
-    world_size: int,
-    operation_timeout_s: float,
-) -> NcclGroup:
-    """The group of this name, once all its members are here."""
+def connect(device: torch.device, place: Place) -> NcclGroup:
+    """The group, once all its members are here. Raises PeerLost if it is given up before."""
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=operation_timeout_s)
-    found = dist.ProcessGroupNCCL(PrefixStore(name, store), rank, world_size, options)
-    found.eager_connect_single_device(device)
-    return NcclGroup(cast(Any, found), rank, world_size, name, store)
+    options._timeout = timedelta(seconds=place.operation_timeout_s)
+    options.config.blocking = 0  # an absent member would be waited for, for ever
+    store = PrefixStore(place.name, place.store)
+    backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+    backend.eager_connect_single_device(device)
+    return formed(backend, place)
+
+
+def formed(backend: Any, place: Place) -> NcclGroup:
+    """The group over a backend that has begun to connect. Raises PeerLost."""
+    try:
+        while not backend._is_initialized():
+            if place.given_up.wait(LOOK_S):
+                raise PeerLost("the generation was given up while it formed")
+    except RuntimeError:
+        backend.abort()
+        raise
+    group = NcclGroup(backend, place.rank, place.world_size, place.name, place.store)
+    group.abort_s = place.join_timeout_s
+    return group

@@ -35,7 +35,6 @@ class Waiting(Protocol):
     """What an operation asks of its group."""
 
     changed: threading.Condition
-    on_wait: Callable[[int, str, int, str], None]
 
     def finish(self, pending: "Pending") -> None: ...
 
@@ -46,8 +45,8 @@ class Pending:
     def __init__(
         self, group: Waiting, work: Waitable, unpack: Callable[[], None] | None, what: What
     ) -> None:
-        self._group, self._unpack, self._what = group, unpack, what
-        self.work, self.is_done = work, False
+        self._group, self._unpack = group, unpack
+        self.work, self.what, self.is_done = work, what, False
 
     def on_done(self, _: object) -> None:
         """The backend tells, in a thread of its own, if it was asked to."""
@@ -56,10 +55,7 @@ class Pending:
             self._group.changed.notify_all()
 
     def wait(self) -> None:
-        group = self._group
-        if not self.work.is_completed():
-            group.on_wait(*self._what)
-        group.finish(self)
+        self._group.finish(self)
         if self._unpack is not None:
             self._unpack()
 
@@ -110,9 +106,11 @@ class GivenUp:
 
 
 def failure_of(error: RuntimeError) -> PeerLost:
-    """What a backend raises while it waits is of the connections, whatever it says; except for an
-    error of this device, and for NCCL's that name a wrong call."""
+    """What a backend raises while it waits is of the connections, whatever it says; except for
+    NCCL's errors that name a wrong call. Raises an error of this device as it is."""
+    if isinstance(error, torch.AcceleratorError):
+        raise error
     text = str(error)
-    if isinstance(error, torch.AcceleratorError) or any(words in text for words in REFUSALS):
+    if any(words in text for words in REFUSALS):
         return CollectiveRefused(text)
     return PeerLost(text)

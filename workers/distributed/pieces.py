@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from elastic.protocol.errors import PeerLost
 from workers.distributed.pending import Settling
 from workers.distributed.process_group import AnyGroup
 
@@ -31,14 +30,13 @@ class Pieces:
     def __init__(
         self,
         group: AnyGroup,
-        device: torch.device,
         say_alive: Callable[[], None],
         round_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """say_alive: called before each piece. round_s: between rounds; far below the backend's own
         limit per collective."""
-        self._group, self._device, self._say_alive = group, device, say_alive
+        self._group, self._say_alive = group.control, say_alive
         self._round_s, self._clock = round_s, clock
         self._round: tuple[Settling, torch.Tensor] | None = None
         self._due_at = clock() + round_s
@@ -50,8 +48,7 @@ class Pieces:
 
     def check(self) -> None:
         """PeerLost once the generation is given up."""
-        if self._group.is_abandoned:
-            raise PeerLost("the generation was given up")
+        self._group.check()
 
     def begin_apart(self) -> None:
         """A piece of a stretch without collectives, which ends with `wait_for_all`."""
@@ -79,7 +76,7 @@ class Pieces:
             num_done = self._end_round()
 
     def _begin_round(self, *, is_done: bool) -> None:
-        number = torch.full((1,), int(is_done), dtype=torch.int64, device=self._device)
+        number = torch.full((1,), int(is_done), dtype=torch.int64)
         self._round = self._group.all_reduce(number), number
 
     def _end_round(self) -> int:
@@ -88,7 +85,4 @@ class Pieces:
         pending, number = self._round
         pending.wait()
         self._round, self._due_at = None, self._clock() + self._round_s
-        num_done = int(number.item())
-        if self._group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
-            raise PeerLost("the generation was given up")
-        return num_done
+        return int(number.item())

@@ -4,6 +4,9 @@ A group is a `torch.distributed.ProcessGroup`: torch's meshes, functional collec
 parallelism and pipeline stages take it as it is (c10d.py). gloo.py and nccl.py are the groups over
 torch's backends. What is reduced lives in workers/reduction.
 
+Whatever is decided is decided over `Group.control`, whose tensors are in host memory and whose
+waits raise. Where data travels by NCCL that is another group; else it is the group itself.
+
 A gloo operation whose peer is frozen cannot be aborted (measured, torch 2.13), so a survivor
 abandons it: waiting ends at once, the group is kept until its threads have come back, and nobody
 reuses a buffer that an abandoned operation may still write.
@@ -12,6 +15,8 @@ reuses a buffer that an abandoned operation may still write.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +28,7 @@ from elastic.protocol.messages.to_worker import Form
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed import registry
 from workers.distributed.c10d import C10dGroup
+from workers.distributed.device_wait import to_host
 from workers.distributed.pending import Pending, Settling, Waitable, What, failure_of
 from workers.distributed.store import StoreClient
 
@@ -55,9 +61,12 @@ class Group(C10dGroup):
         self._rank, self._size = rank, world_size
         self.changed = threading.Condition()
         self.is_abandoned = self._is_registered = False
+        self._control: Group | None = None
         self.on_wait: Callable[[int, str, int, str], None] = lambda number, name, size, part: None
         """Told before a wait: which collective of the group, its name, its elements (0 where
         ranks may differ), and the name of the part whose it is, or the one peer."""
+        self.on_stuck: Callable[[str], None] = lambda why: None
+        """Told, in a thread of its own, that the device does not let go of the group."""
         self._num_launched = self._num_exchanged = 0
         self._pending: deque[Pending] = deque()
         self._parts: list[Group | Forming] = []
@@ -106,6 +115,7 @@ class Group(C10dGroup):
             self._adopt(formation)
             part = formation.wait(timeout_s)
             part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
+            part.on_stuck = lambda why: self.on_stuck(why)
         part.register(ranks)
         self._adopt(part)
         return part
@@ -117,6 +127,30 @@ class Group(C10dGroup):
             self._is_registered = True
             self.name_of_group = registry.unused(self.name_of_group)
             registry.register(self, self.backend_name, ranks)
+
+    @property
+    def control(self) -> "Group":
+        """Of the same members in the same order; without one of its own, the group itself."""
+        return self._control or self
+
+    def take_control(self, control: "Group") -> None:
+        """Decide over this one from now on; it is given up and left with this one."""
+        self._control = control
+        control.on_wait = lambda number, what, size, part: self.on_wait(number, what, size, part)
+        self._adopt(control)
+
+    def read(self, result: Tensor) -> Tensor:
+        """In host memory, what comes of the group's data: nothing else may look at it there. Raises
+        PeerLost: an aborted collective leaves garbage and no error."""
+        on_host = result.device.type == "cpu"
+        found = result if on_host else to_host(result, self.check)
+        self.check()
+        return found
+
+    def check(self) -> None:
+        """PeerLost once it is given up."""
+        if self.is_abandoned:
+            raise PeerLost("the generation was given up")
 
     def _adopt(self, part: "Group | Forming") -> None:
         with self.changed:
@@ -179,8 +213,7 @@ class Group(C10dGroup):
         launch: Callable[[], dist.Work],
         unpack: Callable[[], None] | None = None,
     ) -> Settling:
-        if self.is_abandoned:
-            raise PeerLost("the generation was given up")
+        self.check()
         try:
             work = launch()
         except RuntimeError as error:
@@ -199,8 +232,7 @@ class Group(C10dGroup):
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], dist.Work]) -> Settling:
         """Between two ranks. Not counted among the collectives, which all ranks make alike."""
-        if self.is_abandoned:
-            raise PeerLost("the generation was given up")
+        self.check()
         name, size, peer = what
         try:
             work = self._waitable(launch())
@@ -276,13 +308,12 @@ class Alone(Group):
         launch: Callable[[], Any],
         unpack: Callable[[], None] | None = None,
     ) -> Settling:
-        self.wait()
+        self.check()
         launch()
         return self
 
     def wait(self) -> None:
-        if self.is_abandoned:
-            raise PeerLost("the generation was given up")
+        self.check()
 
 
 class Unconnected(Group):
@@ -325,48 +356,70 @@ class _Copies:
 AnyGroup = Group
 
 
-Connect = Callable[[StoreClient, str, int, int, float], Group]
-"""(store, name, rank, world size, operation timeout): the group of that name, once all are here."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one rank in a group to be."""
+
+    store: StoreClient
+    name: str
+    rank: int
+    world_size: int
+    join_timeout_s: float
+    operation_timeout_s: float
+    """The backend's own limit per collective, a last resort only."""
+    given_up: threading.Event
+    """Nobody waits for the group any more."""
+
+
+Connect = Callable[[Place], Group]
+"""A backend's: the group, once all its members are here."""
 
 
 class Formation:
     """A group being formed in a thread, so that forming can be given up as well."""
 
-    def __init__(self, form: Callable[[], Group]) -> None:
+    def __init__(self, form: Callable[[threading.Event], Group]) -> None:
+        """form: ends soon once the event is set."""
         self.changed = threading.Condition()
         self._group: Group | None = None
         self._error: Exception | None = None
-        self._is_abandoned = False
+        self._given_up = threading.Event()
         thread = threading.Thread(target=self._run, args=(form,), name="form", daemon=True)
         thread.start()
 
-    def _run(self, form: Callable[[], Group]) -> None:
+    def _run(self, form: Callable[[threading.Event], Group]) -> None:
         group, error = None, None
         try:
-            group = form()
+            group = form(self._given_up)
         except Exception as e:
             error = e
         with self.changed:
             self._group, self._error = group, error
             self.changed.notify_all()
+        if group is not None and self._given_up.is_set():
+            group.abandon()
 
     def abandon(self) -> None:
         with self.changed:
-            self._is_abandoned = True
+            self._given_up.set()
             self.changed.notify_all()
+            group = self._group
+        if group is not None:
+            group.abandon()
 
     def wait(self, timeout_s: float) -> Group:
         """The group; PeerLost if it cannot be formed in `timeout_s` or is given up."""
         with self.changed:
             self.changed.wait_for(
-                lambda: self._group or self._error or self._is_abandoned, timeout_s
+                lambda: self._group or self._error or self._given_up.is_set(), timeout_s
             )
-            if self._is_abandoned:
+            if self._given_up.is_set():
                 raise PeerLost("the generation was given up while it formed")
             if self._group is not None:
                 return self._group
             if self._error is not None:
                 raise PeerLost(f"forming failed: {self._error}") from self._error
+        self.abandon()
         raise PeerLost(f"forming did not finish in {timeout_s:g} s")
 
 
@@ -382,19 +435,18 @@ def form(
 ) -> Formation:
     """Begin to form the group named `prefix` over the rendezvous store at `store_address`.
 
-    store_address: host, port and secret.
-    connect: of the backend (backends.py).
-    operation_timeout_s: the backend's own limit per collective, a last resort only.
+    store_address: host, port and secret. connect: of the backend (backends.py).
     """
 
-    def build(name: str, rank: int, world_size: int) -> Group:
-        store = StoreClient(store_address, join_timeout_s)
-        return connect(store, name, rank, world_size, operation_timeout_s)
+    def build(name: str, rank: int, world_size: int, given_up: threading.Event) -> Group:
+        store = StoreClient(store_address, join_timeout_s, given_up)
+        limits = {"join_timeout_s": join_timeout_s, "operation_timeout_s": operation_timeout_s}
+        return connect(Place(store, name, rank, world_size, given_up=given_up, **limits))
 
-    def build_whole() -> Group:
-        group = build(prefix, rank, world_size)
+    def build_whole(given_up: threading.Event) -> Group:
+        group = build(prefix, rank, world_size, given_up)
         group.form_part = lambda name, r, size: Formation(
-            lambda: build(f"{prefix}/{name}", r, size)
+            partial(build, f"{prefix}/{name}", r, size)
         )
         return group
 

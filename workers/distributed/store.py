@@ -1,6 +1,7 @@
 """The store of a generation as torch's backends ask for it (workers/distributed/rendezvous.py has
 its other end). gloo and NCCL set what a rank listens on, and get the others'."""
 
+import select
 import socket
 import threading
 import time
@@ -16,17 +17,24 @@ from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.store import FROM_STORE, Get, Set, Value
 
 AGAIN_S = 0.05
+LOOK_S = 0.05
+"""Between two looks at whether somebody still wants to know."""
 
 
 class StoreClient(Store):
     """One member's connection. Whatever thread a backend calls it from, one call is done at a time:
     a key that this rank itself sets is set before it is waited for."""
 
-    def __init__(self, address: Sequence[Any], timeout_s: float) -> None:
-        """address: host, port and secret. Raises OSError if nobody listens there, or lets this
-        one in within timeout_s."""
+    def __init__(
+        self,
+        address: Sequence[Any],
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        """address: host, port and secret. given_up: ends every wait. Raises OSError if nobody
+        listens there, or lets this one in within timeout_s."""
         super().__init__()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._given_up = timeout_s, given_up or threading.Event()
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._num_seen = 0
@@ -70,12 +78,20 @@ class StoreClient(Store):
         self._connection.sendall(pack(Get(key, self._num_seen)))
         is_last = False
         while not is_last:
+            self._await_word(deadline)
             told = FROM_STORE.read(*wire.receive(self._connection))
             if not isinstance(told, Value):
                 raise wire.BadFrame("a value was asked for")
             self._values[told.key] = told.payload
             self._num_seen += 1
             is_last = told.is_last
+
+    def _await_word(self, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while not poll.poll(1000 * LOOK_S) and time.monotonic() < deadline:
+            if self._given_up.is_set():
+                raise ConnectionAbortedError("the generation was given up")
 
 
 def connect(address: Sequence[Any], deadline: float) -> socket.socket:

@@ -84,7 +84,7 @@ def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member:
         losses = {record.microbatch_id: record.loss for record in records}
         microbatch_id, name = inspection.found
         mine = [microbatch_id, name, repr(losses[microbatch_id])]
-    gathered = gather_json(member.group, mine, member.device)
+    gathered = gather_json(member.group, mine)
     by_rank = enumerate(gathered)
     return told([(one[0], rank, one[1], float(one[2])) for rank, one in by_rank if one])
 

@@ -20,19 +20,25 @@ class PulseKeeper:
         self._pulse: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
 
-    def start(self, controller: Address) -> Address:
+    def follow(self, controller: Address) -> Address:
+        """Have it dial there. Gives the address before."""
+        with self._lock:
+            if (before := self._controller) != controller:
+                self.start(controller)
+            return before
+
+    def start(self, controller: Address) -> None:
         """Instead of any other, which dials the same address even if its controller has died: a
-        process that is frozen cannot tell it of another. Gives the address before."""
+        process that is frozen cannot tell it of another."""
         spec = self._spec
         timeouts = spec.heartbeat_s, spec.silence_s, spec.lease_s
         with self._lock:
             child = pulse.start(self._fds, spec.worker, controller, spec.token, *timeouts)
             former, self._pulse = self._pulse, child
-            before, self._controller = self._controller, controller
+            self._controller = controller
         if former is not None:
             former.kill()
         threading.Thread(target=self._keep, args=(child,), name="pulse", daemon=True).start()
-        return before
 
     def _keep(self, child: "subprocess.Popen[bytes]") -> None:
         """It ends by itself, as 0, after the lease."""

@@ -5,18 +5,19 @@ What follows from it is the controller's: with a majority the others are replace
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.layout import TensorLayout
+from elastic.protocol.mesh import Axis, Mesh
 from elastic.protocol.messages import to_controller
 from workers.distributed.exchange import gather_json
 from workers.train_state import serialization
-from workers.train_state.tensors import is_shard, local
+from workers.train_state.tensors import local
 
 if TYPE_CHECKING:
     from workers.membership.member import Member
@@ -42,20 +43,23 @@ def verify(member: "Member", every: int) -> None:
     assert group is not None
     if group.size() == 1 or train_state.step == 0 or train_state.step % every:
         return
-    hashes = fingerprints(train_state)
-    mine = torch.tensor([combined(part) for part in hashes], device=member.device)
+    found = fingerprints(train_state, member.layout)
+    parts = sorted(found)
+    hashes = [found[axes] for axes in parts]
+    mine = torch.tensor([combined(part) for part in hashes])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
-    group.all_gather(everyones, mine).wait()
+    group.control.all_gather(everyones, mine).wait()
     numbers = [one.tolist() for one in everyones]
     differing = [
         (part, ranks)
-        for part, ranks in groups_alike(member.mesh)
+        for part, axes in enumerate(parts)
+        for ranks in groups_alike(member.mesh, axes)
         if len({numbers[rank][part] for rank in ranks}) > 1
     ]
     if not differing:
         return
     part, ranks = differing[0]
-    gathered = gather_json(group, [member.spec.worker, hashes], member.device)
+    gathered = gather_json(group, [member.spec.worker, hashes])
     odd, tensor, count = compare([gathered[r][1][part] for r in ranks])
     others = f"{count} tensors" if count > 1 else "one tensor"
     what = f"after step {train_state.step} in {tensor!r} ({others} in all)"
@@ -72,11 +76,15 @@ def verify(member: "Member", every: int) -> None:
     raise PeerLost(why)
 
 
-def groups_alike(mesh: Mesh) -> list[tuple[int, list[int]]]:
-    """(part of `fingerprints`, ranks that must agree on it): all on what is replicated, the
-    replicas of a shard on its rows."""
-    shards = [(1, mesh.holders_of(shard)) for shard in range(mesh.num_shards)]
-    return [(0, list(range(mesh.world_size))), *shards]
+def groups_alike(mesh: Mesh, axes: tuple[Axis, ...]) -> list[list[int]]:
+    """Ranks that must agree on what `axes` cut: who is in the same place on these; all, also those
+    who stand by, on what nothing cuts."""
+    if not axes:
+        return [list(range(mesh.world_size))]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in mesh.ranks()[: mesh.num_active]:
+        found.setdefault(tuple(mesh.coordinate(axis, rank) for axis in axes), []).append(rank)
+    return list(found.values())
 
 
 def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
@@ -90,16 +98,17 @@ def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
     return odd if 2 * count > len(found) else [], differing[0], len(differing)
 
 
-def fingerprints(train_state: "TrainState") -> tuple[dict[str, int], dict[str, int]]:
-    """Of parameters and optimizer state by their names in a snapshot: of what is replicated, and
-    of this rank's rows. Not of buffers, which a step in progress has changed."""
-    whole: dict[str, int] = {}
-    rows: dict[str, int] = {}
-    for name, tensor in serialization.trained_tensors(
-        train_state.model, train_state.optimizer
-    ).items():
-        (rows if is_shard(tensor) else whole)[name] = fingerprint(local(tensor))
-    return whole, rows
+def fingerprints(
+    train_state: "TrainState", layout_of: Callable[[str, Tensor], TensorLayout]
+) -> dict[tuple[Axis, ...], dict[str, int]]:
+    """By the axes that cut them: of parameters and optimizer state, by their names in a snapshot,
+    what this rank has. Not of buffers, which a step in progress has changed."""
+    found: dict[tuple[Axis, ...], dict[str, int]] = {}
+    trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
+    for name, tensor in trained.items():
+        of_axes = found.setdefault(layout_of(name, tensor).axes, {})
+        of_axes[name] = fingerprint(local(tensor))
+    return found
 
 
 def combined(hashes: Mapping[str, int]) -> int:

@@ -91,7 +91,7 @@ def transition(state: State, event: Event) -> Outcome:  # noqa: C901
             return join(state, state.phase.form, step)
         case e.PartsMissing(why) if isinstance(state.phase, Forming):
             state = replace(without_part(state), phase=Broken())
-            return Outcome(state, (a.Say(r.SyncFailed(why)),))
+            return Outcome(state, (a.Say(r.SyncFailed(why, state.seat.generation)),))
         case e.PartGone() if not state.is_whole:
             return Outcome(without_part(state))
         case e.EverybodyEntered() if isinstance(state.phase, Entering):
@@ -141,6 +141,10 @@ def obey(state: State, command: Command) -> Outcome:  # noqa: C901
     if state.is_at_work or isinstance(state.phase, BUSY):
         raise UnexpectedEvent(state, e.Obeyed(command))
     match command:
+        case Form(generation) if generation <= state.seat.generation:
+            return Outcome(state)  # said again over another connection
+        case Finish() if isinstance(state.phase, Ended) and seat_in(command) == state.seat:
+            return Outcome(state)  # likewise
         case Form():
             return form(state, command)
         case Abort(generation) if generation == state.seat.generation:
@@ -216,7 +220,7 @@ def form(state: State, command: Form) -> Outcome:
 def fail_to_catch_up(state: State, why: str) -> Outcome:
     is_given_up = state.is_given_up
     state = replace(state, phase=Broken(), source=Source.NONE)
-    failed = () if is_given_up else (a.Say(r.SyncFailed(why)),)
+    failed = () if is_given_up else (a.Say(r.SyncFailed(why, state.seat.generation)),)
     return Outcome(state, (a.StopCopy(), *failed))
 
 

@@ -14,8 +14,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost, in_words
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
@@ -36,8 +38,8 @@ from workers.membership.state import State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded, lost_peer_in
-from workers.parallel.shards import RowsLost
 from workers.parallel.strategy import Formed, Strategy
+from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
 from workers.step.vote import CompletedVote
 from workers.train_state.out_of_memory import told_as_loss
@@ -67,9 +69,11 @@ class Member:
         on_load: Callable[[str, int], list[Damage]],
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
+        on_stuck: Callable[[str], None] = lambda why: None,
         is_checked: bool = True,
     ) -> None:
-        """is_checked: the machine's invariants are, after each event."""
+        """on_stuck: told that the device does not let go of a group. is_checked: the invariants of
+        the machine are, after each event."""
         self.spec, self.strategy, self.link, self.peers = spec, strategy, link, peers
         self.train_state, self.backup = strategy.train_state, strategy.backup
         self.saver, self.vitals, self.device = saver, vitals, device
@@ -84,7 +88,8 @@ class Member:
         """So long the state of this generation took."""
         self.evaluated = EvaluationLog(link)
         self.compilation = Compilation(vitals)
-        self.own = OwnGroup(spec, vitals, device, lambda: self.standing.is_given_up)
+        is_given_up = lambda: self.standing.is_given_up  # noqa: E731
+        self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
         self._pieces: Pieces | None = None
         self.followers = Followers(peers)
         delays = self.backup.delays_commits
@@ -149,7 +154,7 @@ class Member:
                 with told_as_loss("it got its part of the state"):
                     return self._enter(action)
             case a.SayUnrecorded(recorded_step):
-                self.records.repeat(self, recorded_step)
+                self.records.repeat(self, min(recorded_step, self.link.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.train_state.step)
                 self.evaluated.say(self.rank)
@@ -218,9 +223,13 @@ class Member:
         return self.strategy.mesh_of(self.world_size)
 
     @property
-    def mesh_of_rows(self) -> Mesh:
-        """Says which rows of the state this worker holds."""
-        return self.strategy.mesh_of_rows(self.rank, self.world_size)
+    def position(self) -> Position:
+        """Whose boxes of the state this worker holds."""
+        return self.strategy.position(self.rank, self.world_size)
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state."""
+        return self.strategy.layout(name, tensor)
 
     @property
     def ids(self) -> range:
@@ -255,6 +264,7 @@ class Member:
         if lost := lost_peer_in(error):
             self.collective_failed(lost)
         is_over = isinstance(error, Exception) and self.is_cancelled
+        is_over &= not isinstance(error, torch.AcceleratorError)  # the device is no more
         if is_over and lost is None:
             what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
             log.warning(what, self.generation, self.step, in_words(error))
@@ -356,7 +366,7 @@ class Member:
 
     # --- forming ---------------------------------------------------------------------------
     def _leave_group(self, form: Form) -> None:
-        self.link.recorded_step = form.recorded_step  # lower than before after a roll back
+        self.link.hear_recorded(form.recorded_step)
         self.vitals.generation = form.generation
         self.vitals.waits_in(0, "", 0)
         self.vitals.enter("form")
@@ -390,7 +400,7 @@ class Member:
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
         round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
-        self._pieces = Pieces(self.group, self.device, say_alive, round_s)
+        self._pieces = Pieces(self.group, say_alive, round_s)
         return e.Met()
 
     def _enter(self, action: a.CatchUpLate | a.AssembleState) -> e.Event:
@@ -416,8 +426,8 @@ class Member:
         try:
             entered = self.strategy.enter(self._formed(form))
             assert self.group is not None
-            self.records.share(self.group, self.device)
-        except (RowsLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
+            self.records.share(self.group)
+        except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
             return e.PartsMissing(str(error))
         except PeerLost as error:

@@ -24,10 +24,11 @@ class OwnGroup:
         vitals: Vitals,
         device: torch.device,
         is_given_up: Callable[[], bool],
+        on_stuck: Callable[[str], None],
     ) -> None:
-        """is_given_up: whether the generation at hand is, by now."""
+        """is_given_up: whether the generation at hand is, by now. on_stuck: see Group."""
         self._spec, self._vitals, self._device = spec, vitals, device
-        self._is_given_up = is_given_up
+        self._is_given_up, self._on_stuck = is_given_up, on_stuck
         self._generation = 0
         self._formation: process_group.Formation | None = None
         self.group: Group | None = None
@@ -53,7 +54,7 @@ class OwnGroup:
             group: Group = Alone(process_group.name_of(self._spec, self._generation))
         else:
             group = self._formation.wait(self._spec.join_timeout_s)
-        group.on_wait = self._vitals.waits_in
+        group.on_wait, group.on_stuck = self._vitals.waits_in, self._on_stuck
         self.group, self._formation = group, None
 
     def abandon(self, generation: int) -> None:

@@ -82,9 +82,8 @@ def send_update(connection: socket.socket, message: Update | Lags, tensors: Tens
 def send_state(connection: socket.socket, start: Start, queued: int) -> None:
     """Tensor by tensor, each copied just before it is sent."""
     snapshot, shapes = start.snapshot, start.snapshot.shapes
-    size_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes.values())
     message = State(snapshot.header, start.records, queued, describe(shapes))
-    wire.send_header(connection, header_of(message), size_bytes)
+    wire.send_header(connection, header_of(message), snapshot.size_bytes)
     for name, (_, shape) in shapes.items():
         tensor = snapshot.take(name)
         if shape.numel():
@@ -113,7 +112,7 @@ class Follower:
         self._connection = connection
         self._snapshot: Snapshot | None = None
         self._memory = HostMemory()
-        self._queue: queue.SimpleQueue[Start | tuple[Update | Lags, Tensors] | None] = (
+        self._queue: queue.SimpleQueue[Start | tuple[Update | Lags, Snapshot] | None] = (
             queue.SimpleQueue()
         )
         self._queued_bytes = 0
@@ -130,17 +129,16 @@ class Follower:
         if self._queued_bytes > MAX_QUEUED_BYTES and not self.is_lagging:
             self._lag()
         if not (self.is_lost or self.is_lagging):
+            copies = Snapshot({}, tensors, self._memory)
             try:
-                copies = {n: self._memory.take(n, t.dtype, t.shape) for n, t in tensors.items()}
+                copies.settle()
             except (MemoryError, RuntimeError) as error:
                 if not says_no_memory(error):
                     raise
                 self.close()
                 return
             with self._lock:
-                self._queued_bytes += sum(t.nbytes for t in tensors.values())
-            for name, tensor in tensors.items():
-                copies[name].copy_(tensor.detach())
+                self._queued_bytes += copies.size_bytes
             self._queue.put((update, copies))
 
     def _lag(self) -> None:
@@ -156,12 +154,12 @@ class Follower:
             while True:
                 item = self._queue.get_nowait()
                 if isinstance(item, tuple):
-                    self._give_back(item[1])
+                    self._give_back(item[1].taken())
                 else:
                     kept.append(item)
         for item in kept:
             self._queue.put(item)
-        self._queue.put((Lags(), {}))
+        self._queue.put((Lags(), Snapshot({}, {})))
 
     def _give_back(self, copies: Tensors) -> None:
         """Memory for the next updates."""
@@ -181,7 +179,7 @@ class Follower:
                 if isinstance(item, Start):
                     send_state(self._connection, item, self._queue.qsize())
                     continue
-                message, tensors = item
+                message, tensors = item[0], item[1].taken()
                 message = replace(message, queued=self._queue.qsize())
                 send_update(self._connection, message, tensors)
                 self._give_back(tensors)

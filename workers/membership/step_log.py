@@ -11,7 +11,6 @@ from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from elastic.protocol.messages.to_controller import Committed
 from workers.distributed.exchange import gather_json
@@ -43,7 +42,6 @@ class Records:
         it is held."""
         self._link, self._global_batch, self._is_delayed = link, global_batch, is_delayed
         self._unrecorded: deque[dict[str, Any]] = deque()
-        self._num_controllers = link.num_controllers
         self.last_vote: CompletedVote | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
 
@@ -92,10 +90,10 @@ class Records:
         self._drop_recorded()
         self.last_vote = vote_in(frame)
 
-    def share(self, group: AnyGroup, device: torch.device) -> None:
+    def share(self, group: AnyGroup) -> None:
         """All learn what the lowest rank knows. A collective. Raises PeerLost."""
         mine = self.to_frame() if group.rank() == 0 else None
-        self.learn(gather_json(group, mine, device)[0])
+        self.learn(gather_json(group, mine)[0])
 
     def learn(self, frame: dict[str, Any]) -> None:
         """What the lowest rank knows: a newcomer may be the last one who can report those steps.
@@ -107,12 +105,9 @@ class Records:
             self.last_vote = vote_in(frame)
 
     def tell(self, by: Standing) -> None:
-        """Say what was committed last, as a member that has joined; all that it knows to a
-        controller that it has not met before."""
-        is_new = self._num_controllers != self._link.num_controllers
-        self._num_controllers = self._link.num_controllers
+        """Say what was committed last, as a member that has joined."""
         if self._unrecorded:
-            self._say(by, list(self._unrecorded)[0 if is_new else -1 :])
+            self._say(by, [self._unrecorded[-1]])
 
     def repeat(self, by: Standing, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""

@@ -21,6 +21,8 @@ class FlatGroup(Group, Protocol):
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
     def all_to_all_flat(self, output: Tensor, tensor: Tensor) -> Pending: ...
+    @property
+    def control(self) -> "FlatGroup": ...
 
 
 class Collectives:
@@ -56,16 +58,16 @@ class Collectives:
     def _note(self, name: str) -> None:
         self._order = crc32(name.encode(), self._order)
 
-    def check_order(self, device: torch.device) -> None:
+    def check_order(self) -> None:
         """At the end of a step's passes. A collective.
 
         ValueError if ranks have exchanged the gradients of different blocks with each other: a
         block's backward was not reached on some rank, and equal sizes have hidden it.
         """
         order, self._order = self._order, 0
-        mine = torch.tensor([order], dtype=torch.int64, device=device)
+        mine = torch.tensor([order], dtype=torch.int64)
         orders = mine.new_empty(self.world_size)
-        self._wait(lambda: self._group.all_gather_flat(orders, mine))
+        self._wait(lambda: self._group.control.all_gather_flat(orders, mine))
         if (orders != order).any():
             raise ValueError(
                 "the ranks' backwards have gone different ways: every micro-batch's forward and "

@@ -4,12 +4,14 @@ How a newcomer copies the state is workers/membership/joining.py's.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
@@ -20,10 +22,12 @@ from workers.parallel.initial import initialise_modules, settle_small
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
-from workers.reduction.reducers import Reducer
+from workers.reduction.norm import row_squares
+from workers.reduction.reducers import Reduced, Reducer
 from workers.step.precision import DTYPES, Casting
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
+from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -72,8 +76,11 @@ class Replicated:
     def mesh_of(self, world_size: int) -> Mesh:
         return Mesh(self._spec.parallel, world_size)
 
-    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
-        return self.mesh_of(world_size)
+    def position(self, rank: int, world_size: int) -> Position:
+        return Position(self.mesh_of(world_size), rank)
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        return layout_of(name, tensor)
 
     # --- a step ------------------------------------------------------------------------
     def reducer(
@@ -85,8 +92,14 @@ class Replicated:
         ids = mesh.ids(num_microbatches, group.rank())
         return BitwiseReducer(parameters, buffers, group, ids, num_microbatches)
 
-    def before_vote(self) -> None:
-        pass
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        gradients = reduced.gradients
+        is_on_host = all(g.device.type == "cpu" for g in gradients.values())
+        if self.train_state.clip_norm is None or is_on_host:
+            return reduced  # `apply` looks itself: nobody has to be waited for
+        squares = read(row_squares(list(gradients.values())))
+        rows = [g.shape[0] if g.dim() else 1 for g in gradients.values()]
+        return replace(reduced, squares=dict(zip(gradients, squares.split(rows), strict=True)))
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update)

@@ -94,7 +94,7 @@ class FsdpReducer:
 
     def finish(self) -> Reduced:
         if self._num_shards > 1:
-            self._collectives.check_order(self._model.device)
+            self._collectives.check_order()
         buffers, scalars = self._buffers.finish(), self._scalars.finish()
         for fold in self._folds:
             fold.finish(is_bitwise=self._is_bitwise)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
+from elastic.protocol.layout import cut
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
@@ -55,10 +56,13 @@ class FsdpGradOpReducer:
         found: dict[str, Tensor] = {}
         for rank in range(self._mesh.world_size):
             for name, p in parameters.items():
-                rows = self._mesh.rows(p.shape[0], rank)
+                rows = self._rows_of(p, rank)
                 like = torch.empty(1, dtype=p.dtype, device=self._model.device)
                 found[f"{name}/{rank}"] = like.expand(len(rows), *p.shape[1:])
         return found
+
+    def _rows_of(self, whole: Tensor, rank: int) -> range:
+        return cut(whole.shape[0], self._mesh.num_shards, self._mesh.shard(rank))
 
     def begin(self) -> None:
         self._model.reset()
@@ -110,8 +114,11 @@ class FsdpGradOpReducer:
         leaves: list[Tensor | None] = []
         for rank in range(self._mesh.world_size):
             for gradient in gradients:
-                rows = self._mesh.rows(0 if gradient is None else gradient.shape[0], rank)
-                leaves.append(None if gradient is None else _rows(gradient, rows))
+                if gradient is None:
+                    leaves.append(None)
+                else:
+                    rows = self._rows_of(gradient, rank)
+                    leaves.append(gradient[rows.start : rows.stop])
         self._fold.add(microbatch_id, leaves)
         for param in self._params:
             param.drop_whole_gradient()
@@ -159,7 +166,3 @@ class FsdpGradOpReducer:
             for of_rank, flat in zip(blocks, received, strict=True)
             for block, piece in zip(of_rank, flat.split(size), strict=True)
         )
-
-
-def _rows(tensor: Tensor, rows: range) -> Tensor:
-    return tensor[rows.start : rows.stop]

@@ -1,7 +1,7 @@
-"""The state before the first step, whenever a sharded worker needs its rows of it.
+"""The state before the first step, whenever a sharded worker needs its shard of it.
 
 A workload with `init_weights` is built on the meta device and initialised module by module, so
-that nobody ever holds the whole model; else the model is built again, and only rows are kept.
+that nobody ever holds the whole model; else the model is built again, and only shards are kept.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.layout import Position
 from workers.step.randomness import seed_module
-from workers.train_state.tensors import is_shard, local
+from workers.train_state.tensors import layout_of, local, part_of
 from workers.train_state.train_state import TrainState
 
 
@@ -20,10 +20,14 @@ class Initial:
     """What `build` made, but for the parameters, which are made again when they are needed."""
 
     def __init__(
-        self, train_state: TrainState, build_model: Callable[[], nn.Module], seed: int
+        self,
+        train_state: TrainState,
+        build_model: Callable[[], nn.Module],
+        initialise: Callable[[nn.Module, str], None] | None,
+        seed: int,
     ) -> None:
         """To be made before anything has changed the replica."""
-        self._build_model, self._seed = build_model, seed
+        self._build_model, self._initialise, self._seed = build_model, initialise, seed
         parameters = {f"model/{name}" for name, _ in train_state.model.named_parameters()}
         self.is_deferred = any(p.is_meta for p in train_state.model.parameters())
         self._header, tensors = train_state.header_and_tensors()
@@ -32,13 +36,11 @@ class Initial:
     def fill(
         self,
         train_state: TrainState,
-        initialise: Callable[[nn.Module, str], None] | None,
-        mesh: Mesh,
-        rank: int,
+        at: Position,
         values: Mapping[str, Tensor] | None,
         begin_piece: Callable[[], None],
     ) -> None:
-        """Make `train_state`, whose shards are those of `rank`, the state of step 0.
+        """Make `train_state`, whose shards are those of `at`, the state of step 0.
 
         values: the whole parameters by name, if they are at hand. begin_piece: called before each
         piece of it; what it raises ends it.
@@ -47,15 +49,12 @@ class Initial:
 
         def put(name: str, whole: Tensor) -> None:
             target = targets[name].detach()
-            if is_shard(target):
-                rows = mesh.rows(whole.shape[0], rank)
-                whole = whole[rows.start : rows.stop]
-            local(target).copy_(whole)
+            local(target).copy_(part_of(whole, layout_of(name, target).box(at)))
 
         others = dict(self._others)
         if self.is_deferred:
-            assert initialise is not None
-            initialise_modules(train_state.model, initialise, self._seed, put, begin_piece)
+            assert self._initialise is not None
+            initialise_modules(train_state.model, self._initialise, self._seed, put, begin_piece)
             others |= {f"model/{n}": b.clone() for n, b in train_state.model.named_buffers()}
         else:
             begin_piece()

@@ -13,12 +13,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.reduction.reducers import Reducer
+from workers.reduction.reducers import Reduced, Reducer
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -100,7 +101,7 @@ class Strategy(Protocol):
         """Get this rank's part of the state, and what its forward communicates with. A collective.
         Where every member holds all of the state, it has got it by now.
 
-        Raises PeerLost, RowsLost and DamagedCheckpoint, after which it may hold nothing.
+        Raises PeerLost, ShardLost and DamagedCheckpoint, after which it may hold nothing.
         """
         ...
 
@@ -108,9 +109,13 @@ class Strategy(Protocol):
         """Of the generation at hand."""
         ...
 
-    def mesh_of_rows(self, rank: int, world_size: int) -> Mesh:
-        """The mesh that tells which part of the state this worker holds, as `rank` of
-        `world_size` ranks; an AssertionError if it holds another's."""
+    def position(self, rank: int, world_size: int) -> Position:
+        """Whose boxes of the state this worker holds, as `rank` of `world_size` ranks; an
+        AssertionError if it holds another's."""
+        ...
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """How the ranks share a tensor of the state. ValueError if nobody could tell."""
         ...
 
     # --- a step -----------------------------------------------------------------------
@@ -120,12 +125,13 @@ class Strategy(Protocol):
         """This generation's way through a step's passes, to its reduced gradients."""
         ...
 
-    def before_vote(self) -> None:
-        """What all ranks must know before they vote for a step. A collective. Raises PeerLost."""
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        """With what all ranks must know before they vote for a step. A collective. read: of its
+        group. Raises PeerLost."""
         ...
 
     def apply(self, update: Update) -> None:
-        """Take a committed step. May be a collective, and raise PeerLost."""
+        """Take a committed step. Nothing communicates behind the vote."""
         ...
 
     def reset(self) -> None:

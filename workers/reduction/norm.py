@@ -1,4 +1,4 @@
-"""The gradient's global norm, the same bits however the rows of the gradient are sharded.
+"""The gradient's global norm, the same bits however many shards its rows are cut into.
 
 The order of additions within a row depends on its width only. In host memory one torch reduction
 has that property; on a GPU none has, since they choose by the number of rows, too: there it is
@@ -6,10 +6,15 @@ elementwise additions. Clipping is multiplying by `clip_coefficient`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from elastic.protocol.layout import Box, Position, TensorLayout
+from elastic.protocol.mesh import Mesh
+from workers.distributed.process_group import AnyGroup
 
 PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Of the float64 squares that are at hand at a time, however large the gradients are."""
@@ -90,14 +95,55 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     return norm_of_rows(row_squares(gradients))
 
 
+def squares_of_shards(
+    gradients: Sequence[tuple[TensorLayout, Tensor]],
+    mesh: Mesh,
+    group: AnyGroup,
+    read: Callable[[Tensor], Tensor],
+    host: torch.device,
+) -> tuple[Tensor, ...]:
+    """Per gradient the sums of the boxes that are the ranks' own, in the order of one rank. A
+    collective.
+
+    gradients: what this rank has of each. read: of the group. host: where they are.
+    """
+    own = _own_boxes(tuple(layout for layout, _ in gradients), mesh)
+    pairs = zip(gradients, own[group.rank()], strict=True)
+    mine = read(row_squares([g.to(host) for (_, g), box in pairs if box is not None]))
+    sizes = [[_num_rows(box) for box in of_rank] for of_rank in own]
+    gathered = [mine.new_empty(sum(of_rank)) for of_rank in sizes]
+    group.control.all_gather(gathered, mine).wait()
+    parts = [flat.split(of_rank) for flat, of_rank in zip(gathered, sizes, strict=True)]
+    ordered: list[Tensor] = []
+    for i in range(len(gradients)):
+        found = [(box.start, r) for r, of_rank in enumerate(own) if (box := of_rank[i]) is not None]
+        # Column by column: where only rows are cut differently, the order is the same.
+        found.sort(key=lambda one: (one[0][1:], one[0]))
+        ordered.append(torch.cat([parts[r][i] for _, r in found]))
+    return tuple(ordered)
+
+
+@lru_cache(maxsize=4)
+def _own_boxes(layouts: tuple[TensorLayout, ...], mesh: Mesh) -> list[list[Box | None]]:
+    """By rank and gradient; the same in every step of a generation."""
+    ranks = range(mesh.world_size)
+    return [[layout.own(Position(mesh, rank)) for layout in layouts] for rank in ranks]
+
+
+def _num_rows(box: Box | None) -> int:
+    return 0 if box is None else next(iter(box.shape), 1)
+
+
 def norm_of_rows(squares: Tensor) -> float:
-    """The 2-norm from the whole vector of row sums, which every rank must hold in full."""
-    return math.sqrt(total) if (total := float(squares.sum())) >= 0 else math.nan
+    """The 2-norm from the whole vector of row sums, which every rank must hold in full, on the
+    host: they are added up in one order, wherever they come from."""
+    return math.sqrt(total) if (total := float(squares.cpu().sum())) >= 0 else math.nan
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """What to multiply gradients by, as `torch.nn.utils.clip_grad_norm_` does."""
-    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else norm
+    assert math.isfinite(norm), f"the norm of finite gradients is {norm}"
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def _real(gradient: Tensor) -> Tensor:

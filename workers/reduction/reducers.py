@@ -5,8 +5,8 @@ Stock all-reduces are in fast.py, the canonical tree in bitwise.py, what shards 
 A reducer belongs to one generation: an abandoned collective may still write into its buffers.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -23,17 +23,20 @@ class Reduced:
     """Of the parameters, in their order; those without are known with one rank only."""
     buffers: Mapping[str, torch.Tensor]
     """The tracked floating buffers, float64."""
+    squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Of all rows of each gradient, on the host; empty where a rank has them whole."""
 
-    def is_finite(self) -> bool:
+    def is_finite(self, read: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """read: of the group that has summed them."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
         for gradient in self.gradients.values():
             by_device.setdefault(gradient.device, []).append(local(gradient))
-        return all(_are_finite(gradients) for gradients in by_device.values())
+        return all(bool(read(_are_finite(gradients))) for gradients in by_device.values())
 
 
-def _are_finite(gradients: list[torch.Tensor]) -> bool:
+def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
     each = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
-    return bool(torch.isfinite(torch.stack([n.float() for n in each])).all())
+    return torch.isfinite(torch.stack([n.float() for n in each])).all()
 
 
 class Reducer(Protocol):

@@ -1,1 +1,1 @@
-"""Rows of a sharded state move to their new owners."""
+"""Shards of a state move to their new owners."""

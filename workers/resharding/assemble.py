@@ -1,8 +1,8 @@
-"""The newest state that a generation's members can put together: from their live rows, from the
+"""The newest state that a generation's members can put together: from their live shards, from the
 shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
 
-All rows must be of one step that one generation computed. What is kept is
-workers/backup/client.py's, how rows travel among members is transfer.py's.
+All shards must be of one step that one generation computed. What is kept is
+workers/backup/client.py's, how shards travel among members is transfer.py's.
 """
 
 import logging
@@ -17,25 +17,19 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.mesh import Mesh, Parallel
+from elastic.protocol.encoding import decode, encode, registry
+from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.mesh import AXES, Axis, Mesh, Parallel
 from elastic.protocol.messages.backup import Copies, Describe, Described, Have
-from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_rows
+from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_boxes
 from workers.backup.store import DamagedCopy, Key
 from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.membership.state_stream import watch_host
-from workers.parallel.shards import RowsLost, TensorLayout
-from workers.resharding.host_memory import RowMemory
-from workers.resharding.transfer import (
-    COPY,
-    Move,
-    ShardCoord,
-    Sources,
-    exchange,
-    give_back,
-    moves_of,
-)
+from workers.resharding.memory import ShardMemory
+from workers.resharding.moves import COPY, Move, plan
+from workers.resharding.transfer import Sources, Wanted, exchange
 from workers.train_state.tensors import as_bytes, is_shard
 
 log = logging.getLogger(__name__)
@@ -45,8 +39,12 @@ ANSWER_S = 0.25
 """The same where its copies are not needed, only good to know of."""
 
 
+class ShardLost(Exception):
+    """A part of the state is held by no member. Every member sees it."""
+
+
 class StateVersion(NamedTuple):
-    """A state: rows of the same label make one, whatever mesh they were cut for."""
+    """A state: shards of the same label make one, whatever mesh they were cut for."""
 
     step: int
     origin: int
@@ -55,12 +53,12 @@ class StateVersion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Rows that this rank has in memory."""
+    """Shards that this rank has in memory."""
 
     label: StateVersion
-    place: ShardCoord
+    place: Position
     tensors: Mapping[str, Tensor]
-    describe: Callable[[], tuple[dict[str, Any], list[TensorLayout]]]
+    describe: Callable[[], tuple[dict[str, Any], Sequence[TensorLayout]]]
     is_live: bool = False
     """The model's own, and not a copy of them."""
     is_intact: Callable[[], bool] = lambda: True
@@ -73,7 +71,7 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class _Source:
     label: StateVersion
-    place: ShardCoord
+    place: Position
     owner: int
     """A member's rank, or COPY."""
     index: int = 0
@@ -85,13 +83,13 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """This rank's rows of a state."""
+    """This rank's shards of a state."""
 
     label: StateVersion
     header: dict[str, Any]
-    rows: dict[str, Tensor]
-    kinds: list[TensorLayout]
-    memory: RowMemory
+    shards: dict[str, Tensor]
+    layouts: tuple[TensorLayout, ...]
+    memory: ShardMemory
     """Where they may be."""
     is_held: bool = False
     """Holders have all of the state."""
@@ -108,11 +106,11 @@ class Regather:
         holders: Sequence[BackupAddress],
         token: str,
         device: torch.device,
-        memory: RowMemory,
+        memory: ShardMemory,
         pieces: Pieces,
     ) -> None:
-        """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live rows, or
-        unused. pieces: of this search."""
+        """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live shards,
+        or unused. pieces: of this search."""
         self._group, self._new, self._offers = group, new, offers
         self._holders, self._token, self._device = holders, token, device
         self._memory, self._pieces = memory, pieces
@@ -122,18 +120,18 @@ class Regather:
         self._why = "no member holds anything"
 
     def run(self, step: int, known_step: int, give_up: Callable[[], dict[str, Tensor]]) -> Gathered:
-        """The newest state of at most `step` committed steps. Raises PeerLost and RowsLost.
+        """The newest state of at most `step` committed steps. Raises PeerLost and ShardLost.
 
-        known_step: what this rank could report up to; rank 0's counts. give_up: gives the live rows
-        away, once nothing that may still happen needs them.
+        known_step: what this rank could report up to; rank 0's counts. give_up: gives the live
+        shards away, once nothing that may still happen needs them.
         """
         self._give_up = give_up
         mine = {"offers": [o.to_json() for o in self._offers], "known": known_step}
-        said = gather_json(self._group, mine, self._device)
+        said = gather_json(self._group, mine)
         limit = min(step, said[0]["known"])
         for owner, of_rank in enumerate(said):
             for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
-                place = ShardCoord(Mesh(self._new.parallel, world_size), rank)
+                place = Position(Mesh(self._new.parallel, world_size), rank)
                 self._sources.append(_Source(StateVersion(at, origin), place, owner, index))
         newest = self._labels(limit)[:1]
         found = next(filter(None, map(self._try, newest)), None)
@@ -141,7 +139,7 @@ class Regather:
         if found is None:
             found = next(filter(None, map(self._try_hard, self._labels(limit))), None)
         if found is None:
-            raise RowsLost(f"up to step {limit}: {self._why}")
+            raise ShardLost(f"up to step {limit}: {self._why}")
         return replace(found, is_held=self._is_held(found.label))
 
     def _labels(self, limit: int) -> list[StateVersion]:
@@ -152,10 +150,9 @@ class Regather:
         found: list[Any] = []
         if self._group.rank() == 0:
             found = copies_in(self._holders, self._token, timeout_s)
-        for at, generation, rank, step, origin, world_size, size_bytes in gather_json(
-            self._group, found, self._device
-        )[0]:
-            place = ShardCoord(Mesh(self._new.parallel, world_size), rank)
+        said = gather_json(self._group, found)[0]
+        for at, generation, rank, step, origin, world_size, size_bytes in said:
+            place = Position(Mesh(self._new.parallel, world_size), rank)
             copy = BackupAddress(*at), Key(generation, rank, step)
             self._sources.append(
                 _Source(StateVersion(step, origin), place, COPY, 0, copy, size_bytes)
@@ -170,7 +167,7 @@ class Regather:
                 return found
 
     def _try(self, label: StateVersion) -> Gathered | None:
-        """None if some rows are nobody's, or could not be read; then without who had them."""
+        """None if some shards are nobody's, or could not be read; then without who had them."""
         sources = [s for s in self._sources if s.label == label]
         if not sources:  # all were struck off
             return None
@@ -178,33 +175,35 @@ class Regather:
         if described is None:
             self._sources.remove(sources[0])
             return None
-        header, kinds = described
+        header, layouts = described
         sources = [s for s in self._sources if s.label == label]
         held, owners = [s.place for s in sources], [s.owner for s in sources]
         try:
-            plans = [moves_of(kind, held, self._new, owners) for kind in kinds]
+            plans = plan(layouts, held, self._new, owners)
         except LookupError as error:
             self._why = f"{error} at step {label.step}, no holder either"
             return None
-        has_copies = any(owners[m.source] == COPY for plan in plans for m in plan)
-        memory, freed = RowMemory(), None  # a copy may turn out to be damaged
-        if not self._needs_live(label, has_copies) and (has_copies or self._device.type == "cpu"):
-            drop_rows(self._give_up())
-            memory = self._memory
-            if not memory.is_used:
-                give_back()
+        has_copies = any(owners[m.source] == COPY for moves in plans for m in moves)
+        memory, freed = self._memory, None
+        if not self._needs_live(label, has_copies) and (has_copies or memory.can_reuse):
+            drop_shards(self._give_up())
+            memory.vacate()
         elif not has_copies:
-            memory, freed = self._memory, self._give_up()
-        rows, failed = self._exchange(kinds, plans, sources, memory, freed)
-        everywhere = gather_json(self._group, failed, self._device)
+            freed = self._give_up()
+        else:  # a copy may turn out to be damaged
+            memory = memory.beside()
+        shards, failed = self._exchange(layouts, plans, sources, memory, freed)
+        everywhere = gather_json(self._group, failed)
         bad = {i for of_rank in everywhere for i in of_rank}
         if bad:
             self._sources = [s for s in self._sources if s not in [sources[i] for i in sorted(bad)]]
             return None
-        return Gathered(label, header, rows, kinds, RowMemory() if freed is not None else memory)
+        if freed is not None:
+            memory = memory.beside()
+        return Gathered(label, header, shards, layouts, memory)
 
     def _needs_live(self, label: StateVersion, has_copies: bool) -> bool:
-        """Whether there are live rows that nothing else has on this rank: of the state, or of an
+        """Whether there are live shards that nothing else has on this rank: of the state, or of an
         earlier one, to go back to if a copy turns out damaged."""
         live = next((o for o in self._offers if o.is_live), None)
         if live is None or self._twin(live) is not live:
@@ -218,12 +217,12 @@ class Regather:
         return min(same, key=lambda o: o.is_live, default=offer)
 
     def _is_held(self, label: StateVersion) -> bool:
-        """Holders have said that they have a copy of every row."""
+        """Holders have said that they have a copy of every shard."""
         copies = {s.place for s in self._sources if s.label == label and s.owner == COPY}
         meshes = {place.mesh for place in copies}
         return any(is_whole(mesh, {p.rank for p in copies if p.mesh == mesh}) for mesh in meshes)
 
-    def _describe(self, source: _Source) -> tuple[dict[str, Any], list[TensorLayout]] | None:
+    def _describe(self, source: _Source) -> tuple[dict[str, Any], tuple[TensorLayout, ...]] | None:
         """JSON part and tensors of a state, from one who holds some of it. Offers of it that were
         damaged in memory are sources no more."""
         speaker = max(source.owner, 0)
@@ -236,38 +235,37 @@ class Regather:
         self._pieces.begin()
         if self._group.rank() == speaker:
             if source.copy is None:
-                header, kinds = self._offers[source.index].describe()
-                said = [header, [k.to_json() for k in kinds]]
+                header, layouts = self._offers[source.index].describe()
+                said = [header, encode(tuple(layouts))]
             else:
                 said = self._described_copy(*source.copy)
         mine = {"damaged": sorted(self._damaged), "state": said}
-        everywhere = gather_json(self._group, mine, self._device)
+        everywhere = gather_json(self._group, mine)
         damaged = {(r, i) for r, of_rank in enumerate(everywhere) for i in of_rank["damaged"]}
         self._sources = [s for s in self._sources if (s.owner, s.index) not in damaged]
         said = everywhere[speaker]["state"]
-        return said and (said[0], [TensorLayout.from_json(k) for k in said[1]])
+        return said and (said[0], decode(said[1], registry(TensorLayout)))
 
     def _described_copy(self, holder: BackupAddress, key: Key) -> list[Any] | None:
         with suppress(OSError), connect(holder[1:], self._token, HOLDER_S) as connection:
             copy = ask(connection, Describe(key))
             if isinstance(copy, Described) and copy.state is not None:
-                kinds = [[s.name, s.dtype, list(s.shape), s.is_sharded] for s in copy.slices]
-                return [copy.state, kinds]
+                return [copy.state, encode(tuple(s.layout for s in copy.slices))]
         return None
 
     def _exchange(
         self,
-        kinds: list[TensorLayout],
+        layouts: Sequence[TensorLayout],
         plans: list[list[Move]],
         sources: list[_Source],
-        memory: RowMemory,
+        memory: ShardMemory,
         freed: dict[str, Tensor] | None,
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """This rank's rows, and which copies it could not read."""
+        """This rank's shards, and which copies it could not read."""
         failed: list[int] = []
         connections: dict[BackupAddress, socket.socket] = {}
 
-        def read(index: int, pieces: list[tuple[TensorLayout, range, Tensor]]) -> None:
+        def read(index: int, wanted: list[Wanted]) -> None:
             copy = sources[index].copy
             assert copy is not None
             holder, key = copy
@@ -276,7 +274,7 @@ class Regather:
                     connections[holder] = connect(holder[1:], self._token, HOLDER_S)
                     watch_host(connections[holder], HOLDER_S, is_sender=False)
                 connections[holder].settimeout(silence_s(sources[index].size_bytes))
-                self._read_pieces(connections[holder], key, pieces)
+                self._read_copy(connections[holder], key, wanted)
             except (OSError, LookupError, DamagedCopy) as error:
                 log.error('a copy is not used reason="%s"', error)
                 failed.append(index)
@@ -287,31 +285,38 @@ class Regather:
         mine = {i: {**twins.get(i, {}), **o.tensors} for i, o in own.items()}
         where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
         try:
-            where_to = self._group, self._device, memory, freed
-            begin = self._pieces.begin
-            rows = exchange(kinds, plans, where, self._new, *where_to, begin_piece=begin)
-            if any(sources[m.source].owner == COPY for plan in plans for m in plan):
+            shards = exchange(
+                list(zip(layouts, plans, strict=True)),
+                where,
+                Position(self._new, me),
+                self._group,
+                memory,
+                freed=freed,
+                begin_piece=self._pieces.begin,
+            )
+            if any(sources[m.source].owner == COPY for moves in plans for m in moves):
                 self._pieces.wait_for_all()
         finally:
             for connection in connections.values():
                 connection.close()
-        return rows, failed
+        return shards, failed
 
-    def _read_pieces(
-        self, connection: socket.socket, key: Key, pieces: list[tuple[TensorLayout, range, Tensor]]
-    ) -> None:
-        asked = [(kind.name, rows.start, len(rows)) for kind, rows, _ in pieces]
-        is_hosted = all(t.device.type == "cpu" for *_, t in pieces)
-        hosted = [t if is_hosted else torch.empty_like(t, device="cpu") for *_, t in pieces]
+    def _read_copy(self, connection: socket.socket, key: Key, wanted: list[Wanted]) -> None:
+        is_host = [w.into.device.type == "cpu" and w.into.is_contiguous() for w in wanted]
+        hosted = [
+            w.into if hosts else torch.empty(w.into.shape, dtype=w.into.dtype)
+            for w, hosts in zip(wanted, is_host, strict=True)
+        ]
         into = [as_bytes(t) if t.numel() else memoryview(b"") for t in hosted]
-        read_rows(connection, key, asked, into, self._pieces.begin_apart)
-        for (_, _, target), rows in zip(pieces, hosted, strict=True):
-            if not is_hosted:
-                target.copy_(rows)
+        asked = [(w.name, w.box) for w in wanted]
+        read_boxes(connection, key, asked, into, self._pieces.begin_apart)
+        for w, part in zip(wanted, hosted, strict=True):
+            if part is not w.into:
+                w.into.copy_(part)
 
 
-def drop_rows(live: dict[str, Tensor]) -> None:
-    """What is replicated stays: it takes little, and is described as it is here."""
+def drop_shards(live: dict[str, Tensor]) -> None:
+    """What is not cut stays: it takes little, and is described as it is here."""
     for name in [name for name, tensor in live.items() if is_shard(tensor)]:
         del live[name]
 
@@ -340,14 +345,16 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
 
 
 def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
-    """Whether these ranks have every row: one of each shard, whatever its replica."""
-    return len({mesh.shard(r) for r in ranks if not mesh.is_standby(r)}) == mesh.num_shards
+    """Whether these ranks have all of a state: one of each shard, whatever its replica."""
+    axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
+    found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_standby(r)}
+    return len(found) == mesh.num_active // mesh.num_replicas
 
 
 def newest_whole(
     holders: Sequence[BackupAddress], token: str, parallel: Parallel, at_most: int
 ) -> int | None:
-    """The newest step of which the holders alone have every row."""
+    """The newest step of which the holders alone have every shard."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
     for _, _, rank, step, origin, world_size, _ in copies_in(holders, token, HOLDER_S):
         ranks.setdefault((step, origin, world_size), set()).add(rank)

@@ -1,55 +1,57 @@
-"""Where a rank's rows are on the host: memory that the next generation's rows take again.
+"""Where a rank's shards are on the host: memory that the next generation's shards take again.
 
 Fresh memory costs a page fault per 4 KiB, and in a virtual machine often another one of its host:
 for a hundred megabytes 0.03 to 0.4 s, just when everybody waits for them.
 """
 
+import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from elastic.protocol.mesh import Mesh
-from workers.parallel.shards import TensorLayout
+from elastic.protocol.layout import Position, TensorLayout, whole
+from workers.resharding.memory import PlainMemory
 from workers.train_state.snapshot import aligned
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""
 
 
-class RowMemory:
-    """Room for the rows of one state. Its owner takes rows only when nobody needs those of before;
-    what still refers to them reads something else then, as after an optimizer step."""
+class HostMemory(PlainMemory):
+    """See `workers.resharding.memory.ShardMemory`."""
+
+    can_reuse = True
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self._area: mmap.mmap | None = None
         self._used = 0
 
     @property
     def is_used(self) -> bool:
-        """Rows have been taken."""
         return self._used > 0
 
-    def take(self, kinds: Iterable[TensorLayout], mesh: Mesh, rank: int) -> dict[str, Tensor]:
-        """`rank`'s rows of every sharded tensor, undefined, each a storage of its own; fewer or
-        none where the system has no such memory to give."""
-        sharded = [k for k in kinds if k.is_sharded and k.row_bytes]
+    def take(self, layouts: Sequence[TensorLayout], to: Position) -> dict[str, Tensor]:
+        """Each shard is a storage of its own; where the system has no such memory to give, and of
+        what is not cut, torch's."""
+        cut = [layout for layout in layouts if layout.is_cut]
         places: list[tuple[TensorLayout, int]] = []
         used = 0
-        for kind in (k for k in sharded if k.rows(mesh, rank)):
-            places.append((kind, used))
-            used += aligned(_room_rows(kind, mesh, rank) * kind.row_bytes)
-        area = self._room(sum(aligned(k.shape[0] * k.row_bytes) for k in sharded))
-        if area is None:
-            return {}
-        self._discard(used, self._used)
-        self._used = used
-        return {kind.name: _rows(area, at, kind, mesh, rank) for kind, at in places}
+        for layout in (layout for layout in cut if layout.box(to).size):
+            places.append((layout, used))
+            used += aligned(_size_bytes(layout, _room(layout, to)))
+        area = self._reserve(sum(aligned(_size_bytes(t, whole(t.shape).shape)) for t in cut))
+        found = {} if area is None else {t.name: _shard(area, at, t, to) for t, at in places}
+        if area is not None:
+            self._discard(used, self._used)
+            self._used = used
+        return {t.name: found[t.name] if t.name in found else self.take_one(t, to) for t in layouts}
 
-    def _room(self, size_bytes: int) -> mmap.mmap | None:
-        """Addresses for all rows there are: however many fall to this rank, they stay in place."""
+    def _reserve(self, size_bytes: int) -> mmap.mmap | None:
+        """Addresses for all shards there are: those of this rank stay in place, however many."""
         if self._area is not None and len(self._area) >= size_bytes:
             return self._area
         self._area, self._used = None, 0
@@ -61,14 +63,22 @@ class RowMemory:
                     self._area.madvise(mmap.MADV_HUGEPAGE)
         return self._area
 
-    def discard(self, rows: Tensor) -> None:
-        """Nobody needs them: their pages go back to the system. Rows from elsewhere are left."""
-        if self._area is None or rows.device.type != "cpu" or not rows.numel():
-            return
-        first = torch.frombuffer(self._area, dtype=torch.uint8, count=1).data_ptr()
-        begin = rows.data_ptr() - first
-        if 0 <= begin < self._used:
-            self._discard(begin, begin + rows.nbytes)
+    def vacate(self) -> None:
+        if not self.is_used:
+            give_back()
+
+    def drop(self, shards: Iterable[Tensor]) -> None:
+        """Their pages go back to the system."""
+        for shard in shards:
+            if self._area is not None and shard.device.type == "cpu" and shard.numel():
+                first = torch.frombuffer(self._area, dtype=torch.uint8, count=1).data_ptr()
+                begin = shard.data_ptr() - first
+                if 0 <= begin < self._used:
+                    self._discard(begin, begin + shard.nbytes)
+        give_back()
+
+    def beside(self) -> "HostMemory":
+        return HostMemory()
 
     def _discard(self, begin: int, end: int) -> None:
         """Whole pages only."""
@@ -78,14 +88,34 @@ class RowMemory:
             self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _room_rows(kind: TensorLayout, mesh: Mesh, rank: int) -> int:
-    """With FSDP2's padding behind those of a parameter, so that they need not move for it."""
-    rows = len(kind.rows(mesh, rank))
-    return -(-kind.shape[0] // mesh.num_shards) if kind.name.startswith("model/") else rows
+def memory_on(device: torch.device) -> HostMemory | PlainMemory:
+    return HostMemory() if device.type == "cpu" else PlainMemory(device)
 
 
-def _rows(area: mmap.mmap, at: int, kind: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
-    room_rows = _room_rows(kind, mesh, rank)
-    count = room_rows * kind.row_bytes // kind.dtype.itemsize
-    room = torch.frombuffer(area, dtype=kind.dtype, count=count, offset=at)
-    return room.view(room_rows, *kind.shape[1:])[: len(kind.rows(mesh, rank))]
+def give_back() -> None:
+    """Freed memory goes to the system, where the C library can do that (glibc): it keeps what is
+    too small for a mapping of its own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _size_bytes(layout: TensorLayout, shape: tuple[int, ...]) -> int:
+    return getattr(torch, layout.dtype).itemsize * torch.Size(shape).numel()
+
+
+def _room(layout: TensorLayout, to: Position) -> tuple[int, ...]:
+    """The shape of a shard with FSDP2's padding, which a parameter has behind its last row: so it
+    need not move for it."""
+    shape = layout.box(to).shape
+    if not layout.name.startswith("model/"):
+        return shape
+    first = Position(to.mesh, to.mesh.ranks()[0])
+    return (layout.box(first).shape[0], *shape[1:])
+
+
+def _shard(area: mmap.mmap, at: int, layout: TensorLayout, to: Position) -> Tensor:
+    room, shape = _room(layout, to), layout.box(to).shape
+    count = torch.Size(room).numel()
+    flat = torch.frombuffer(area, dtype=getattr(torch, layout.dtype), count=count, offset=at)
+    return flat.view(room)[: shape[0]]

@@ -3,26 +3,31 @@
 import torch
 from torch import Tensor
 
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.train_state.tensors import local
+from workers.train_state.tensors import local, part_of
 
 
-def whole_on_first(tensor: Tensor, mesh: Mesh, group: AnyGroup, device: torch.device) -> Tensor:
-    """The whole tensor on rank 0; elsewhere something empty of its shape and dtype's name."""
+def whole_on_first(
+    tensor: Tensor, layout: TensorLayout, mesh: Mesh, group: AnyGroup, device: torch.device
+) -> Tensor:
+    """The whole tensor on rank 0, on the host where several had it; elsewhere something empty of
+    its dtype. A collective. Raises PeerLost."""
     mine = local(tensor)
-    if mine is tensor or group.size() == 1:
+    if not layout.is_cut or group.size() == 1:
         return mine
     mine = mine.to(device)  # what is offloaded can be sent from there only
     nothing = mine.new_empty(0)
-    flat = mine.contiguous().reshape(-1) if mesh.replica(group.rank()) == 0 else nothing
-    sent = [flat if rank == 0 else nothing for rank in range(group.size())]
-    width = mine.shape[1:].numel()
-    received = [
-        mine.new_empty(len(mesh.own_rows(tensor.shape[0], r)) * width if group.rank() == 0 else 0)
-        for r in range(group.size())
-    ]
-    group.all_to_all(received, sent).wait()
-    if group.rank():
+    own = [layout.own(Position(mesh, rank)) for rank in range(group.size())]
+    flat = nothing if own[group.rank()] is None else mine.contiguous().reshape(-1)
+    is_first = group.rank() == 0
+    received = [mine.new_empty(box.size if box and is_first else 0) for box in own]
+    group.all_to_all(received, [flat, *(nothing for _ in range(group.size() - 1))]).wait()
+    if not is_first:
         return nothing
-    return torch.cat([received[r] for r in mesh.ranks()]).view(tensor.shape)
+    whole = mine.new_empty(layout.shape)
+    for box, part in zip(own, received, strict=True):
+        if box is not None:
+            part_of(whole, box).copy_(part.view(box.shape))
+    return group.read(whole)

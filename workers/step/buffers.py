@@ -4,7 +4,7 @@ Floating buffers become the mean over all micro-batches, integer buffers must ag
 votes is the session's business.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -168,12 +168,14 @@ class TrackedBuffers:
         pairs = zip(self.names, self._has_new_change, strict=True)
         return {name for name, has_changed in pairs if has_changed}
 
-    def integer_hashes(self) -> list[tuple[int, ...]]:
-        """Per micro-batch of this step: a signed 64-bit hash of each integer buffer's value."""
+    def integer_hashes(self, read: Callable[[Tensor], Tensor]) -> list[tuple[int, ...]]:
+        """Per micro-batch of this step: a signed 64-bit hash of each integer buffer's value.
+
+        read: of the step's group."""
         plain = [_plain(value) for values in self._integers for value in values.values()]
         if not plain:
             return [() for _ in self._integers]
-        pieces = torch.cat(plain).cpu().split([p.numel() for p in plain])  # one read of the device
+        pieces = read(torch.cat(plain)).split([p.numel() for p in plain])  # one for all of them
         hashes = iter([_hash(piece) for piece in pieces])
         return [tuple(next(hashes) for _ in values) for values in self._integers]
 

@@ -72,7 +72,7 @@ def _evaluate_once(member: Member, workload: Any, dataset: Any, fn: Any) -> dict
             echoes = [0] * (num_passes - len(ids))
     rows = _evaluate_ids(member, workload, dataset, fn, ids, echoes)
     member.vitals.enter("vote")  # it waits for its peers
-    gathered = gather_json(member.group, rows, member.device)
+    gathered = gather_json(member.group, rows)
     return fold([row for of_rank in gathered for row in of_rank])
 
 

@@ -5,7 +5,7 @@ Records of committed steps are in membership/step_log.py; gradients are the redu
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,23 +55,51 @@ class Microbatches:
             self._logged[-1] = {**self._logged[-1], **values}
 
     def records(
-        self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]]
+        self,
+        ids: Iterable[int],
+        hashes: Sequence[tuple[int, ...]],
+        read: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[MicrobatchRecord]:
         """Losses and logged values come to the host here, once per step. hashes: of the integer
-        buffers, by id. WrongInput for a weight that is no count."""
-        if not self._losses:
+        buffers, by id. read: of the step's group. WrongInput for a weight that is no count."""
+        if not self._losses:  # this rank stands by
             return []
-        losses = torch.stack([loss.double() for loss in self._losses]).tolist()
-        columns = zip(ids, losses, self._weights, self._rows, hashes, self._logged, strict=True)
+        weights = ([] if w is None else [w] for w in self._weights)
+        columns = zip(self._losses, weights, self._logged, strict=True)
+        values = [v for loss, w, logged in columns for v in (loss, *w, *logged.values())]
+        numbers = _numbers(values, read)
         return [
             MicrobatchRecord(
-                i, loss, weight_of(i, w), rows, hashed, {n: float(v) for n, v in logged.items()}
+                i,
+                next(numbers),
+                weight_of(i, None if weight is None else next(numbers)),
+                rows,
+                hashed,
+                {name: next(numbers) for name in logged},
             )
-            for i, loss, w, rows, hashed, logged in columns
+            for i, weight, rows, hashed, logged in zip(
+                ids, self._weights, self._rows, hashes, self._logged, strict=True
+            )
         ]
 
 
-def weight_of(microbatch_id: int, weight: torch.Tensor | None) -> float | None:
+def _numbers(
+    values: Sequence[float | torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[float]:
+    """In their order, by one read of each device."""
+    found = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            by_device.setdefault(value.device, {})[i] = value.reshape(()).double()
+    for tensors in by_device.values():
+        numbers = read(torch.stack(list(tensors.values()))).tolist()
+        for i, number in zip(tensors, numbers, strict=True):
+            found[i] = number
+    return iter(found)
+
+
+def weight_of(microbatch_id: int, weight: float | torch.Tensor | None) -> float | None:
     of = f" of micro-batch {microbatch_id}"
     return None if weight is None else check_weight(float(weight), of)
 

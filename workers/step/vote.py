@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic.protocol.errors import PeerLost
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
@@ -167,14 +166,11 @@ def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return vector[_COUNTS:at], vector[at:end], vector[end:].reshape(layout.num_microbatches, -1)
 
 
-def add_up(group: AnyGroup, vector: np.ndarray, device: torch.device) -> np.ndarray:
+def add_up(group: AnyGroup, vector: np.ndarray) -> np.ndarray:
     """The sum of all ranks' contributions. A collective. Raises PeerLost."""
-    summed = torch.from_numpy(vector).to(device)
-    group.all_reduce(summed).wait()
-    vector = summed.cpu().numpy()
-    if group.is_abandoned:  # an aborted NCCL kernel leaves garbage and no error
-        raise PeerLost("the generation was given up")
-    return vector
+    summed = torch.from_numpy(vector)
+    group.control.all_reduce(summed).wait()
+    return group.read(summed).numpy()
 
 
 def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.distributed.device_wait import Exit, Leaving
+
 
 class HostMemory:
     """Host tensors to be used again under the same name: fresh memory costs more than a copy into
@@ -38,7 +40,9 @@ class Arena:
     What is taken beyond it, or while another thread still reserves it, is memory of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        """is_pinned: a device writes to it."""
+        self._is_pinned = is_pinned
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -47,7 +51,8 @@ class Arena:
         size_bytes = sum(aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in shapes)
         if self._flat.nbytes < size_bytes:
             self._flat = torch.empty(0, dtype=torch.uint8)  # first: never the old and the new
-            self._flat = torch.empty(size_bytes, dtype=torch.uint8).zero_()
+            flat = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._flat = flat.zero_()
 
     def take(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Undefined content."""
@@ -73,7 +78,8 @@ class Snapshot:
 
     Nobody changes parameters and optimizer state between two optimizer steps, so the reader copies
     them one by one from its own thread; whoever is about to change them calls `settle` first, which
-    copies what is left.
+    copies what is left. What is on a device leaves it by a stream of its own: the reader waits for
+    it, and so does whatever the device is asked to change, but no host.
     """
 
     def __init__(
@@ -88,28 +94,42 @@ class Snapshot:
         self._memory = memory or HostMemory()
         self.shapes = {name: (t.dtype, t.shape) for name, t in tensors.items()}
         """dtype and shape of each tensor, in order."""
-        self._left = dict(tensors)
-        self._is_settled = False
+        self._left: dict[str, Tensor | Leaving] = dict(tensors)
+        devices = {t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")}
+        self._exits = {device: Exit(device) for device in devices}
         self._lock = threading.Lock()
 
     def take(self, name: str) -> Tensor:
         """A contiguous copy on the host; each name once."""
         with self._lock:
-            tensor = self._left.pop(name)
-            return tensor if self._is_settled else self._copied(name, tensor)
+            copy = self._copied(name, self._left.pop(name))
+        return copy.wait()
+
+    def taken(self) -> dict[str, Tensor]:
+        """All that is left."""
+        return {name: self.take(name) for name in list(self._left)}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(dtype.itemsize * shape.numel() for dtype, shape in self.shapes.values())
 
     def settle(self) -> None:
         """The state may change once this returns."""
         with self._lock:
-            if not self._is_settled:
-                self._left = {name: self._copied(name, t) for name, t in self._left.items()}
-                self._is_settled = True
+            self._left = {name: self._copied(name, t) for name, t in self._left.items()}
+            for exit_ in self._exits.values():
+                exit_.hold()
 
     def drop(self) -> None:
         """The reader is gone."""
         with self._lock:
             self._left.clear()
 
-    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+    def _copied(self, name: str, tensor: Tensor | Leaving) -> Leaving:
         """A contiguous copy in the host's memory."""
-        return self._memory.take(name, tensor.dtype, tensor.shape).copy_(tensor.detach())
+        if isinstance(tensor, Leaving):
+            return tensor
+        target = self._memory.take(name, tensor.dtype, tensor.shape)
+        if (exit_ := self._exits.get(tensor.device)) is not None:
+            return exit_.leave(tensor.detach(), target)
+        return Leaving(target.copy_(tensor.detach()))

@@ -4,14 +4,14 @@ Members and followers apply the same updates with the same code, so they hold th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from elastic.protocol.messages import peer
-from workers.reduction.norm import clip_coefficient, global_norm
+from workers.reduction.norm import clip_coefficient, norm_of_rows, row_squares
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
 from workers.step.vote import Prepared, Vote
@@ -39,6 +39,8 @@ class Update:
     """The new value of each tracked integer buffer."""
     log_names: tuple[str, ...]
     """See `TrainState.log_names`."""
+    squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Of each gradient's rows, of all ranks, for the norm; empty: the gradients are whole here."""
 
     @classmethod
     def of(cls, prepared: Prepared, vote: Vote, before: "TrainState") -> "Update":
@@ -52,6 +54,7 @@ class Update:
             buffers=prepared.reduced.buffers,
             integers=before.buffers.integers,
             log_names=prepared.layout.log_names,
+            squares=prepared.reduced.squares,
         )
 
     def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
@@ -128,19 +131,18 @@ class TrainState:
     def apply(
         self,
         update: Update,
-        norm_of: Callable[[list[torch.Tensor]], float] = global_norm,
         step: Callable[[torch.optim.Optimizer], Any] = step_of,
     ) -> None:
-        """Take one step. Raises FloatingPointError after too many steps that are not finite.
+        """Take one step, by oneself: all have voted for it. Raises FloatingPointError after too
+        many steps that are not finite.
 
-        norm_of: the 2-norm of all gradients; where they are sharded, a collective. step: of the
-        optimizer.
+        step: of the optimizer.
         """
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
         self.buffers.track({**update.buffers, **update.integers})
         if update.is_finite:
-            self._change_weights(update, norm_of, step)
+            self._change_weights(update, step)
         else:
             self.buffers.restore()
         self.drop_gradients()
@@ -172,29 +174,31 @@ class TrainState:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _change_weights(
-        self,
-        update: Update,
-        norm_of: Callable[[list[torch.Tensor]], float],
-        step: Callable[[torch.optim.Optimizer], Any],
-    ) -> None:
-        divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
-        if sums := [local(gradient) for gradient in update.gradients.values()]:
-            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
+    def _change_weights(self, update: Update, step: Callable[[torch.optim.Optimizer], Any]) -> None:
+        self._scale(update)
         self.drop_gradients()
         for name, gradient in update.gradients.items():
             parameter = self.parameters[name]
             if not is_shard(gradient):  # a follower receives it row by row
                 gradient = laid_out(gradient, parameter.stride())
             parameter.grad = gradient
-        if self.clip_norm is not None:
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            self.gradient_norm = norm_of(gradients)
-            coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
-            if coefficient < 1.0:
-                torch._foreach_mul_([local(g) for g in gradients], coefficient)  # pyright: ignore[reportPrivateImportUsage]
         step(self.optimizer)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
+
+    def _scale(self, update: Update) -> None:
+        """Sums become means, clipped. The norm is of the sums, whose divisor the vote has found."""
+        divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
+        sums = [local(gradient) for gradient in update.gradients.values()]
+        coefficient = 1.0
+        if self.clip_norm is not None:
+            known = update.squares
+            squares = [known[n] for n in update.gradients if n in known] or [row_squares(sums)]
+            self.gradient_norm = norm_of_rows(torch.cat(squares)) / divisor
+            coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
+        if sums:
+            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
+        if coefficient < 1.0:
+            torch._foreach_mul_(sums, coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(
         self,
@@ -212,7 +216,7 @@ class TrainState:
         return snapshot
 
     def header_and_tensors(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """What `restore` takes: JSON, and the live tensors (a rank's rows where sharded)."""
+        """What `restore` takes: JSON, and the live tensors (a rank's shard where sharded)."""
         values, tensors = serialization.capture(self.model, self.optimizer, self.scheduler)
         header = {
             "type": "snapshot",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
+from elastic.protocol.layout import Box, TensorLayout
 from elastic.protocol.messages.direction import Direction
 
 CopyKey: TypeAlias = tuple[int, int, int]
@@ -11,15 +12,10 @@ CopyKey: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The rows of one tensor that a rank held; a replicated tensor counts as one row."""
+    """What a rank held of one tensor, in C order."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    is_sharded: bool
-    first_row: int
-    num_rows: int
+    layout: TensorLayout
+    box: Box
     size_bytes: int
 
 
@@ -55,7 +51,7 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Sums:
     sums: tuple[int, ...]
-    """CRC-32 of each tensor's rows."""
+    """CRC-32 of each slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +79,8 @@ class Describe:
 @dataclass(frozen=True, slots=True)
 class Read:
     key: CopyKey
-    pieces: tuple[tuple[str, int, int], ...]
-    """Tensor, first row, number of rows."""
+    boxes: tuple[tuple[str, Box], ...]
+    """Of a tensor by its name; counted in the whole one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +126,17 @@ class Described:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows follow, one piece after the other."""
+class Boxes:
+    """Their contents follow, one after the other."""
 
     sums: tuple[int, ...]
-    """CRC-32 of each piece."""
+    """CRC-32 of each."""
 
 
 ToBackup: TypeAlias = Push | Sums | Settle | Ping | Have | Describe | Read
 Question: TypeAlias = Ping | Have | Describe
-FromBackup: TypeAlias = Held | Refused | Unshared | Pong | Copies | Described | Rows
+FromBackup: TypeAlias = Held | Refused | Unshared | Pong | Copies | Described | Boxes
 
-TO_BACKUP: Direction[ToBackup] = Direction(*get_args(ToBackup), parts=(Slice, Shared))
-FROM_BACKUP: Direction[FromBackup] = Direction(*get_args(FromBackup), parts=(Slice, HeldCopy))
+_SLICE = (Slice, TensorLayout, Box)
+TO_BACKUP: Direction[ToBackup] = Direction(*get_args(ToBackup), parts=(*_SLICE, Shared))
+FROM_BACKUP: Direction[FromBackup] = Direction(*get_args(FromBackup), parts=(*_SLICE, HeldCopy))

@@ -1,12 +1,11 @@
-"""The first frame on every connection, and how a link is taken up again over another one."""
+"""The first frame on every connection."""
 
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
 
 from elastic.protocol.messages.direction import Direction
 from elastic.protocol.wire import Header
 
-VERSION = 1
+VERSION = 2
 """Of all messages. Who hears another one in a hello says so and has nothing else to say."""
 
 
@@ -18,32 +17,9 @@ class Hello:
     """Who dials; -1: no worker."""
     role: str = ""
     """To the controller: "worker" or "pulse"."""
-    session: str = ""
-    """The dialling worker's word for its link: another one is another link."""
-    resumes: bool = False
-    """It is a second connection for that link, if the controller knows it."""
+    number: int = 0
+    """So many connections the worker has tried: the one with the highest number is its link."""
     version: int = VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """The controller has this link; it goes on here once the worker says `Resume`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """The controller has no such link."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    num_heard: int
-    """Frames of the other end, over all connections of the link."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    num_heard: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +30,7 @@ class Leave:
     """If it is not that the controller has ended it."""
 
 
-Greeting: TypeAlias = Hello | Resume
-"""From who dials, before a link is there."""
-Answer: TypeAlias = Known | Unknown | Resumed | Leave
-"""From the controller."""
-
-GREETING: Direction[Greeting] = Direction(*get_args(Greeting))
-ANSWER: Direction[Answer] = Direction(*get_args(Answer))
+GREETING: Direction[Hello] = Direction(Hello)
 
 
 def other_version(header: Header) -> str:

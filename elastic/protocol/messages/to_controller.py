@@ -31,7 +31,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """To a controller that has taken over: where the worker stands."""
+    """The first report over each connection: where the worker stands."""
 
     kind: str
     """One of elastic.control.standing.KINDS."""
@@ -65,6 +65,8 @@ class Synced:
 @dataclass(frozen=True, slots=True)
 class SyncFailed:
     reason: str
+    generation: int = 0
+    """Whose member it was to become; 0: it followed somebody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +230,14 @@ class LastWords:
     """The process ends itself."""
 
     why: str
+    cause: str = ""
+    """One of CAUSES (reports.py), where it is not that the process died."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainNotice:
     cause: str
     notice_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    num_heard: int
 
 
 Report: TypeAlias = (
@@ -269,8 +268,5 @@ Report: TypeAlias = (
     | LastWords
     | DrainNotice
 )
-ToController: TypeAlias = Report | Heard
 
-TO_CONTROLLER: Direction[ToController] = Direction(
-    *get_args(ToController), parts=(Process, Evaluation)
-)
+TO_CONTROLLER: Direction[Report] = Direction(*get_args(Report), parts=(Process, Evaluation))

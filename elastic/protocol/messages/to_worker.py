@@ -56,8 +56,6 @@ class Word:
     recorded_step: int
     formed: int
     """The newest generation that it knows to have formed."""
-    num_heard: int = 0
-    """Of the worker's frames on this link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,13 @@ STEPS, CHECKPOINT_EVERY, AT = 60, 5, 12
 OPTIONS = {"steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY}
 STRATEGIES = ("ddp", "fsdp")
 INSTANTS = ("forward", "backward", "collective", "vote", "applied", "save", "regroup")
-FAULTS = ("kill", "stop", "hang", "term")
+FAULTS = ("kill", "stop", "hang", "term", "gpu")
 FAST = {
     ("ddp", "kill", "vote"),
     ("ddp", "kill", "regroup"),
     ("ddp", "stop", "backward"),
+    ("ddp", "gpu", "backward"),
+    ("fsdp", "gpu", "collective"),
     ("fsdp", "kill", "backward"),
     ("fsdp", "term", "forward"),
 }
@@ -25,8 +27,8 @@ FAST = {
 
 def cases():
     for strategy, fault, instant in itertools.product(STRATEGIES, FAULTS, INSTANTS):
-        if fault == "hang" and instant in ("save", "regroup"):
-            continue  # no user code runs there: nothing that could hang
+        if fault in ("hang", "gpu") and instant in ("save", "regroup"):
+            continue  # no user code runs there: nothing that could hang, or use a GPU
         marks = () if (strategy, fault, instant) in FAST else (pytest.mark.slow,)
         yield pytest.param(strategy, fault, instant, marks=marks)
 
@@ -39,7 +41,7 @@ def test_a_fault_at_an_instant_changes_no_bit(strategy, fault, instant, start, t
     end, run = run_with(faults, strategy, start, tmp_path)
     assert_conforms(run, end, reference)
     causes = [r["cause"] for r in end["result"]["recoveries"]]
-    expected = {"kill": "process_died", "stop": "hung", "hang": "hung"}
+    expected = {"kill": "process_died", "stop": "hung", "hang": "hung", "gpu": "device_failed"}
     if fault == "term" and strategy == "ddp":
         assert causes == ["process_died"] * (len(faults) - 1), "a notice is no loss"
     elif fault != "term" and len(faults) == 1:

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import torch
 from toy import Samples, Toy
 
 NUMBERS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -47,6 +48,8 @@ class Faulty(Toy):
         if what == "alone":  # a collective that the others do not make
             self.session.evaluate(Samples(12), lambda model, batch: model(batch[0]).mean())
             return
+        if what == "gpu":
+            raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
         os.kill(os.getpid(), NUMBERS[what])
 
     def loss(self, model, batch):

@@ -111,6 +111,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_generator_state", [](int device, const at::Tensor& state) { generators()[device].set_state(state); });
   module.def("current_device", &current_device);
   module.def("exchange_device", &exchange_device);
+  module.def("note_wait", &note_wait, NoGil());
   module.def("synchronize", [](int device) { wait_for_device(device, "synchronize"); });
 
   py::enum_<Kind>(module, "Kind")

@@ -142,6 +142,7 @@ void wait_for(int device, std::vector<Point> points, const Clock& clock, const c
 void wait_for_stream(int stream, const char* reason);
 void wait_for_event(const Event& event, const char* reason);
 void wait_for_device(int device, const char* reason);
+void note_wait(int device, int by);  // a host thread does, for something else than the device
 bool query(const Event& event);
 void check_fault(int device);
 void fail(int device, const std::string& text, int32_t code);

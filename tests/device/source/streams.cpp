@@ -245,6 +245,12 @@ void wait_for(int device, std::vector<Point> points, const Clock& clock, const c
   end_flights();
 }
 
+void note_wait(int device, int by) {
+  Lock lock(mutex);
+  devices[device].num_waiting += by;
+  changed.notify_all();
+}
+
 void wait_for_stream(int s, const char* reason) {
   Lock lock(mutex);
   Clock clock = streams[s].clock;

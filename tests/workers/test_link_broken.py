@@ -1,22 +1,19 @@
-"""A worker's link that is unanswered, or whose connection has ended, goes on over a second one to
-the same controller."""
+"""A worker's link that is unanswered, or whose connection has ended, goes on over another one: both
+ends say again what is in force."""
 
 import socket
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
-from elastic.on_ray import links
 from elastic.protocol import wire
 from elastic.protocol.messages.direction import pack
-from elastic.protocol.messages.hello import ANSWER, VERSION, Hello, Leave, Unknown
-from elastic.protocol.messages.to_controller import Introduction, LastWords, PartSaved
-from elastic.protocol.messages.to_worker import Word
+from elastic.protocol.messages.hello import VERSION, Hello, Leave
+from elastic.protocol.messages.to_controller import Committed, Introduction, LastWords
+from elastic.protocol.messages.to_worker import TO_WORKER, Word
 from tests.workers.links_rig import (
     MADE,
     SILENCE_S,
@@ -25,8 +22,8 @@ from tests.workers.links_rig import (
     Link,
     Relay,
     asked,
+    committed,
     link_to,
-    saved,
     until,
 )
 from workers.membership import link as links_end
@@ -60,122 +57,82 @@ def ended():
     until(lambda: all(each.has_ended() for each in made if isinstance(each, Link)))
 
 
-def heard(controller: Controller) -> list:
-    return [said.step for said in controller.heard if isinstance(said, PartSaved)]
+def heard(controller: Controller) -> list[int]:
+    """Steps, once each, as they were heard first."""
+    said = [s.steps[-1]["metrics"]["step"] for s in controller.heard if isinstance(s, Committed)]
+    return list(dict.fromkeys(said))
 
 
-def told(link: ControllerLink) -> list:
-    found = []
+def newest_told(link: ControllerLink) -> int:
+    """The step of the newest command."""
+    newest = -1
     while not link.commands.empty():
-        found.append(link.commands.get().step)
-    return found
+        newest = link.commands.get().step
+    return newest
 
 
-def test_what_was_said_during_a_cut_arrives_once_and_in_order_after_it(ends):
+def is_connected(controller: Controller) -> bool:
+    return Introduction in map(type, controller.heard)
+
+
+def test_what_was_said_during_a_cut_is_said_after_it(ends):
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])
-    controller.send(asked(0))
-    until(lambda: not link.commands.empty())
     relay.cut()
     for step in range(1, 4):
-        link.send(saved(step, b"x" * 100_000))
+        link.send(committed(step, b"x" * 100_000))
         controller.send(asked(step))
     until(lambda: relay.num_dialled > 1)
     assert heard(controller) == [0]
     relay.mend()
-    until(lambda: len(heard(controller)) == 4)
-    until(lambda: link.commands.qsize() == 4)
-    link.send(saved(4))
-    controller.send(asked(4))
-    until(lambda: len(heard(controller)) == 5)
-    until(lambda: link.commands.qsize() == 5)
-    assert (heard(controller), told(link)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+    until(lambda: heard(controller) == [0, 1, 2, 3])
+    until(lambda: newest_told(link) == 3)
     assert controller.closed == [], "nobody is lost by it"
 
 
-def test_a_controller_that_is_slow_loses_nobody_and_hears_everything_once(ends):
+def test_a_controller_that_is_slow_loses_nobody_and_hears_everything(ends):
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])
     resting = threading.Event()
     controller.loop.call_soon_threadsafe(resting.wait, 60)
     for step in range(1, 4):
-        link.send(saved(step))
+        link.send(committed(step))
     until(lambda: relay.num_dialled > 3)  # it gives some connections up
     resting.set()
     until(lambda: heard(controller) == [0, 1, 2, 3])
     num_dialled = relay.num_dialled
     until(lambda: relay.num_dialled > num_dialled)  # no word ever comes here
-    link.send(saved(4))
+    link.send(committed(4))
     until(lambda: heard(controller) == [0, 1, 2, 3, 4])
-    assert controller.closed == []
+    until(lambda: controller.links.is_connected(3))
 
 
-def test_a_controller_that_is_slow_again_while_a_link_is_taken_up_loses_nobody(ends):
-    """It has said that it knows the link, and says nothing more for a while."""
-    controller, _, link = ends
-    link.send(saved(0))
-    until(lambda: heard(controller) == [0])
-    resting, original = [threading.Event() for _ in range(2)], controller.links._resumed
-
-    async def resumed(*connection):
-        rest = resting.pop() if resting else None
-        if rest is not None:
-            controller.loop.call_later(0.01, rest.wait, 3 * SILENCE_S)  # after "known"
-        return await original(*connection)
-
-    controller.links._resumed = resumed
-    until(lambda: not resting)
-    link.send(saved(1))
-    until(lambda: heard(controller) == [0, 1])
-    assert controller.closed == []
-
-
-def test_a_reader_that_is_kept_up_while_a_link_is_taken_up_loses_nobody(ends, monkeypatch):
-    """The controller gives the second connection up, and a third is taken."""
-    monkeypatch.setattr(links, "HELLO_S", 0.2)
-    controller, _, link = ends
-    link.send(saved(0))
-    until(lambda: heard(controller) == [0])
-    original, kept_up = link._next_second, []
-
-    def next_second():
-        second = original()
-        if not kept_up:
-            kept_up.append(True)
-            time.sleep(1.0)  # the fault
-        return second
-
-    link._next_second = next_second
-    until(lambda: bool(kept_up))
-    link.send(saved(1))
-    until(lambda: heard(controller) == [0, 1])
-    assert controller.closed == []
-
-
-def test_words_are_no_silence_and_tell_what_was_heard(clock, ends):
+def test_words_are_no_silence_and_end_what_is_in_force(clock, ends):
     controller, relay, link = ends
+    until(lambda: is_connected(controller))
     for step in range(1, 21):
         clock.pass_(SILENCE_S / 3)
-        link.send(saved(step))
+        link.send(committed(step))
         controller.send(Word(step, formed=0))
         until(lambda n=step: link.recorded_step == n)
     assert relay.num_dialled == 1
     until(lambda: len(heard(controller)) == 20)
-    controller.send(Word(21, formed=0))
-    until(lambda: link.recorded_step == 21)
-    assert not link._outbox._sent
+    controller.heard.clear()
+    link.send(committed(21))
+    relay.reset()
+    until(lambda: heard(controller) == [21])
 
 
 def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_not(ends):
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])
     relay.cut()
     until(lambda: relay.num_dialled > 1)
     relay.mend()
-    link.send(saved(1))
+    link.send(committed(1))
     until(lambda: heard(controller) == [0, 1])
     assert controller.closed == [], "the first one's end was none"
 
@@ -187,78 +144,75 @@ def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_no
         return controller.closed[:1] == [(3, False)]
 
     until(end_newest)
-    link.send(saved(2))
+    link.send(committed(2))
     until(lambda: heard(controller) == [0, 1, 2])
 
 
-def test_what_was_said_over_connections_that_are_reset_arrives_once_and_in_order(ends):
+def test_a_connection_that_was_given_up_before_it_was_heard_of_is_not_the_link():
+    controller = Controller()
+    with (
+        socket.create_connection(controller.address, timeout=60) as late,
+        socket.create_connection(controller.address, timeout=60) as newest,
+    ):
+        newest.sendall(pack(Hello("secret", 3, "worker", 2)) + pack(committed(1)))
+        until(lambda: heard(controller) == [1])
+        late.sendall(pack(Hello("secret", 3, "worker", 1)) + pack(committed(0)))
+        with suppress(ConnectionResetError):
+            assert late.recv(1) == b"", "it is closed"
+        newest.sendall(pack(committed(2)))
+        until(lambda: heard(controller) == [1, 2])
+    assert (3, True) not in controller.closed
+
+
+def test_what_was_said_over_connections_that_are_reset_is_said_again_and_in_order(ends):
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])  # there is a link
-    controller.send(asked(0))
-    told_steps: list[int] = []
+    newest = -1
     for step in range(1, 40):
-        link.send(saved(step, b"x" * 100_000))
+        link.send(committed(step, b"x" * 100_000))
         controller.send(asked(step))
         if step % 8 == 7:
             relay.reset()
             until(lambda: link._connection is not None)
     until(lambda: len(heard(controller)) >= 40)
-    until(lambda: told_steps.extend(told(link)) or len(told_steps) >= 40)
-    assert (heard(controller), told_steps) == ([*range(40)], [*range(40)])
-    assert link.num_controllers == 1, "it is the same one"
+    while newest < 39:
+        newest = max(newest, newest_told(link))
+    assert heard(controller) == [*range(40)]
     assert (3, True) in controller.closed
 
 
 def test_new_connections_that_end_without_a_word_are_no_news_of_the_link(ends):
-    """As at a full house. The controller is the same, and what it has not heard is kept for it."""
+    """As at a full house. What the controller has not heard is kept for it."""
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])
     for step, silence in enumerate((relay.cut, relay.reset), start=1):
         relay.turn_away(True)
         silence()
         num_dialled = relay.num_dialled
-        link.send(saved(step))
+        link.send(committed(step))
         controller.send(asked(step))
         until(lambda n=num_dialled: relay.num_dialled > n + 1)
         relay.turn_away(False)
         relay.mend()
         until(lambda n=step: heard(controller) == [*range(n + 1)])
-        until(lambda n=step: link.commands.qsize() == n)
-    assert told(link) == [1, 2]
-    assert link.num_controllers == 1
+        until(lambda n=step: newest_told(link) == n)
 
 
 def test_a_path_that_is_silent_and_refuses_new_connections_for_a_while_loses_nothing(ends):
     controller, relay, link = ends
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])  # there is a link
-    controller.send(asked(0))
-    until(lambda: link.commands.qsize() == 1)
     relay.cut()
     relay.refuse()
-    link.send(saved(1))
+    link.send(committed(1))
     controller.send(asked(1))
     threading.Event().wait(4 * SILENCE_S)
     relay.listen()
     relay.mend()
-    until(lambda: heard(controller) == [0, 1] and link.commands.qsize() == 2)
-    assert (told(link), link.num_controllers) == ([0, 1], 1)
+    until(lambda: heard(controller) == [0, 1] and newest_told(link) == 1)
     assert controller.closed == []
-
-
-def test_a_controller_that_is_slow_is_not_left_while_new_connections_are_refused(clock, ends):
-    controller, relay, link = ends
-    link.send(saved(0))
-    until(lambda: heard(controller) == [0])
-    relay.refuse()
-    for _ in range(8):
-        clock.pass_(SILENCE_S / 2)
-    link.send(saved(1))
-    controller.send(asked(1))
-    until(lambda: heard(controller) == [0, 1] and told(link) == [1])
-    assert (relay.num_dialled, controller.closed) == (1, [])
 
 
 def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere(clock):
@@ -267,29 +221,17 @@ def test_a_link_that_is_silent_and_refused_follows_a_successor_elsewhere(clock):
     controller, successor = Controller(), Controller()
     relay, found = Relay(controller.address), []
     link = link_to(relay.address, lambda: successor.address if found else None)
-    link.send(saved(0))
+    link.send(committed(0))
     until(lambda: heard(controller) == [0])
     relay.cut()
     relay.refuse()
     for _ in range(4):
-        clock.pass_(SILENCE_S / 2)
+        clock.now += SILENCE_S / 2
     found.append(True)
-    until(lambda: [type(said) for said in successor.heard] == [Introduction])
-    link.send(saved(1))
-    until(lambda: heard(successor) == [1])
-
-
-def test_a_controller_that_says_it_does_not_know_the_link_is_introduced_to(ends):
-    """As a successor that listens where its predecessor did."""
-    controller, relay, link = ends
-    link.send(saved(0))
-    until(lambda: heard(controller) == [0])
-    controller.loop.call_soon_threadsafe(controller.links._links.clear)
-    relay.reset()
-    until(lambda: Introduction in map(type, controller.heard))
-    link.send(saved(1))
-    until(lambda: heard(controller) == [0, 1])
-    assert link.num_controllers == 2
+    until(lambda: heard(successor) == [0])
+    assert type(successor.heard[0]) is Introduction
+    link.send(committed(1))
+    until(lambda: heard(successor) == [0, 1])
 
 
 def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
@@ -301,33 +243,27 @@ def test_a_link_whose_controller_has_gone_without_a_word_looks_for_another():
         found.append(True)
 
     link = link_to(deaf.getsockname(), find)
-    first, _ = deaf.accept()
-    assert wire.receive(first)[0]["resumes"] is False
     deaf.settimeout(60)
-    second, _ = deaf.accept()
-    assert wire.receive(second)[0]["resumes"] is True
-    assert not found
-    second.close()
+    for number in (1, 2):
+        connection, _ = deaf.accept()
+        assert wire.receive(connection)[0]["number"] == number
+        assert wire.receive(connection)[0]["type"] == "Introduction"
+        connection.close()
     until(lambda: bool(found))
     assert link.commands.empty()
 
 
 def test_a_worker_that_was_lost_during_a_cut_is_told_so_when_it_dials():
     controller = Controller()
-    hello = Hello("secret", 3, "worker", session="a")
     with socket.create_connection(controller.address, timeout=60) as first:
-        first.sendall(pack(hello))
-        first.sendall(pack(saved(0)))
+        first.sendall(pack(Hello("secret", 3, "worker", 1)) + pack(committed(0)))
         until(lambda: heard(controller) == [0])
         controller.loop.call_soon_threadsafe(controller.links.drop, 3)
         with socket.create_connection(controller.address, timeout=60) as second:
-            second.sendall(pack(replace(hello, resumes=True)))
-            assert ANSWER.read(*wire.receive(second)) == Leave()
+            second.sendall(pack(Hello("secret", 3, "worker", 2)))
+            assert TO_WORKER.read(*wire.receive(second)) == Leave()
         with socket.create_connection(controller.address, timeout=60) as stranger:
-            stranger.sendall(pack(replace(hello, worker=4, resumes=True)))
-            assert ANSWER.read(*wire.receive(stranger)) == Unknown()
-        with socket.create_connection(controller.address, timeout=60) as stranger:
-            stranger.sendall(pack(replace(hello, token="guess", worker=4, resumes=True)))
+            stranger.sendall(pack(Hello("guess", 4, "worker", 1)))
             with pytest.raises(wire.ConnectionClosed):
                 wire.receive(stranger)
     assert controller.closed == []
@@ -344,7 +280,7 @@ def test_a_worker_of_another_version_is_told_so_in_one_line(hello):
     controller = Controller()
     with socket.create_connection(controller.address, timeout=60) as stranger:
         wire.send(stranger, {"token": "secret", "worker": 3, **hello})
-        answer = ANSWER.read(*wire.receive(stranger))
+        answer = TO_WORKER.read(*wire.receive(stranger))
     assert isinstance(answer, Leave)
     assert f"it speaks version {hello.get('version')} " in answer.reason
     assert f"version {VERSION}" in answer.reason
@@ -360,9 +296,11 @@ def test_a_worker_of_another_version_leaves_with_the_controllers_line():
         "from dataclasses import replace\n"
         "from workers.membership import link\n"
         "from elastic.protocol.messages.hello import Hello\n"
+        "from elastic.protocol.messages.to_controller import Introduction\n"
+        "introduce = lambda address: Introduction('starting', address)\n"
         "link.Hello = lambda *given, **named: replace(Hello(*given, **named), version=99)\n"
         f"link.ControllerLink({controller.address!r}, token='secret', worker=3, silence_s=60,"
-        " lease_s=60, find=lambda: print('searched'), on_command=print, on_found=print)\n"
+        " lease_s=60, find=lambda: print('searched'), on_command=print, introduce=introduce)\n"
         "time.sleep(600)\n"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is said of a step that broke between vote and apply, and of one that is rolled forward."""
+"""What is said of a step that broke before its vote, and of one that is rolled forward."""
 
 import pytest
 import torch
@@ -59,20 +59,17 @@ def told(metrics: dict) -> tuple[int, int]:
     return metrics["step"], metrics["generation"]
 
 
-def test_a_step_that_broke_in_its_apply_is_not_said_to_be_committed(made):
-    """The gradient norm, which is a collective where they are sharded, lost a peer."""
+def test_a_step_that_broke_before_its_vote_is_not_said_to_be_committed(made):
+    """The rows' squares, which ranks exchange where they are sharded, lost a peer."""
     session, member, link = made
     assert step(session)
-    apply, train_state = member.train_state.apply, member.train_state
+    before_vote = member.strategy.before_vote
 
-    def lose_a_peer(gradients):
+    def lose_a_peer(*_):
+        member.strategy.before_vote = before_vote
         raise PeerLost("connection closed by peer")
 
-    def apply_in_vain(update, *_):
-        train_state.apply = apply
-        apply(update, lose_a_peer)
-
-    train_state.apply = apply_in_vain
+    member.strategy.before_vote = lose_a_peer
     link.commands.put(abort(1))
     link.commands.put(form(2, 1))
     assert not step(session)

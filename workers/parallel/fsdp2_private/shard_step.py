@@ -1,4 +1,4 @@
-"""The optimizer's step on a rank's rows as plain tensors.
+"""The optimizer's step on a rank's shards as plain tensors.
 
 Elementwise, it is the same step, bit for bit. Through DTensor the first one of each new world size
 derives the sharding of every operation anew: 0.16 s for 19 million parameters in 40 tensors.
@@ -31,7 +31,7 @@ ELEMENTWISE = (
 
 
 def check_shardable(optimizer: optim.Optimizer, spec: Settings) -> None:
-    """WrongInput for an optimizer whose step on rows would not be the step on the whole."""
+    """WrongInput for an optimizer whose step on shards would not be the step on the whole."""
     kind = type(optimizer).__name__
     if optimizer.state:
         raise WrongInput(
@@ -59,42 +59,42 @@ def check_shardable(optimizer: optim.Optimizer, spec: Settings) -> None:
 
 
 @contextmanager
-def on_rows(optimizer: optim.Optimizer) -> Generator[None]:
-    """Inside, `optimizer` has this rank's rows of its sharded parameters, gradients and state.
+def on_shards(optimizer: optim.Optimizer) -> Generator[None]:
+    """Inside, `optimizer` has this rank's shards of its parameters, gradients and state.
 
     Optimizers of other classes, and those with hooks of the user's, keep their DTensors: what they
     look at is not known.
     """
     groups: list[dict[str, Any]] = optimizer.param_groups
     whole: list[list[Tensor]] = [group["params"] for group in groups]
-    if not _sees_rows(optimizer) or not any(is_shard(p) for of_group in whole for p in of_group):
+    if not _sees_shards(optimizer) or not any(is_shard(p) for of_group in whole for p in of_group):
         yield
         return
-    rows = {p: local(p).detach() for of_group in whole for p in of_group}
-    known: dict[Tensor, dict[str, Any]] = {p: optimizer.state.pop(p, {}) for p in rows}
+    shards = {p: local(p).detach() for of_group in whole for p in of_group}
+    known: dict[Tensor, dict[str, Any]] = {p: optimizer.state.pop(p, {}) for p in shards}
     try:
         for group, of_group in zip(groups, whole, strict=True):
-            group["params"] = [rows[p] for p in of_group]
-        for p, of_rank in rows.items():
+            group["params"] = [shards[p] for p in of_group]
+        for p, of_rank in shards.items():
             of_rank.grad = None if p.grad is None else local(p.grad)
             if known[p]:
-                optimizer.state[of_rank] = {k: _rows(v) for k, v in known[p].items()}
+                optimizer.state[of_rank] = {k: _shard(v) for k, v in known[p].items()}
         yield
     finally:
         for group, of_group in zip(groups, whole, strict=True):
             group["params"] = of_group
-        for p, of_rank in rows.items():
+        for p, of_rank in shards.items():
             if found := optimizer.state.pop(of_rank, {}):
                 optimizer.state[p] = {k: _whole(v, known[p].get(k), p) for k, v in found.items()}
 
 
-def _sees_rows(optimizer: Any) -> bool:
+def _sees_shards(optimizer: Any) -> bool:
     its_own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     hooks = (*its_own, pre_hooks_of_all, post_hooks_of_all)
     return type(optimizer) in ELEMENTWISE and not any(hooks)
 
 
-def _rows(value: Any) -> Any:
+def _shard(value: Any) -> Any:
     return local(value) if isinstance(value, Tensor) else value
 
 
@@ -108,6 +108,6 @@ def _whole(value: Any, before: Any, parameter: Tensor) -> Any:
     return like(value, parameter) if value.shape == local(parameter).shape else value
 
 
-def step_on_rows(optimizer: optim.Optimizer) -> None:
-    with on_rows(optimizer):
+def step_on_shards(optimizer: optim.Optimizer) -> None:
+    with on_shards(optimizer):
         optimizer.step()

@@ -1,0 +1,93 @@
+"""A worker's GPU: whether torch can use it, how it is set up, what it is called, how it fails.
+
+What NCCL is told is elastic/protocol/nccl_settings.py's.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+from contextlib import suppress
+
+import torch
+
+from elastic.protocol import nccl_settings
+from elastic.protocol.errors import UnfitNode, WrongInput
+from elastic.protocol.worker_spec import WorkerSpec
+
+SIOCGIFADDR = 0x8915
+"""Linux: the address of an interface."""
+CUDA_ERROR_ASSERT = 710
+"""An assertion in a kernel, as of an index that is out of range: the program's own."""
+
+
+def prepare(spec: WorkerSpec) -> torch.device:
+    """The device of this worker, before anything is on it. Raises UnfitNode and WrongInput."""
+    if spec.device != "cuda":
+        return torch.device(spec.device)
+    try:
+        told = nccl_settings.settings(os.environ, interface_of(spec.host), spec.join_timeout_s)
+    except ValueError as error:
+        raise WrongInput(f"on node {spec.host} {error}") from error
+    os.environ.update(told)
+    if not torch.cuda.is_available():
+        raise UnfitNode(
+            f"torch {torch.__version__} on node {spec.host} can use no GPU, though Ray has one "
+            "there; install a build with CUDA that fits the driver, or use --device cpu"
+        )
+    if spec.reduction == "bitwise":
+        make_deterministic()
+    return torch.device("cuda", 0)
+
+
+def make_deterministic() -> None:
+    """On a GPU equal bits need kernels that do not race."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.benchmark = False
+
+
+def interface_of(host: str) -> str:
+    """The network interface with this IPv4 address; "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == host:
+                    return name
+    return ""
+
+
+def name_of(device: torch.device) -> str:
+    """As `nvidia-smi` and the node's logs call it; to be asked for while it works."""
+    if device.type != "cuda":
+        return str(device)
+    found = torch.cuda.get_device_properties(device)
+    place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return f"GPU-{found.uuid} {place} {found.name}"
+
+
+def fault_of(error: BaseException, device: torch.device) -> str:
+    """What is wrong with the device itself, which then can do nothing more in this process; "" if
+    the error says nothing of that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.AcceleratorError):
+            return "" if is_assertion(cause) else str(cause).splitlines()[0]
+        cause = cause.__cause__ or cause.__context__
+    return "" if device.type == "cpu" else _fault_now(device)
+
+
+def _fault_now(device: torch.device) -> str:
+    """An error that was raised as another one, or swallowed, stays the device's."""
+    try:
+        torch.accelerator.current_stream(device).query()
+    except torch.AcceleratorError as error:
+        return "" if is_assertion(error) else str(error).splitlines()[0]
+    return ""
+
+
+def is_assertion(error: torch.AcceleratorError) -> bool:
+    return getattr(error, "error_code", None) == CUDA_ERROR_ASSERT
