@@ -57,6 +57,7 @@ class Job:
         command = [str(Path(sys.executable).with_name("elastic")), "run", target]
         command += ["--workers", workers, "--steps", str(STEPS), "--global-batch", "64"]
         command += ["--micro-batch", "8", "--seed", "0", "--reduction", "bitwise"]
+        command += ["--device", "cpu"]  # a machine with one GPU has no four
         command += ["--storage", str(storage), "--name", name, "--json"]
         command += ["--set", f"decay_steps={STEPS}"]
         with driver_log.open("wb") as log, (storage / f"{name}.json").open("wb") as out:

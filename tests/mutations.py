@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
 ADOPTION = "elastic/control/failover.py"
 RECOVERY = "elastic/control/recovery.py"
 CAPACITY = "elastic/control/scaling.py"
-COMMITS = "elastic/on_ray/commits.py"
+COMMITS = "elastic/on_ray/record/commits.py"
 CLUSTER = "elastic/on_ray/cluster.py"
 MACHINE = "workers/membership/machine.py"
 STATE = "workers/membership/state.py"
@@ -57,7 +57,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a generation that begins behind the record leaves the record as it is",
-        "elastic/on_ray/progress.py",
+        "elastic/on_ray/record/progress.py",
         "if is_first and not has_recorded and report.step < self.recorded_step:",
         "if is_first and not has_recorded and report.step < 0:",
         "tests/control/test_ray_cluster.py",

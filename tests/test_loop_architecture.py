@@ -24,8 +24,8 @@ WAITS = {
 ELSEWHERE = {
     "on_ray/actors.py find_controller",  # a worker's thread
     "on_ray/actors.py start_controller",  # the driver
-    "on_ray/autoscaling.py can_add_gpus",  # the driver
-    "on_ray/machines.py torches_on",
+    "on_ray/placement/autoscaling.py can_add_gpus",  # the driver
+    "on_ray/placement/machines.py torches_on",
     "on_ray/feed/order.py end_when_alone",  # through find_actor: the feed's own loop
     "on_ray/feed/order.py note",  # the same
     "on_ray/feed/actor.py read_task",  # a task
@@ -35,21 +35,21 @@ ELSEWHERE = {
     "on_ray/feed/client.py RayFeed._get",  # a worker's thread
     "on_ray/feed/client.py RayFeed._first_of",
     "on_ray/feed/client.py RayFeed._start_again",
-    "on_ray/remote_faults.py join",  # a command's process
-    "on_ray/remote_faults.py signal_process",
-    "on_ray/remote_run.py ask_to_end",
+    "on_ray/driver/remote_faults.py join",  # a command's process
+    "on_ray/driver/remote_faults.py signal_process",
+    "on_ray/driver/remote_run.py ask_to_end",
 }
-DRIVER = "on_ray/submission.py "
+DRIVER = "on_ray/driver/submission.py "
 BESIDE_THE_LOOP = {
     "on_ray/actors.py find_workers",
     "on_ray/actors.py spawn_worker",
     "on_ray/actors.py start_rendezvous",
-    "on_ray/drain.py draining_nodes",
+    "on_ray/placement/drain.py draining_nodes",
     "on_ray/feed/start.py end_feed",
     "on_ray/naming.py find_actor",
-    "on_ray/backup_servers.py BackupServers._start",
-    "on_ray/machines.py machines",
-    "on_ray/waiting.py offer_now",  # in an executor
+    "on_ray/backup/servers.py BackupServers._start",
+    "on_ray/placement/machines.py machines",
+    "on_ray/placement/waiting.py offer_now",  # in an executor
 }
 CALLERS = {
     "on_ray/actors.py ControllerActor.start_anew",  # in an executor
@@ -87,7 +87,7 @@ def waits_for_the_head(call: ast.Call) -> bool:
 def test_who_waits_for_the_head_is_listed_with_where_it_runs():
     found = {place for place, calls in all_functions() if any(map(waits_for_the_head, calls))}
     found = {place for place in found if not place.startswith(DRIVER)}
-    listed = ELSEWHERE | BESIDE_THE_LOOP | {"on_ray/remote_faults.py drain"}
+    listed = ELSEWHERE | BESIDE_THE_LOOP | {"on_ray/driver/remote_faults.py drain"}
     assert found - listed == set(), "does it run on the controller's loop? See head_calls.py"
 
 

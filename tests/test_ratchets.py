@@ -18,10 +18,10 @@ ORDER = (
     *("data", "parallel", "health", "membership"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
-NUM_UPWARD = 12
-LONG_SIGNATURES = {"elastic": 0, "workers": 7}
-WIDE_CLASSES = {"elastic": 11, "workers": 7}
-PACKED_TUPLES = {"elastic": 0, "workers": 6}
+NUM_UPWARD = 10
+LONG_SIGNATURES = {"elastic": 0, "workers": 5}
+WIDE_CLASSES = {"elastic": 11, "workers": 6}
+PACKED_TUPLES = {"elastic": 0, "workers": 5}
 
 
 @cache

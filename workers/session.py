@@ -21,6 +21,7 @@ from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
+from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
 from workers.health.nonfinite import Inspection, judge
 from workers.health.verify import verify
@@ -370,9 +371,7 @@ class Step:
             )
         self._member.train_state.casting.restore()
         try:
-            self._vitals.enter("reduce")
-            self._vitals.end_step(len(self._ids))
-            reduced = self._reducer.finish()
+            reduced = self._finish(self._reducer)
             assert self._member.group is not None
             reduced = self._member.strategy.before_vote(reduced, self._member.group.read)
             self._member.wait_for_copies()
@@ -381,6 +380,27 @@ class Step:
         except PeerLost as error:
             self._member.collective_failed(error)
             raise StepCancelled from error
+
+    def _finish(self, reducer: Reducer) -> Reduced:
+        """The sums, once this rank has computed its part and the others theirs: on a device the
+        host is ahead of both, and waits. Raises PeerLost."""
+        device, group = self._member.device, self._member.group
+        computed = mark(device)
+        if computed is None:
+            self._end_passes()
+            return reducer.finish()
+        assert group is not None
+        reduced = reducer.finish()
+        summed = mark(device)
+        wait_for(computed, lambda: self._vitals.device_waits(group.device_waits_in()))
+        self._end_passes()
+        if summed is not None:
+            wait_for(summed, group.device_waits_in)
+        return reduced
+
+    def _end_passes(self) -> None:
+        self._vitals.enter("reduce")
+        self._vitals.end_step(len(self._ids))
 
     def _vote(self, reduced: Reduced, used: Set[str]) -> None:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""

@@ -321,7 +321,8 @@ class Worker:
                 try_optimizer(self._workload, self._spec, train_state)
         except WrongInput:
             raise
-        except Exception:
+        except Exception as error:
+            gpu.check_deterministic(error)
             return  # step 1 will raise it, with its positions and everything on record
         finally:
             train_state.drop_gradients()

@@ -65,7 +65,7 @@ class Injector:
         """Until the run has ended. KeyboardInterrupt wakes what would be woken later."""
         self._journal.poll()
         if self._address is not None:  # now, because it takes seconds
-            from elastic.on_ray import remote_faults
+            from elastic.on_ray.driver import remote_faults
 
             remote_faults.join(self._address)
         try:
@@ -148,7 +148,7 @@ class Injector:
         """Do it; the Unix time just before, on the process's node."""
         spec = strike.spec
         if spec.what == "drain":
-            from elastic.on_ray import remote_faults
+            from elastic.on_ray.driver import remote_faults
 
             remote_faults.join(self._address)
             at = time.time()
@@ -176,7 +176,7 @@ class Injector:
             at = time.time()
             os.kill(row["pid"], number)
             return at
-        from elastic.on_ray import remote_faults
+        from elastic.on_ray.driver import remote_faults
 
         if "node_id" not in row:
             raise WrongInput(f"the controller is on another node, {row['node_ip']}: run this there")

@@ -125,7 +125,9 @@ def run(
     global_batch: Annotated[int, typer.Option(help="Samples per step, for any worker count.")],
     micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
     workers: Annotated[str, typer.Option(help="A number, or MIN..MAX to be elastic.")] = "1",
-    parallel: Annotated[str, typer.Option(help="ddp, fsdp, fsdp-grad-op or hsdp:S.")] = "ddp",
+    parallel: Annotated[
+        str, typer.Option(help="ddp, fsdp, fsdp-grad-op, hsdp:S, or package.module:function.")
+    ] = "ddp",
     reduction: Annotated[
         str, typer.Option(help="fast, or bitwise: weights equal for every history.")
     ] = "fast",

@@ -39,7 +39,7 @@ def stop(
             "a run with embedded Ray is stopped by Ctrl-C or SIGTERM at its driver; nobody else "
             "reaches its cluster"
         )
-    from elastic.on_ray.remote_run import ask_to_end  # ray loads here
+    from elastic.on_ray.driver.remote_run import ask_to_end  # ray loads here
 
     absence = Absence(print)
     if (past := read_past_run(folder)) is not None:

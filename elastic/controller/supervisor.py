@@ -25,12 +25,12 @@ from elastic.controller.status import result_of, status_of, what_is_lost
 from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
-from elastic.on_ray.drain import watch_drains
 from elastic.on_ray.failover import Failover
 from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
-from elastic.on_ray.machines import Need
-from elastic.on_ray.waiting import watch_waiting
+from elastic.on_ray.placement.drain import watch_drains
+from elastic.on_ray.placement.machines import Need
+from elastic.on_ray.placement.waiting import watch_waiting
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of

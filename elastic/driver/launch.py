@@ -28,6 +28,7 @@ from elastic.driver.display import Display
 from elastic.driver.target import target_of
 from elastic.protocol import nccl_settings
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.named import function_named
 from elastic.store.files import (
     first_line,
     leave_probe,
@@ -164,6 +165,8 @@ def run_config(
             f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
             "evaluate(self, session); define it, or leave eval_every out"
         )
+    if strategy := config.parallel.strategy:
+        function_named(strategy, f"parallel='{config.parallel}' names no strategy")
     try:
         check_writable(storage)
         newest = asked(storage, partial(resume.newest_generation, folder_of_run, past))
@@ -221,7 +224,7 @@ def run_on_ray(
     and the newest generation of its earlier launches.
     """
     from elastic.controller.supervisor import supervise
-    from elastic.on_ray.submission import ClusterRequest, RayDriver  # ray loads here
+    from elastic.on_ray.driver.submission import ClusterRequest, RayDriver  # ray loads here
 
     driver = RayDriver(
         ClusterRequest(

@@ -25,8 +25,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from elastic.on_ray.detection.sentinel import Sentinel
 from elastic.on_ray.naming import NAMESPACE, end, this_host
-from elastic.on_ray.sentinel import Sentinel
 from elastic.protocol.errors import WorkerFailed, in_words
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec

@@ -23,15 +23,15 @@ from elastic.control import events as e
 from elastic.control.detection.hang import STOPPED, watch
 from elastic.control.detection.patience import Place
 from elastic.on_ray.background import Background
-from elastic.on_ray.backup_servers import BackupServers
-from elastic.on_ray.backup_status import Protection
-from elastic.on_ray.broken_links import wait_for_return
+from elastic.on_ray.backup.servers import BackupServers
+from elastic.on_ray.backup.status import Protection
 from elastic.on_ray.cluster_view import Host
-from elastic.on_ray.diagnosis import Diagnosis
+from elastic.on_ray.detection.broken_links import wait_for_return
+from elastic.on_ray.detection.diagnosis import Diagnosis
 from elastic.on_ray.failover import Failover, has_returned
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.links import LinkServer
-from elastic.on_ray.progress import Progress
+from elastic.on_ray.record.progress import Progress
 from elastic.on_ray.slots import (
     STATES,
     Slot,

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from elastic.control import events as e
 from elastic.control.commands import Discard, Publish
 from elastic.control.detection.patience import Costly, Place
-from elastic.on_ray.backup_servers import BackupServers
+from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
 from elastic.protocol.messages.to_controller import PartSaved

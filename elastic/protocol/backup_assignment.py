@@ -1,6 +1,6 @@
 """Which holder keeps the copy of which worker's shard: one on another node where there is one.
 
-What a holder is, is workers/backup/server.py's; where they run, elastic/on_ray/backup_servers.py's.
+What a holder is, is workers/backup/server.py's; where they run, elastic/on_ray/backup/servers.py's.
 """
 
 from collections.abc import Sequence

@@ -16,12 +16,13 @@ AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_WORDS = ("ddp", "fsdp", "fsdp-grad-op", "hsdp")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """torch's names."""
-AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S"
-"""What is built; the grammar also knows what is to come."""
+AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S, package.module:function"
+"""What is built, and a strategy of one's own; the grammar also knows what is to come."""
 MODEL_AXES = ("pp", "tp", "cp", "ep")
 _WORD = re.compile(
     r"(?P<data>ddp|fsdp|fsdp-grad-op)|hsdp:(?P<shards>[1-9]\d*)"
     rf"|(?P<axis>{'|'.join(MODEL_AXES)}):(?P<size>[1-9]\d*)(?:/(?P<schedule>\w+))?"
+    rf"|(?P<strategy>(?!(?:hsdp|{'|'.join(MODEL_AXES)}):)[A-Za-z_][\w.]*:[A-Za-z_]\w*)"
 )
 
 
@@ -50,6 +51,9 @@ class Parallel:
     """Ranks that share each sequence; default 1. Not available yet."""
     ep: int = 1
     """Ranks that share the experts; default 1. Not available yet."""
+    strategy: str = ""
+    """The function that makes a strategy of your own over these axes, as "package.module:function";
+    default "": ours."""
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -61,14 +65,16 @@ class Parallel:
                 raise ValueError(f"parallel={text!r} is unknown: choose one of {AVAILABLE}")
             axis, size, schedule = found["axis"], found["size"], found["schedule"]
             new: dict[str, Any] = {"data": found["data"] or "hsdp"}
-            if axis is not None:
+            if found["strategy"] is not None:
+                new = {"strategy": found["strategy"]}
+            elif axis is not None:
                 new = {axis: int(size)}
             elif found["shards"] is not None:
                 new["dp_shard"] = int(found["shards"])
             if schedule is not None:
                 new["schedule"] = schedule
             if new.keys() & values.keys():
-                what = axis or "the data axis"
+                what = axis or ("the strategy" if found["strategy"] else "the data axis")
                 raise ValueError(f"parallel={text!r} says twice what {what} is: leave one word out")
             if axis is not None and int(size) == 1:
                 raise ValueError(f"parallel={text!r}: {axis}:1 is no axis, leave it out")
@@ -105,6 +111,7 @@ class Parallel:
             size = getattr(self, axis)
             schedule = f"/{self.schedule}" if axis == "pp" and self.schedule else ""
             words += [f"{axis}:{size}{schedule}"] if size > 1 else []
+        words += [self.strategy] if self.strategy else []
         if self.data != "ddp" or not words:  # it is what there is if no word says otherwise
             words.insert(0, self.data if self.dp_shard is None else f"hsdp:{self.dp_shard}")
         return ",".join(words)

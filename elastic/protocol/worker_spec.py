@@ -30,8 +30,6 @@ class WorkerSpec:
     global_batch: int
     micro_batch: int
     parallel: Parallel = DDP
-    strategy: str = ""
-    """Of another package, as "module:function"; empty: that of `parallel`."""
     reduction: str
     precision: str = "fp32"
     activation_checkpointing: bool = False

@@ -13,7 +13,7 @@ from elastic.chaos.inject import Injector, is_here
 from elastic.chaos.plan import make_plan
 from elastic.chaos.record import read_done
 from elastic.chaos.scenario import parse_scenario
-from elastic.on_ray.remote_faults import asking
+from elastic.on_ray.driver.remote_faults import asking
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
 

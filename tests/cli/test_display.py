@@ -15,7 +15,7 @@ from elastic.cli.app import main
 from elastic.cli.progress import Progress
 from elastic.driver import launch
 from elastic.driver.launch import wait
-from elastic.on_ray.submission import Lease
+from elastic.on_ray.driver.submission import Lease
 from elastic.store.files import open_folder, write_json
 from elastic.store.run_directory import RunDirectory
 from tests.cli.test_progress import METRICS, STATUS, decision

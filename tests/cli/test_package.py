@@ -8,8 +8,8 @@ from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
 
 from elastic.data import parquet
+from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.feed.actor import refuse_unshipped
-from elastic.on_ray.package import package_of
 from elastic.protocol.errors import WrongInput
 
 

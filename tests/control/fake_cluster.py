@@ -16,8 +16,8 @@ from elastic.control import events as ev
 from elastic.control.commands import interruption
 from elastic.control.events import event_of
 from elastic.control.standing import Standing
-from elastic.on_ray.commits import Commits
-from elastic.on_ray.evaluations import Evaluations
+from elastic.on_ray.record.commits import Commits
+from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t

@@ -112,7 +112,7 @@ class Process:
         """It has said SyncFailed, and has no new source yet."""
         self.save_begun = (0, 0)
         self.last_part: r.PartSaved | r.PartFailed | None = None
-        self.evaluated = EvaluationLog(self)  # pyright: ignore[reportArgumentType]
+        self.evaluated = EvaluationLog(self.send)
         self.main = self.run()
 
     def __repr__(self) -> str:
@@ -233,7 +233,7 @@ class Process:
                 if isinstance(command, Form) and command.generation > self.generation:
                     self.cluster.freeze_one(self)
                 yield from self.tell(e.Obeyed(command))
-                if isinstance(command, Finish):
+                if isinstance(command, Finish) and isinstance(self.machine.phase, Ended):
                     raise RunEnded
 
     # --- the user's loop -----------------------------------------------------------------

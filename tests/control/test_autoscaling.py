@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.experimental import internal_kv
 
-from elastic.on_ray.autoscaling import can_add_gpus, report
+from elastic.on_ray.placement.autoscaling import can_add_gpus, report
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic.on_ray import backup_servers as on_ray
-from elastic.on_ray.backup_servers import BackupServers, dial, listen, ping
-from elastic.on_ray.backup_status import Protection
+from elastic.on_ray.backup import servers as on_ray
+from elastic.on_ray.backup.servers import BackupServers, dial, listen, ping
+from elastic.on_ray.backup.status import Protection
 from elastic.protocol.messages.to_controller import Protected
 from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder

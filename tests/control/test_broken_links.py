@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from elastic.control.detection.hang import Watch
-from elastic.on_ray import broken_links
-from elastic.on_ray.broken_links import PATIENCE, wait_for_return
+from elastic.on_ray.detection import broken_links
+from elastic.on_ray.detection.broken_links import PATIENCE, wait_for_return
 from elastic.protocol.messages.pulse import Heartbeat
 from elastic.protocol.timeouts import timeouts_of
 from tests.control import virtual_time

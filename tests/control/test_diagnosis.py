@@ -11,7 +11,7 @@ import pytest
 from elastic.control.detection.hang import Watch, watch
 from elastic.control.detection.patience import Costly, Place
 from elastic.control.events import CollectiveFailed
-from elastic.on_ray.diagnosis import Diagnosis
+from elastic.on_ray.detection.diagnosis import Diagnosis
 from elastic.protocol.membership import Membership, NumberSet
 from elastic.protocol.messages.pulse import Heartbeat, Question, ReachAsked, Reached, Stacks
 from elastic.protocol.messages.to_controller import Diverged

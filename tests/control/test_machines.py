@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.on_ray.machines import Torch, choose_device, torch_here
+from elastic.on_ray.placement.machines import Torch, choose_device, torch_here
 from elastic.protocol.errors import WrongInput
 
 CPU_BUILD, CUDA_BUILD = Torch("2.13.0+cpu", False), Torch("2.13.0+cu128", True)

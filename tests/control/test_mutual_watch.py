@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from elastic.on_ray import sentinel, stores
-from elastic.on_ray.sentinel import Sentinel
+from elastic.on_ray import stores
+from elastic.on_ray.detection import sentinel
+from elastic.on_ray.detection.sentinel import Sentinel
 from elastic.on_ray.stores import Stores
 from tests.control import virtual_time
 

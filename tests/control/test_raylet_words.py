@@ -8,7 +8,7 @@ import pytest
 from ray import JobID
 from ray._private import worker
 
-from elastic.on_ray.raylet_words import DEATH, hush_deaths
+from elastic.on_ray.driver.raylet_words import DEATH, hush_deaths
 
 PARAGRAPH = f"{DEATH} by an unexpected system error. Worker PID: 7. (1) killed by the OOM killer"
 OTHERS = ["1 Workers (tasks / actors) killed due to memory pressure (OOM)", f"no task: {DEATH}"]

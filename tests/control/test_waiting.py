@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastic.on_ray import waiting
-from elastic.on_ray.machines import Machine, Need
+from elastic.on_ray.placement import waiting
+from elastic.on_ray.placement.machines import Machine, Need
+from elastic.on_ray.placement.waiting import Offer, waits_for, watch_waiting
 from elastic.on_ray.slots import Slot
-from elastic.on_ray.waiting import Offer, waits_for, watch_waiting
 
 NOTHING: Any = None
 ONE_CPU, ONE_GPU = Need(1, 0), Need(2, 1)

@@ -36,7 +36,7 @@ class Counters:
     live_bytes: int
     peak_bytes: int
     unqueued: dict[str, int]
-    """Operations whose shapes the meta device does not know: the simulation waits in them, where a
+    """Operations whose shapes depend on contents: the simulation waits in them, where a
     GPU's host runs on."""
     busy_s: float
 

@@ -31,6 +31,9 @@ def sums(rank, port, sender):
         value = torch.tensor([float(rank + i)]).to(torch.device("sim", 0))
         nccl.allreduce([value]).wait()
         found.append(value.item())
+    store = nccl._connect()
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{r}" for r in range(2)])  # what it has to send goes with its process
     sender.send(found)
 
 

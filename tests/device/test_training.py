@@ -79,7 +79,7 @@ def test_offloaded_state_has_the_bits_of_the_cpu(plain, parallel):
 
 
 def test_no_operation_of_a_step_keeps_the_host_from_running_ahead():
-    """What the meta device does not know would hide how far a GPU's host can be ahead."""
+    """What has no shapes before it has run would hide how far a GPU's host can be ahead."""
 
     def body(rank, meeting):
         trained_on_device(rank, meeting, 2, "fsdp", "bitwise", STEPS, rig.Work())

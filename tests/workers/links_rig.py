@@ -231,11 +231,16 @@ class Link(ControllerLink):
         with suppress(Ended):
             super()._send_late()
 
+    @property
+    def connection(self) -> socket.socket | None:
+        return self._outgoing._connection
+
     def close(self) -> None:
-        is_full = self._is_full
-        self._dial = self._is_full = self._lock = Over()
+        outgoing = self._outgoing
+        is_full, outgoing._is_full = outgoing._is_full, Over()
+        self._dial = outgoing._lock = Over()
         is_full.set()
-        if (connection := self._connection) is not None:
+        if (connection := self.connection) is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.mesh import DDP, Parallel
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
@@ -102,13 +102,11 @@ class Microbatched(nn.Sequential):
 
 
 def spec(parallel: str, reduction: str = "bitwise", **options: Any) -> WorkerSpec:
-    """parallel: in words, or the strategy of another module."""
-    is_elsewhere = "." in parallel
+    """parallel: in words."""
     plain = WorkerSpec(
         worker=0, run_id="r", token="t", controller=("127.0.0.1", 1), host="127.0.0.1",
         device="cpu", num_threads=1, folder=None, steps=9, global_batch=32, micro_batch=4,
-        parallel=DDP if is_elsewhere else Parallel.of(parallel),
-        strategy=parallel if is_elsewhere else "", reduction=reduction, clip_norm=0.5, seed=3,
+        parallel=Parallel.of(parallel), reduction=reduction, clip_norm=0.5, seed=3,
         eval_every=None, checkpoint_every=None, has_checkpoints=True, max_nonfinite=1, detect_s=3.0,
         heartbeat_s=0.5, silence_s=3.0, join_timeout_s=60.0, operation_timeout_s=60.0, lease_s=30.0,
     )  # fmt: skip

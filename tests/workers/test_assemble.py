@@ -108,3 +108,7 @@ def test_one_rank_of_each_shard_is_a_whole_state():
     assert is_whole(hsdp, {0, 3})
     assert not is_whole(hsdp, {0, 2})
     assert not is_whole(hsdp, {0, 4}), "the last one stands by"
+    grid = Mesh(Parallel.of("fsdp,tp:2"), 5)
+    assert is_whole(grid, {0, 1, 2, 3})
+    assert not is_whole(grid, {0, 1, 2, 4})
+    assert not is_whole(Mesh(Parallel.of("fsdp,tp:2"), 1), {0})

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from elastic.on_ray.evaluations import Evaluations
+from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages.to_controller import Evaluation
 from tests.workers.session_rig import Rig, abort, obey
 from workers.step.evaluation import _evaluate_ids
@@ -87,7 +87,7 @@ class Silent:
     def repeat(self) -> None:
         pass
 
-    def start(self, controller):
+    def follow(self, controller):
         return controller
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from elastic.protocol.errors import PeerLost, WrongInput
-from tests.workers.grid_strategy import GRID
+from tests.cluster.jobs.grid import GRID
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import (
     build,
@@ -91,5 +91,10 @@ def test_it_resumes_at_another_world_size_from_its_own_checkpoint_and_from_that_
 
 @pytest.mark.parametrize("name", ["tests.workers.nowhere:build", f"{GRID}_not"])
 def test_a_strategy_that_is_not_there_is_named(name):
-    with pytest.raises(WrongInput, match=f"strategy='{name}' names no strategy"):
+    with pytest.raises(WrongInput, match=f"parallel='{name}' names no strategy: "):
         build(name)
+
+
+def test_a_strategy_whose_ranks_hold_the_whole_state_has_no_sharded_axis():
+    with pytest.raises(WrongInput, match="holds the whole state, which does not go with 'fsdp'"):
+        build(f"fsdp,{GRID}")

@@ -137,7 +137,7 @@ def test_the_end_of_the_newest_connection_is_told_and_of_one_that_was_left_is_no
     assert controller.closed == [], "the first one's end was none"
 
     def end_newest() -> bool:  # no word ever comes here, so there is a new one ever and again
-        connection = link._connection
+        connection = link.connection
         if connection is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -174,7 +174,7 @@ def test_what_was_said_over_connections_that_are_reset_is_said_again_and_in_orde
         controller.send(asked(step))
         if step % 8 == 7:
             relay.reset()
-            until(lambda: link._connection is not None)
+            until(lambda: link.connection is not None)
     until(lambda: len(heard(controller)) >= 40)
     while newest < 39:
         newest = max(newest, newest_told(link))

@@ -210,6 +210,9 @@ def test_what_was_obeyed_and_is_said_again_changes_nothing():
     ended, actions = play(replace(WORKING, phase=Done()), *obeyed(finish))
     assert actions[-1] == a.WriteFinal(3, None)
     assert play(ended, *obeyed(finish)) == (ended, [])
+    given_up, _ = play(ended, *obeyed(ABORT))
+    assert given_up.phase == Suspended()
+    assert play(given_up, *obeyed(finish)) == (given_up, [])
 
 
 def test_a_newcomer_copies_follows_and_loses_its_source():

@@ -24,7 +24,9 @@ def beating(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     vitals = Vitals()
     fds = vitals.fd, os.memfd_create("stacks", 0)
-    child = pulse.start(fds, 3, controller.getsockname(), "secret", 0.05, 0.3, lease_s)
+    child = pulse.start(
+        fds, 3, controller.getsockname(), "secret", interval_s=0.05, silence_s=0.3, lease_s=lease_s
+    )
     try:
         yield child
     finally:

@@ -195,5 +195,6 @@ def test_state_that_is_cut_and_has_no_parameters_shape_is_refused():
     moment = strategy.layout("optimizer/embedding.weight/exp_avg", torch.zeros_like(weight))
     assert moment.cuts == (("dp_shard", 0),)
     of_rows = DTensor.from_local(torch.zeros(11), weight.device_mesh, [Shard(0)], run_check=False)
-    with pytest.raises(ValueError, match=r"^optimizer/embedding.weight/row is cut as .* its param"):
-        strategy.layout("optimizer/embedding.weight/row", of_rows)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^optimizer/embedding.weight/row is cut as .* its p"):
+            strategy.layout("optimizer/embedding.weight/row", of_rows)

@@ -41,6 +41,8 @@ def test_a_pulse_reads_what_the_worker_shows():
     vitals.waits_in(2, "all_gather", 9, "replica12")
     found = shown(vitals)
     assert (found["collective"], found["part"]) == ((2, "all_gather", 9), "replica12")
+    vitals.waits_in(2, "all_gather", 9, "a part of another strategy's own")
+    assert shown(vitals)["part"] == "a part of another strate", "as much as there is room for"
     vitals.enter("done")
     assert (shown(vitals)["phase"], shown(vitals)["p95_s"]) == ("done", 0.0)
 

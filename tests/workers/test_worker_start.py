@@ -138,3 +138,25 @@ def test_what_the_environment_says_of_nccl_counts_and_the_rest_is_set():
     assert (
         nccl_settings.settings({}, gpu.interface_of("127.0.0.1"), 30)["NCCL_SOCKET_IFNAME"] == "lo"
     )
+
+
+class Racing(Sheet):
+    """Uses an operation that has no deterministic kernel, on any device."""
+
+    def loss(self, model, batch):
+        torch.zeros(1).put_(torch.zeros(1, dtype=torch.long), torch.ones(1))
+        return super().loss(model, batch)
+
+
+def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bits_count():
+    worker, rig = object.__new__(Worker), Rig("bitwise", Racing())
+    worker._spec, worker._workload, worker._loader = rig.spec, rig.workload, rig.loader
+    worker._strategy, worker._replica, worker._session = rig.strategy, rig.train_state, None
+    worker._try_microbatch(0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(WrongInput, match=r"^put_ has no deterministic kernel .*'fast'$"):
+            worker._try_microbatch(0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        rig.loader.close()

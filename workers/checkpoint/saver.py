@@ -23,7 +23,6 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
-from workers.membership.link import ControllerLink
 from workers.train_state.snapshot import Arena, Snapshot
 from workers.train_state.tensors import as_bytes, check_shard, layout_of, local, part_of
 from workers.train_state.train_state import TrainState
@@ -52,6 +51,14 @@ class Standing(Protocol):
     def layout(self, name: str, tensor: Tensor) -> TensorLayout:
         """How the ranks share a tensor of the state."""
         ...
+
+
+class Link(Protocol):
+    """To the controller: `ControllerLink`."""
+
+    concluded_saves: dict[int, bool]
+
+    def send(self, report: PartSaved | PartFailed) -> None: ...
 
 
 class _GivenUp(Exception):
@@ -93,7 +100,7 @@ class _Job:
 class Saving:
     """A checkpoint on its way, asked for by `session.save`."""
 
-    def __init__(self, step: int, link: ControllerLink, is_over: Callable[[], bool]) -> None:
+    def __init__(self, step: int, link: Link, is_over: Callable[[], bool]) -> None:
         self.step = step
         self._link, self._is_over = link, is_over
 
@@ -116,7 +123,7 @@ class Saving:
 class Saver:
     """At most one save at a time; reports its part's end to the controller."""
 
-    def __init__(self, link: ControllerLink, spec: WorkerSpec) -> None:
+    def __init__(self, link: Link, spec: WorkerSpec) -> None:
         self._link, self._spec = link, spec
         self.catalogue: Catalogue | None = None
         self._memory = Arena(is_pinned=spec.device == "cuda")

@@ -16,14 +16,20 @@ FIRST_S, LONGEST_S = 5e-5, 1e-3
 """Between two looks."""
 
 
-def wait_for(event: torch.Event, check: Callable[[], None] = lambda: None) -> None:
-    """Until the device has come to it. check: called between two looks; what it raises ends the
-    wait."""
+def wait_for(event: torch.Event, check: Callable[[], object] = lambda: None) -> None:
+    """Until the device has come to it. check: called between two looks and in the end; what it
+    raises ends the wait."""
     pause_s = FIRST_S
     while not event.query():
         check()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_S)
+    check()
+
+
+def mark(device: torch.device) -> torch.Event | None:
+    """What the current stream has yet to come to; None: the host does everything itself."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
 def to_host(tensor: Tensor, check: Callable[[], None]) -> Tensor:

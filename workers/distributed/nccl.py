@@ -6,6 +6,7 @@ NCCL is ours to end: torch starts no threads beside it (elastic/protocol/nccl_se
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  (no __all__)
 
 from elastic.protocol.errors import PeerLost
-from workers.distributed.pending import Pending, failure_of
+from workers.distributed.pending import Pending, Waitable, What, failure_of
 from workers.distributed.process_group import Group, Place
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,28 @@ class NcclGroup(Group):
         except RuntimeError as error:
             raise failure_of(error) from error
         self.check()
+
+    def _in_flight(
+        self, work: Waitable, what: What, unpack: Callable[[], None] | None = None
+    ) -> Pending:
+        pending = super()._in_flight(work, what, unpack)
+        pending.begins = torch.accelerator.current_stream().record_event()
+        return pending
+
+    def device_waits_in(self) -> What | None:
+        """See Group. NCCL's own notice may be the first one of a lost peer."""
+        self.check()
+        while self._pending:
+            oldest = self._pending[0]
+            is_done, error = oldest.is_settled, cast(Any, oldest.work).exception()
+            if error is not None:
+                raise PeerLost(str(error))
+            if not is_done:
+                has_begun = oldest.begins is not None and oldest.begins.query()
+                return oldest.what if has_begun else None
+            self._pending.popleft()
+        found = (p.device_waits_in() for p in self._parts if isinstance(p, NcclGroup))
+        return next(filter(None, found), None)
 
     def abandon(self) -> None:
         """The abort waits for the device. It has a thread of its own, as have those of the parts:

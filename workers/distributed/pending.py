@@ -47,6 +47,8 @@ class Pending:
     ) -> None:
         self._group, self._unpack = group, unpack
         self.work, self.what, self.is_done = work, what, False
+        self.begins: torch.Event | None = None
+        """Once the device has come to it, it waits for peers."""
 
     def on_done(self, _: object) -> None:
         """The backend tells, in a thread of its own, if it was asked to."""

@@ -142,10 +142,15 @@ class Group(C10dGroup):
     def read(self, result: Tensor) -> Tensor:
         """In host memory, what comes of the group's data: nothing else may look at it there. Raises
         PeerLost: an aborted collective leaves garbage and no error."""
-        on_host = result.device.type == "cpu"
-        found = result if on_host else to_host(result, self.check)
+        found = result if result.device.type == "cpu" else to_host(result, self.check)
         self.check()
         return found
+
+    def device_waits_in(self) -> What | None:
+        """The collective in which the device waits for its peers; None: it has its own to do, or
+        nothing. Raises PeerLost if it is known that they will not come."""
+        self.check()
+        return None
 
     def check(self) -> None:
         """PeerLost once it is given up."""

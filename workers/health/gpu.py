@@ -41,11 +41,21 @@ def prepare(spec: WorkerSpec) -> torch.device:
 
 
 def make_deterministic() -> None:
-    """On a GPU equal bits need kernels that do not race."""
+    """On a GPU equal bits need kernels that do not race: an operation without one raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False
+
+
+def check_deterministic(error: Exception) -> None:
+    """WrongInput if it is torch's of an operation that has no such kernel."""
+    operation, _, rest = str(error).partition(" does not have a deterministic implementation")
+    if isinstance(error, RuntimeError) and rest:
+        raise WrongInput(
+            f"{operation} has no deterministic kernel on this device, and reduction='bitwise' asks "
+            "for equal bits: use another operation, or reduction='fast'"
+        ) from error
 
 
 def interface_of(host: str) -> str:

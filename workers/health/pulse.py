@@ -38,7 +38,7 @@ from workers.health.dialling import reached
 from workers.health.memory import memory_of
 from workers.health.stacks import collect, state_of
 from workers.health.unanswered import Silences, Unanswered
-from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PARTS, PHASES, WAITING
+from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PHASES, WAITING
 
 PR_SET_PDEATHSIG = 1
 STOPPED = "T"
@@ -54,6 +54,7 @@ def start(
     worker: int,
     controller: tuple[str, int],
     token: str,
+    *,
     interval_s: float,
     silence_s: float,
     lease_s: float,
@@ -86,7 +87,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         after = LAYOUT.unpack_from(memory, 0)[0]
         if before and before == after and not before & 1:
             break
-    number, collective, size, part, which, own_steps, own_s = others
+    number, collective, size, part, own_steps, own_s = others
     return Heartbeat(
         worker=worker,
         generation=generation,
@@ -100,7 +101,7 @@ def read_vitals(memory: mmap, worker: int) -> Heartbeat:
         own_steps=own_steps,
         own_s=round(own_s, 6),
         is_new_there=num_seen < ENOUGH,
-        part=f"{PARTS[part]}{which}" if part else "",
+        part=part.rstrip(b"\0").decode(errors="replace"),
     )
 
 
@@ -185,6 +186,7 @@ def beat(
     worker: int,
     controller: tuple[str, int],
     token: str,
+    *,
     interval_s: float,
     silence_s: float,
     lease_s: float,
@@ -207,7 +209,15 @@ def answer(question: Question, parent: int, stacks: int) -> Stacks | Reached:
 
 
 if __name__ == "__main__":
-    vitals, stacks, worker, host, port, *timeouts = sys.argv[1:]
+    vitals, stacks, worker, host, port, interval_s, silence_s, lease_s = sys.argv[1:]
     secret, files = sys.stdin.read(), (int(vitals), int(stacks))
     with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
-        beat(files, int(worker), (host, int(port)), secret, *map(float, timeouts))
+        beat(
+            files,
+            int(worker),
+            (host, int(port)),
+            secret,
+            interval_s=float(interval_s),
+            silence_s=float(silence_s),
+            lease_s=float(lease_s),
+        )

@@ -31,9 +31,16 @@ class PulseKeeper:
         """Instead of any other, which dials the same address even if its controller has died: a
         process that is frozen cannot tell it of another."""
         spec = self._spec
-        timeouts = spec.heartbeat_s, spec.silence_s, spec.lease_s
         with self._lock:
-            child = pulse.start(self._fds, spec.worker, controller, spec.token, *timeouts)
+            child = pulse.start(
+                self._fds,
+                spec.worker,
+                controller,
+                spec.token,
+                interval_s=spec.heartbeat_s,
+                silence_s=spec.silence_s,
+                lease_s=spec.lease_s,
+            )
             former, self._pulse = self._pulse, child
             self._controller = controller
         if former is not None:

@@ -62,11 +62,9 @@ COLLECTIVES = (
     "recv",
 )
 """What workers/distributed/process_group.py tells of."""
-PARTS = ("", "replica", "shard", "peer")
-"""Groups within the generation's, each with a number; and single peers, by rank."""
-LAYOUT = struct.Struct("<QqqIddqqIqIIqd")
+LAYOUT = struct.Struct("<QqqIddqqIq24sqd")
 """sequence, generation, step, phase, since (monotonic), p95 or -1, times that it is of; of the last
-collective waited for: number, index in COLLECTIVES, elements, index in PARTS and which of these;
+collective waited for: number, index in COLLECTIVES, elements, name of the part of the group;
 own steps, own seconds per pass."""
 SEQUENCE = struct.Struct("<Q")
 SIZE_BYTES = 4096
@@ -109,7 +107,7 @@ class Vitals:
         self._seen = [Window() for _ in PHASES]
         self._phase, self._since = 0, clock()
         self._p95, self._num_seen = -1.0, 0
-        self._collective = (0, 0, 0, 0, 0)
+        self._collective = (0, 0, 0, b"")
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
         self.generation, self.step = 0, 0
@@ -141,14 +139,21 @@ class Vitals:
 
     def waits_in(self, number: int, collective: str, size: int, part: str = "") -> None:
         """The main thread waits for the collective of this number of its generation's group, or of
-        a part of it."""
+        a part of it, whose name the strategy has chosen."""
         if self.phase == "restore":
             self.enter("exchange")
-        kind = part.rstrip("0123456789")
-        which = int(part.removeprefix(kind) or 0)
-        what = (number, COLLECTIVES.index(collective), size)
-        self._collective = (*what, PARTS.index(kind), which)
+        self._collective = (number, COLLECTIVES.index(collective), size, part.encode())
         self._pack()
+
+    def device_waits(self, what: tuple[int, str, int, str] | None) -> None:
+        """The host waits for its device, which waits for peers in this collective, or computes. The
+        numbers of what devices wait in are not those of what hosts do: it is told as a part's."""
+        phase = "compute" if what is None else "gather"
+        if self.phase != phase:
+            self.enter(phase)
+        if what is not None:
+            number, name, size, _ = what
+            self.waits_in(number, name, size, "data")
 
     def gathering(self) -> AbstractContextManager[None]:
         """Within: waiting for peers."""

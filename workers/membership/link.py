@@ -62,6 +62,69 @@ class Search:
         return address
 
 
+class Outgoing:
+    """Reports on their way: sent as the connection takes them, and kept while there is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_force = ReportsInForce()
+        self._unsent: deque[Report] = deque()
+        self._rest = b""
+        """Of a report that was sent in part, over this connection."""
+        self._is_full = threading.Event()
+        self._connection: socket.socket | None = None
+
+    def send(self, report: Report) -> None:
+        """Never waits."""
+        with self._lock:
+            self._in_force.say(report)
+            self._unsent.append(report)
+            self._flush()
+
+    def begin(self, connection: socket.socket) -> None:
+        """What is in force is said again there."""
+        with self._lock:
+            self._unsent = self._in_force.again_after(self._unsent)
+            self._connection, self._rest = connection, b""
+            self._flush()
+
+    def end(self) -> None:
+        """The connection is of no use any more."""
+        with self._lock:
+            self._connection = None
+
+    def forget(self, recorded_step: int) -> None:
+        with self._lock:
+            self._in_force.forget(recorded_step)
+
+    def _flush(self) -> None:
+        while self._connection is not None and (self._rest or self._unsent):
+            try:
+                if not is_ready(self._connection, select.POLLOUT, 0):
+                    self._is_full.set()
+                    return
+                self._rest = self._rest or pack(self._unsent.popleft())
+                self._rest = self._rest[self._connection.send(self._rest) :]
+            except (OSError, ValueError):
+                self._connection = None  # the reading thread finds another
+
+    def send_late(self) -> None:
+        """What the socket had no room for, for ever."""
+        while True:
+            self._is_full.wait()
+            self._is_full.clear()
+            connection = self._connection
+            if connection is None:
+                continue  # the next connection takes it
+            try:
+                if not is_ready(connection, select.POLLOUT, WRITABLE_S):
+                    self._is_full.set()
+            except (OSError, ValueError):
+                continue
+            with self._lock:
+                self._flush()
+
+
 class ControllerLink:
     """One TCP connection at a time, dialled and read by a thread.
 
@@ -99,23 +162,14 @@ class ControllerLink:
         self._silence_s, self._lease_s = silence_s, lease_s
         self._find, self._on_command, self._introduce = find, on_command, introduce
         self._heard_at, self._num_dials = time.monotonic(), 0
-        self._lock = threading.Lock()
-        self._in_force = ReportsInForce()
-        self._unsent: deque[Report] = deque()
-        self._rest = b""
-        """Of a report that was sent in part, over this connection."""
-        self._is_full = threading.Event()
-        self._connection: socket.socket | None = None
+        self._outgoing = Outgoing()
         threading.Thread(target=self._keep, name="link", daemon=True).start()
         threading.Thread(target=self._send_late, name="link-sender", daemon=True).start()
 
     def send(self, report: Report) -> None:
         """To the controller, or to the next one if there is none now. Never waits: a link that is
         cut takes nothing more after a few dozen reports."""
-        with self._lock:
-            self._in_force.say(report)
-            self._unsent.append(report)
-            self._flush()
+        self._outgoing.send(report)
 
     def wake(self) -> None:
         """Any thread: whoever waits for commands is to look around."""
@@ -131,34 +185,10 @@ class ControllerLink:
         if step < self.recorded_step:
             self._went_back, self.recorded_step = generation, step
 
-    def _flush(self) -> None:
-        while self._connection is not None and (self._rest or self._unsent):
-            try:
-                if not is_ready(self._connection, select.POLLOUT, 0):
-                    self._is_full.set()
-                    return
-                self._rest = self._rest or pack(self._unsent.popleft())
-                self._rest = self._rest[self._connection.send(self._rest) :]
-            except (OSError, ValueError):
-                self._connection = None  # the reading thread finds another
-
+    # --- in the link's own threads ----------------------------------------------------------
     def _send_late(self) -> None:
-        """What the socket had no room for."""
-        while True:
-            self._is_full.wait()
-            self._is_full.clear()
-            connection = self._connection
-            if connection is None:
-                continue  # the next connection takes it
-            try:
-                if not is_ready(connection, select.POLLOUT, WRITABLE_S):
-                    self._is_full.set()
-            except (OSError, ValueError):
-                continue
-            with self._lock:
-                self._flush()
+        self._outgoing.send_late()
 
-    # --- in the link's own thread ----------------------------------------------------------
     def _keep(self) -> None:
         search = Search(self._find)
         while True:
@@ -166,8 +196,7 @@ class ControllerLink:
             if connection is not None:
                 with connection, suppress(OSError):
                     self._listen(connection)
-                with self._lock:
-                    self._connection = None
+                self._outgoing.end()
             self._mind_lease()
             time.sleep(RETRY_S)
             self._address = search.answer() or self._address
@@ -187,10 +216,7 @@ class ControllerLink:
         except OSError:
             connection.close()
             return None
-        with self._lock:
-            self._unsent = self._in_force.again_after(self._unsent)
-            self._connection, self._rest = connection, b""
-            self._flush()
+        self._outgoing.begin(connection)
         return connection
 
     def _listen(self, connection: socket.socket) -> None:
@@ -211,8 +237,7 @@ class ControllerLink:
             case Word(recorded_step, formed):
                 if formed >= self._went_back:  # else said before the controller heard of it
                     self.recorded_step = recorded_step
-                    with self._lock:
-                        self._in_force.forget(recorded_step)
+                    self._outgoing.forget(recorded_step)
             case SaveConcluded(step, is_published):
                 self.concluded_saves[step] = is_published
             case Leave(reason):

@@ -143,7 +143,7 @@ def obey(state: State, command: Command) -> Outcome:  # noqa: C901
     match command:
         case Form(generation) if generation <= state.seat.generation:
             return Outcome(state)  # said again over another connection
-        case Finish() if isinstance(state.phase, Ended) and seat_in(command) == state.seat:
+        case Finish() if seat_in(command) == state.seat and is_over(state):
             return Outcome(state)  # likewise
         case Form():
             return form(state, command)
@@ -173,6 +173,11 @@ def obey(state: State, command: Command) -> Outcome:  # noqa: C901
             return Outcome(state)  # heard
         case Abort() | Keep():
             return Outcome(state)  # of a generation that this worker has left
+
+
+def is_over(state: State) -> bool:
+    """The final state of its generation is written, or the generation was given up since."""
+    return isinstance(state.phase, Ended) or state.is_given_up
 
 
 def without_part(state: State) -> State:

@@ -34,7 +34,7 @@ from workers.membership.joining import Copying
 from workers.membership.link import ControllerLink
 from workers.membership.machine import transition
 from workers.membership.own_group import OwnGroup
-from workers.membership.state import State, validate
+from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
 from workers.membership.unwinding import RunEnded, lost_peer_in
@@ -86,7 +86,7 @@ class Member:
         """When it was last said that the hash of the final state gets further."""
         self._state_s = 0.0
         """So long the state of this generation took."""
-        self.evaluated = EvaluationLog(link)
+        self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
         is_given_up = lambda: self.standing.is_given_up  # noqa: E731
         self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
@@ -322,7 +322,7 @@ class Member:
 
     def _obey(self, command: Command) -> None:
         self._tell(e.Obeyed(command))
-        if isinstance(command, Finish):
+        if isinstance(command, Finish) and isinstance(self.standing.phase, Ended):
             raise RunEnded
 
     def _protect(self, *, is_pausing: bool) -> None:

@@ -1,16 +1,18 @@
 """The choice of a strategy by its name: nobody else asks for one."""
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.named import function_named
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup, NoBackup
 from workers.parallel.ddp import build_replicated
 from workers.parallel.strategy import Strategy
+
+_AXES = {True: "no data axis, or 'ddp'", False: "'fsdp' or another sharded one beside it"}
 
 
 def build_strategy(
@@ -21,12 +23,22 @@ def build_strategy(
 ) -> Strategy:
     """The strategy of `spec`'s axes, or the one that it names, with the state at step 0.
 
-    `spec.strategy` names a function with these parameters. open_backup: makes this worker's side of
-    peer memory, if the strategy needs one. Raises WrongInput; the user's own exceptions pass
-    through.
+    `spec.parallel.strategy` names a function with these parameters. open_backup: makes this
+    worker's side of peer memory, if the strategy needs one. Raises WrongInput; the user's own
+    exceptions pass through.
     """
-    if spec.strategy:
-        return _find(spec.strategy)(workload, spec, device, open_backup)
+    if spec.parallel.strategy:
+        make: Callable[..., Strategy] = function_named(
+            spec.parallel.strategy, f"parallel='{spec.parallel}' names no strategy"
+        )
+        made = make(workload, spec, device, open_backup)
+        if made.is_whole == spec.parallel.is_sharded:
+            holds = "the whole state" if made.is_whole else "a part of the state"
+            raise WrongInput(
+                f"parallel='{spec.parallel}': with this strategy every rank holds {holds}, which "
+                f"does not go with {spec.parallel.data!r}: name {_AXES[made.is_whole]}"
+            )
+        return made
     if not spec.parallel.is_sharded:
         return build_replicated(workload, spec, device)
     # Imported here: replicas need not pay for FSDP2.
@@ -34,11 +46,3 @@ def build_strategy(
 
     keeps_parameters = spec.parallel.data == "fsdp-grad-op"
     return build_sharded(workload, spec, device, open_backup(), keeps_parameters=keeps_parameters)
-
-
-def _find(strategy: str) -> Callable[..., Strategy]:
-    module, _, name = strategy.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise WrongInput(f"strategy={strategy!r} names no strategy: {error}") from error

@@ -175,9 +175,7 @@ class Sharded:
         assert self._group is not None
         parameters, gradients = self.train_state.parameters, reduced.gradients
         # What nobody used will not count.
-        present = {
-            n: gradients.get(n, p.detach()) for n, p in parameters.items()
-        }
+        present = {n: gradients.get(n, p.detach()) for n, p in parameters.items()}
         mine = [(layout_of("gradient", g), local(g)) for g in present.values()]
         squares = squares_of_shards(mine, self.mesh, self._group, read, self.model.host)
         return replace(reduced, squares=dict(zip(present, squares, strict=True)))

@@ -110,13 +110,14 @@ class Shards:
         key = (name, tensor.dtype, tensor.shape, is_shard(tensor))
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._layouts[key] = layout_of(name, tensor)
+            layout = layout_of(name, tensor)
             if layout.is_cut and pattern_of(name, layout.shape, self._parameters) is None:
                 raise ValueError(
                     f"{name} is cut as {layout.cuts}, and no parameter of this name is: state of "
                     "the optimizer must have its parameter's shape (torch.zeros_like(parameter)) "
                     "or be made without it"
                 )
+            self._layouts[key] = layout
         return layout
 
     @property

@@ -6,6 +6,7 @@ workers/backup/client.py's, how shards travel among members is transfer.py's.
 """
 
 import logging
+import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -348,7 +349,7 @@ def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
     """Whether these ranks have all of a state: one of each shard, whatever its replica."""
     axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
     found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_standby(r)}
-    return len(found) == mesh.num_active // mesh.num_replicas
+    return len(found) == math.prod(mesh.size(axis) for axis in axes)
 
 
 def newest_whole(

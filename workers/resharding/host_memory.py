@@ -5,6 +5,7 @@ for a hundred megabytes 0.03 to 0.4 s, just when everybody waits for them.
 """
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,9 +13,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from elastic.protocol.layout import Position, TensorLayout, whole
-from workers.resharding.memory import PlainMemory
+from elastic.protocol.layout import Position, TensorLayout
+from workers.resharding.memory import PlainMemory, ShardMemory
 from workers.train_state.snapshot import aligned
+from workers.train_state.tensors import dtype_of
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""
@@ -43,7 +45,7 @@ class HostMemory(PlainMemory):
         for layout in (layout for layout in cut if layout.box(to).size):
             places.append((layout, used))
             used += aligned(_size_bytes(layout, _room(layout, to)))
-        area = self._reserve(sum(aligned(_size_bytes(t, whole(t.shape).shape)) for t in cut))
+        area = self._reserve(sum(aligned(_size_bytes(t, t.shape)) for t in cut))
         found = {} if area is None else {t.name: _shard(area, at, t, to) for t, at in places}
         if area is not None:
             self._discard(used, self._used)
@@ -88,7 +90,7 @@ class HostMemory(PlainMemory):
             self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def memory_on(device: torch.device) -> HostMemory | PlainMemory:
+def memory_on(device: torch.device) -> ShardMemory:
     return HostMemory() if device.type == "cpu" else PlainMemory(device)
 
 
@@ -101,7 +103,7 @@ def give_back() -> None:
 
 
 def _size_bytes(layout: TensorLayout, shape: tuple[int, ...]) -> int:
-    return getattr(torch, layout.dtype).itemsize * torch.Size(shape).numel()
+    return dtype_of(layout).itemsize * math.prod(shape)
 
 
 def _room(layout: TensorLayout, to: Position) -> tuple[int, ...]:
@@ -115,7 +117,6 @@ def _room(layout: TensorLayout, to: Position) -> tuple[int, ...]:
 
 
 def _shard(area: mmap.mmap, at: int, layout: TensorLayout, to: Position) -> Tensor:
-    room, shape = _room(layout, to), layout.box(to).shape
-    count = torch.Size(room).numel()
-    flat = torch.frombuffer(area, dtype=getattr(torch, layout.dtype), count=count, offset=at)
-    return flat.view(room)[: shape[0]]
+    room = _room(layout, to)
+    flat = torch.frombuffer(area, dtype=dtype_of(layout), count=math.prod(room), offset=at)
+    return flat.view(room)[: layout.box(to).shape[0]]

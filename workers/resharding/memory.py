@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.layout import Position, TensorLayout
-from workers.train_state.tensors import empty
+from workers.train_state.tensors import dtype_of
 
 
 class ShardMemory(Protocol):
@@ -61,7 +61,7 @@ class PlainMemory:
         return {layout.name: self.take_one(layout, to) for layout in layouts}
 
     def take_one(self, layout: TensorLayout, to: Position) -> Tensor:
-        return empty(layout, layout.box(to), self.device)
+        return torch.empty(layout.box(to).shape, dtype=dtype_of(layout), device=self.device)
 
     def vacate(self) -> None:
         pass

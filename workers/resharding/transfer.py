@@ -4,6 +4,7 @@ through one all-to-all per few megabytes, uneven sizes included.
 Who gives what to whom is moves.py's; installing what came is the strategy's.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from elastic.protocol.layout import Box, Position, TensorLayout
 from workers.distributed.process_group import AnyGroup
 from workers.resharding.memory import ShardMemory
 from workers.resharding.moves import COPY, Move
-from workers.train_state.tensors import local, part_of
+from workers.train_state.tensors import dtype_of, local, part_of
 
 PIECE_BYTES = 2 * 2**20
 PIECES = 32
@@ -100,7 +101,7 @@ Batch = list[tuple[TensorLayout, list[Move]]]
 
 
 def _batches(tensors: Sequence[tuple[TensorLayout, list[Move]]]) -> Iterator[Batch]:
-    sizes = [getattr(torch, t.dtype).itemsize * torch.Size(t.shape).numel() for t, _ in tensors]
+    sizes = [dtype_of(t).itemsize * math.prod(t.shape) for t, _ in tensors]
     limit = max(PIECE_BYTES, sum(sizes) // PIECES)
     batch: Batch = []
     size = 0

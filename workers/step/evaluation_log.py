@@ -1,18 +1,20 @@
 """What a member remembers of evaluations: its last result, and the last one of its peers.
 
 How a result comes about is evaluation.py's. Every rank keeps it, the lowest reports it, and again
-where it may not have been heard: elastic/on_ray/evaluations.py takes it once.
+where it may not have been heard: elastic/on_ray/record/evaluations.py takes it once.
 """
 
-from elastic.protocol.messages.to_controller import Evaluated, Evaluation
-from workers.membership.link import ControllerLink
+from collections.abc import Callable
+
+from elastic.protocol.messages.to_controller import Evaluated, Evaluation, Report
 
 
 class EvaluationLog:
     """Results of steps that the run stands by: going back forgets the later ones."""
 
-    def __init__(self, link: ControllerLink) -> None:
-        self._link = link
+    def __init__(self, send: Callable[[Report], None]) -> None:
+        """send: to the controller."""
+        self._send = send
         self.last: Evaluation | None = None
         self._of_peers: Evaluation | None = None
 
@@ -47,4 +49,4 @@ class EvaluationLog:
         """The lowest rank reports the last one. Any thread."""
         last = self.last
         if rank == 0 and last is not None:
-            self._link.send(Evaluated(last))
+            self._send(Evaluated(last))

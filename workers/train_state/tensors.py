@@ -48,9 +48,8 @@ def layout_of(name: str, tensor: Tensor) -> TensorLayout:
     return TensorLayout(name, dtype, shape, cuts)
 
 
-def empty(layout: TensorLayout, box: Box, device: torch.device) -> Tensor:
-    """Memory for a box of the tensor."""
-    return torch.empty(box.shape, dtype=getattr(torch, layout.dtype), device=device)
+def dtype_of(layout: TensorLayout) -> torch.dtype:
+    return getattr(torch, layout.dtype)
 
 
 def check_shard(shard: Tensor, layout: TensorLayout, box: Box) -> None:

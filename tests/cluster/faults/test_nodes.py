@@ -33,7 +33,7 @@ def drain(hosts, host: int) -> float:
     """A notice, and the end of the host at its deadline."""
     code = (
         "import ray, sys\n"
-        "from elastic.on_ray.remote_faults import drain, join\n"
+        "from elastic.on_ray.driver.remote_faults import drain, join\n"
         "join(sys.argv[1])\n"
         "drain(next(n['NodeID'] for n in ray.nodes() if n['NodeManagerAddress'] == sys.argv[2]), 6)"
     )

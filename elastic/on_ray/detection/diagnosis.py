@@ -28,8 +28,8 @@ from elastic.control.detection.hang import (
 from elastic.control.detection.partition import disputed, parted
 from elastic.control.detection.patience import Costly, Place, forget, lost_at, remember
 from elastic.control.events import CollectiveFailed
-from elastic.on_ray.broken_links import is_refused
 from elastic.on_ray.cluster_view import ClusterView
+from elastic.on_ray.detection.broken_links import is_refused
 from elastic.protocol.membership import Membership, worker_name
 from elastic.protocol.messages.pulse import Question, ReachAsked, Reached, Stacks, StacksAsked
 from elastic.protocol.messages.to_controller import Diverged

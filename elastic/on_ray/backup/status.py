@@ -1,7 +1,7 @@
 """Whether a sharded run's newest steps are safe in peer memory, as its members say.
 
 A member says so whenever no holder has its newest copy, and when one has it again. What replaces
-holders is backup_servers.py's.
+holders is servers.py's.
 """
 
 import logging

@@ -60,7 +60,7 @@ class Commits:
             self._pass_on()
 
     def hear_held(self, report: Held) -> None:
-        """If there is no holder for it, backup_status.py tells."""
+        """If there is no holder for it, backup/status.py tells."""
         if self._is_current(report.generation):
             self._held[report.rank] = max(report.step, self._held.get(report.rank, 0))
             self._pass_on()

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import ray
 
-from elastic.on_ray.autoscaling import report, unfillable
-from elastic.on_ray.machines import Machine, Need, machines
+from elastic.on_ray.placement.autoscaling import report, unfillable
+from elastic.on_ray.placement.machines import Machine, Need, machines
 from elastic.on_ray.slots import Slot
 from elastic.store.files import first_line
 
@@ -37,7 +37,7 @@ class Offer:
     machines: tuple[Machine, ...]
     free: dict[str, float]
     report: bytes | None = None
-    """See elastic/on_ray/autoscaling.py."""
+    """See elastic/on_ray/placement/autoscaling.py."""
 
     def lacks(self, need: Need) -> bool:
         """Whether not even one more worker can have a place."""

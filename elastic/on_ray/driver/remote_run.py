@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from elastic.on_ray.driver.remote_faults import join
 from elastic.on_ray.naming import NAMESPACE
-from elastic.on_ray.remote_faults import join
 from elastic.protocol.errors import ControllerLost, WrongInput
 
 ANSWER_S = 30.0

@@ -1,10 +1,9 @@
 """A strategy that exists for tests only: ranks form a grid, and gradients cross its two axes.
 
-Nothing of the project knows it: `WorkerSpec.strategy` names its function, "module:function".
+Nothing of the project knows it: `parallel="grid:build_grid"` names its function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ NUM_COLUMNS = 2
 def build_grid(
     workload: Any, spec: WorkerSpec, device: torch.device, open_backup: Callable[[], Backup]
 ) -> "Grid":
-    settings = replace(spec, strategy="")
-    build = lambda: build_replica(workload, settings, device)  # noqa: E731
-    return Grid(settings, build(), build)
+    build = lambda: build_replica(workload, spec, device)  # noqa: E731
+    return Grid(spec, build(), build)
 
 
 class Grid(Replicated):

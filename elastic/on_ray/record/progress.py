@@ -10,8 +10,8 @@ from typing import Any
 
 from elastic.control import events as e
 from elastic.on_ray.cluster_view import Record
-from elastic.on_ray.commits import Commits
-from elastic.on_ray.evaluations import Evaluations
+from elastic.on_ray.record.commits import Commits
+from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages import to_controller as r
 
 log = logging.getLogger(__name__)

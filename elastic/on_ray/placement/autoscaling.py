@@ -17,7 +17,7 @@ import ray
 from ray.core.generated import autoscaler_pb2  # pyright: ignore[reportMissingTypeStubs]
 from ray.experimental import internal_kv
 
-from elastic.on_ray.machines import Machine, Need
+from elastic.on_ray.placement.machines import Machine, Need
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 

@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """What the cluster's machines offer a run: their slots, and a torch that can use their GPUs.
 
-Where a run goes from there is elastic/on_ray/submission.py's, what waits is Ray's.
+Where a run goes from there is elastic/on_ray/driver/submission.py's, what waits is Ray's.
 """
 
 import importlib.util

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.on_ray.submission import find_cluster, refuse_unreachable
+from elastic.on_ray.driver.submission import find_cluster, refuse_unreachable
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 

@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from elastic.on_ray import actors, naming
-from elastic.on_ray.autoscaling import can_add_gpus, refuse_unfillable, report
-from elastic.on_ray.machines import Need, choose_device, machines, torches_on
-from elastic.on_ray.package import package_of
-from elastic.on_ray.raylet_words import hush_deaths
+from elastic.on_ray.driver.package import package_of
+from elastic.on_ray.driver.raylet_words import hush_deaths
+from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
+from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
 
 REACH_TIMEOUT_S = 10.0

@@ -1,0 +1,1 @@
+"""Servers of peer memory, and whether it protects the run."""

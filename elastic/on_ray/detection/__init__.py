@@ -1,0 +1,1 @@
+"""Who is gone or hangs, as far as a controller must ask for it."""

@@ -1,0 +1,1 @@
+"""Where workers can be: machines, what may still come, what will go."""

@@ -1,0 +1,1 @@
+"""Steps and evaluations as members say them, until they are on record."""
