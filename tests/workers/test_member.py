@@ -17,7 +17,7 @@ from tests.workers.session_rig import InThread, Rig, Tiny, abort, obey
 from workers.distributed.process_group import Alone
 from workers.membership.member import RunEnded
 from workers.membership.state import Holding
-from workers.parallel.sharded import Ownership
+from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
 
 
@@ -358,12 +358,18 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
     assert len(other.link.of("committed")) == 3, "one says it"
 
 
+def hold_initial_state(rig):
+    """Where it is in parts somebody must."""
+    if not rig.strategy.is_whole:
+        rig.strategy.shards.holding = Ownership("initial")
+    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_every_strategy_enters_every_generation_before_its_first_step(parallel):
     torch.set_num_threads(1)
     rig = Rig("bitwise", parallel=parallel)
-    rig.strategy.holding = Ownership("initial")
-    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+    hold_initial_state(rig)
     enter, entered = rig.strategy.enter, []
 
     def enter_and_note(formed):
@@ -388,8 +394,7 @@ def test_what_a_cut_off_vote_told_is_forgotten_by_every_strategy(parallel):
     """The others may not know it: votes of two layouts would not add up."""
     torch.set_num_threads(1)
     rig = Rig("bitwise", parallel=parallel)
-    rig.strategy.holding = Ownership("initial")
-    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+    hold_initial_state(rig)
     rig.form(generation=1, step=0)
     rig.step()
     assert rig.train_state.log_names == ("size",)

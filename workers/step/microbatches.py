@@ -6,7 +6,8 @@ Records of committed steps are in membership/step_log.py; gradients are the redu
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from elastic.protocol.errors import WrongInput
 from workers.step.vote import MicrobatchRecord
 
 Logged = dict[str, float | torch.Tensor]
+Read: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def kept(value: float | torch.Tensor) -> float | torch.Tensor:
@@ -25,17 +27,28 @@ def kept(value: float | torch.Tensor) -> float | torch.Tensor:
     return float(value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """One of them; loss, weight and logged values may be on a device."""
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    rows: np.ndarray
+    logged: Logged
+
+    def values(self) -> list[float | torch.Tensor]:
+        weight = [] if self.weight is None else [self.weight]
+        return [self.loss, *weight, *self.logged.values()]
+
+
 class Microbatches:
     """In id order; losses and logged values stay on their device until `records`."""
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor | None] = []
-        self._rows: list[np.ndarray] = []
-        self._logged: list[Logged] = []
+        self._done: list[_Done] = []
 
     def __len__(self) -> int:
-        return len(self._losses)
+        return len(self._done)
 
     def add(
         self,
@@ -44,48 +57,36 @@ class Microbatches:
         rows: np.ndarray,
         logged: Logged,
     ) -> None:
-        self._losses.append(loss.detach())
-        self._weights.append(weight)
-        self._rows.append(rows)
-        self._logged.append(logged)
+        self._done.append(_Done(loss.detach(), weight, rows, logged))
 
     def log_late(self, values: Logged) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
-        if self._logged:  # else this rank stands by
-            self._logged[-1] = {**self._logged[-1], **values}
+        if self._done:  # else this rank stands by
+            last = self._done[-1]
+            self._done[-1] = replace(last, logged={**last.logged, **values})
 
     def records(
-        self,
-        ids: Iterable[int],
-        hashes: Sequence[tuple[int, ...]],
-        read: Callable[[torch.Tensor], torch.Tensor],
+        self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]], read: Read
     ) -> list[MicrobatchRecord]:
         """Losses and logged values come to the host here, once per step. hashes: of the integer
         buffers, by id. read: of the step's group. WrongInput for a weight that is no count."""
-        if not self._losses:  # this rank stands by
+        if not self._done:  # this rank stands by
             return []
-        weights = ([] if w is None else [w] for w in self._weights)
-        columns = zip(self._losses, weights, self._logged, strict=True)
-        values = [v for loss, w, logged in columns for v in (loss, *w, *logged.values())]
-        numbers = _numbers(values, read)
+        numbers = _numbers([value for done in self._done for value in done.values()], read)
         return [
             MicrobatchRecord(
-                i,
-                next(numbers),
-                weight_of(i, None if weight is None else next(numbers)),
-                rows,
-                hashed,
-                {name: next(numbers) for name in logged},
+                microbatch_id=i,
+                loss=next(numbers),
+                weight=weight_of(i, None if done.weight is None else next(numbers)),
+                rows=done.rows,
+                integer_hashes=hashed,
+                logged={name: next(numbers) for name in done.logged},
             )
-            for i, weight, rows, hashed, logged in zip(
-                ids, self._weights, self._rows, hashes, self._logged, strict=True
-            )
+            for i, done, hashed in zip(ids, self._done, hashes, strict=True)
         ]
 
 
-def _numbers(
-    values: Sequence[float | torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[float]:
+def _numbers(values: Sequence[float | torch.Tensor], read: Read) -> Iterator[float]:
     """In their order, by one read of each device."""
     found = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}

@@ -133,11 +133,8 @@ class TrainState:
         update: Update,
         step: Callable[[torch.optim.Optimizer], Any] = step_of,
     ) -> None:
-        """Take one step, by oneself: all have voted for it. Raises FloatingPointError after too
-        many steps that are not finite.
-
-        step: of the optimizer.
-        """
+        """Take one step, by oneself: all have voted for it. step: of the optimizer. Raises
+        FloatingPointError after too many steps that are not finite."""
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
         self.buffers.track({**update.buffers, **update.integers})
