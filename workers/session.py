@@ -27,7 +27,7 @@ from workers.health.nonfinite import Inspection, judge
 from workers.health.verify import verify
 from workers.membership.events import Loop
 from workers.membership.member import Member
-from workers.membership.unwinding import Repeated, lost_peer_in
+from workers.membership.unwinding import lost_peer_in
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import evaluation
 from workers.step.microbatches import Logged, Microbatches, check_loss, kept
@@ -37,6 +37,7 @@ from workers.step.vote import (
     CompletedVote,
     Names,
     Prepared,
+    Repeated,
     Vote,
     VoteLayout,
     add_up,

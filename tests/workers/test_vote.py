@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.step.vote import (
@@ -47,7 +46,7 @@ def voted(layouts: list[VoteLayout]) -> list[Vote]:
     def vote(group: ThreadGroup) -> Vote:
         layout = layouts[group.rank()]
         vector = encode(layout, said_by(group.rank()))
-        return decode(layout, add_up(group, vector, torch.device("cpu")))
+        return decode(layout, add_up(group, vector))
 
     return run_threads(2, vote)
 

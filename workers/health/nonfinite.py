@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
-from workers.membership.unwinding import Repeated
-from workers.step.vote import MicrobatchRecord, Vote
+from workers.step.vote import MicrobatchRecord, Repeated, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"
 

@@ -1,11 +1,7 @@
 """What a member raises through the user's code, which must not catch it: no Exceptions; and what it
 looks for in the exceptions of that code."""
 
-from elastic.protocol.errors import PeerLost, StepCancelled
-
-
-class Repeated(StepCancelled):
-    """The step is done again by all ranks alike, without regrouping."""
+from elastic.protocol.errors import PeerLost
 
 
 class RunEnded(BaseException):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.protocol.errors import StepCancelled
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
@@ -114,6 +115,10 @@ class Vote:
     @property
     def rows_sha256(self) -> str:
         return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+
+
+class Repeated(StepCancelled):
+    """All ranks alike do the step again, by what they have agreed on; without regrouping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +236,7 @@ def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
 
 
 def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
-    return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
+    return frozenset(names[i] for i in np.flatnonzero(flags))
 
 
 @dataclass(frozen=True, slots=True)
