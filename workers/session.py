@@ -4,10 +4,10 @@ The block computes this rank's micro-batches, reduces, votes and commits. Losing
 regrouping happens at its end (workers/membership/member.py), and the loop goes round again.
 """
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,31 +23,28 @@ from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
-from workers.health.nonfinite import Inspection, explain, told_of_no_weight
+from workers.health.nonfinite import Inspection, judge
 from workers.health.verify import verify
 from workers.membership.events import Loop
 from workers.membership.member import Member
+from workers.membership.unwinding import lost_peer_in
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step import evaluation
-from workers.step.loss import check_loss
-from workers.step.microbatches import Logged, Microbatches, kept
+from workers.step.microbatches import Logged, Microbatches, check_loss, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
-    MicrobatchRecord,
+    CompletedVote,
+    Names,
     Prepared,
+    Repeated,
     Vote,
     VoteLayout,
     add_up,
     decode,
     encode,
 )
-
-log = logging.getLogger(__name__)
-
-
-class Repeated(StepCancelled):
-    """The step is done again by all ranks alike, without regrouping."""
+from workers.train_state.train_state import Update
 
 
 class Session:
@@ -61,9 +58,9 @@ class Session:
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
         self._open: Step | None = None
-        names = {id(p): n for n, p in member.train_state.model.named_parameters()}
-        self._parameters = {names[id(p)]: p for p in member.train_state.parameters}
-        self._inspection = Inspection(member, self._parameters)
+        train_state = member.train_state
+        self._names = Names(tuple(train_state.parameters), train_state.buffers.names)
+        self._inspection = Inspection(member)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
@@ -164,6 +161,10 @@ class Session:
         is_over = lambda: member.is_cancelled  # noqa: E731
         return member.saver.save(member.train_state, member, is_over, is_pinned=pin)
 
+    def _take_logged(self) -> Logged:
+        logged, self._logged = self._logged, {}
+        return logged
+
     def forget_logged(self) -> None:
         """Drop what was logged and belongs to no step."""
         self._logged = {}
@@ -185,7 +186,7 @@ class Session:
             )
         if self._open is not None:
             raise RuntimeError("evaluate() inside a step's block; call it after the block")
-        return evaluation.evaluate(self._member, self.workload, self._spec, dataset, fn)
+        return evaluation.evaluate(self._member, self.workload, dataset, fn)
 
     def _assign_loader(self, ids: range) -> None:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
@@ -205,7 +206,8 @@ class Session:
                 self._reducer = None  # its memory may serve the next one
             group = member.group
             assert group is not None
-            self._reducer = member.strategy.reducer(self._parameters, member.mesh, group)
+            parameters = member.train_state.parameters
+            self._reducer = member.strategy.reducer(parameters, member.mesh, group)
             self._reducer_of = key
         return self._reducer
 
@@ -255,11 +257,20 @@ class Step:
         finally:
             self._member.move_loop(Loop.OUTSIDE)
 
+    def _is_cancelled_with(self, error: BaseException | None) -> bool:
+        """Once all have agreed, an error is that of the step itself, as on every rank."""
+        if error is None:
+            return not self.committed and self._member.is_cancelled
+        if isinstance(error, StepCancelled):
+            return True
+        is_users = not self._is_agreed or (self.committed and lost_peer_in(error) is not None)
+        return is_users and self._member.is_over_with(error)
+
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
         self._member.train_state.casting.restore()
-        if isinstance(error, StepCancelled) or self._is_void(error):
+        if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
             self._session.attempt = self._session.attempted_step = None
             self._member.train_state.buffers.restore_all()  # newcomers may copy the state from here
@@ -278,16 +289,6 @@ class Step:
         if error is None:
             self._session.attempted_step = None
         return False
-
-    def _is_void(self, error: BaseException | None) -> bool:
-        """The generation was given up before the vote: what the user's code has computed since, and
-        raised, may be of garbage."""
-        is_void = not self._is_agreed and self._member.is_cancelled
-        is_void &= not isinstance(error, torch.AcceleratorError)  # the device is no more
-        if is_void and isinstance(error, Exception):
-            generation, step = self._member.generation, self._from_step + 1
-            log.warning("generation=%d step=%d given up", generation, step, exc_info=error)
-        return is_void and isinstance(error, Exception | None)
 
     def microbatches(self) -> Iterator[Any]:
         """This rank's micro-batches in id order, each to be followed by one `backward(loss)`.
@@ -351,11 +352,9 @@ class Step:
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        self._reducer.after_backward(
-            attempt.microbatch_id, member.train_state.buffers.end_microbatch()
-        )
-        self._done.add(total, weight, attempt.rows, session._logged)
-        session._logged = {}
+        leaves = member.train_state.buffers.end_microbatch()
+        self._reducer.after_backward(attempt.microbatch_id, leaves)
+        self._done.add(total, weight, attempt.rows, session._take_logged())
 
     def commit(self) -> None:
         """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.
@@ -378,7 +377,7 @@ class Step:
             reduced = self._member.strategy.before_vote(reduced, self._member.group.read)
             self._member.wait_for_copies()
             self._vitals.enter("vote")
-            self._vote(reduced)
+            self._vote(reduced, self._reducer.used)
         except PeerLost as error:
             self._member.collective_failed(error)
             raise StepCancelled from error
@@ -404,11 +403,10 @@ class Step:
         self._vitals.enter("reduce")
         self._vitals.end_step(len(self._ids))
 
-    def _vote(self, reduced: Reduced) -> None:
+    def _vote(self, reduced: Reduced, used: Set[str]) -> None:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""
         session, member = self._session, self._member
-        assert self._reducer is not None
-        self._keep_late_values()
+        self._done.log_late(session._take_logged())
         assert member.group is not None
         buffers, read = member.train_state.buffers, member.group.read
         records = self._done.records(self._ids, buffers.integer_hashes(read), read)
@@ -416,7 +414,7 @@ class Step:
             verify(member, session._spec.verify_every)
         ballot = Ballot(
             records=records,
-            used=self._reducer.has_gradient(),
+            used=used,
             untracked=buffers.untracked_changes(),
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
@@ -424,14 +422,34 @@ class Step:
             is_finite=reduced.is_finite(read),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
-        if not vote.is_finite:
-            self._judge(vote, records)
-        prepared = replace(prepared, step_s=time.perf_counter() - self._began)
         self._is_agreed = True
-        member.commit(prepared, vote, vector)
-        member.records.tell(member)
+        if not vote.is_finite:
+            judge(session._inspection, vote, records, member)
+        prepared = replace(prepared, step_s=self._so_far_s())
+        self._apply(prepared, vote, vector)
+        if member.rank == 0:  # the others keep the step on record until the controller has it
+            member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
+
+    def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
+        """All hold the reduced gradients, so the step counts: take it, offer it to those who
+        follow, and see whether the new state is to be saved. May raise PeerLost."""
+        member, records, train_state = self._member, self._member.records, self._member.train_state
+        self._vitals.enter("apply")
+        update = Update.of(prepared, vote, train_state)
+        records.add(update.step, prepared, vector, vote)
+        member.followers.offer(lambda: update.to_message(records.to_frame(is_newest_enough=True)))
+        member.strategy.apply(update)
+        member.take_step(should_pause=vote.should_pause)
+        member.backup.after_step(train_state, member)
+        if not vote.is_saving:
+            member.saver.after_step(train_state, member, is_asked=vote.should_save)
+
+    def _roll_forward(self, prepared: Prepared, vote: CompletedVote) -> None:
+        """The step counts although it was cancelled here: others have seen its vote complete."""
+        layout, vector = replace(prepared.layout, log_names=vote.log_names), vote.vector()
+        self._apply(replace(prepared, layout=layout), decode(layout, vector), vector)
 
     def _agree(self, reduced: Reduced, ballot: Ballot) -> tuple[Prepared, Vote, np.ndarray]:
         """The vote, again if a rank logs names that others do not know. A collective."""
@@ -440,23 +458,20 @@ class Step:
         assert group is not None
         while True:
             layout = VoteLayout(
+                world_size=group.size(),
                 num_microbatches=spec.num_microbatches,
                 micro_batch=spec.micro_batch,
-                num_parameters=len(ballot.used),
-                num_buffers=len(ballot.untracked),
+                names=self._session._names,
                 integer_buffers=train_state.buffers.integer_names,
                 log_names=train_state.log_names,
             )
-            contribution = encode(layout, ballot)
-            step_s = time.perf_counter() - self._began
-            prepared = Prepared(reduced, layout, step_s, member.generation, member.world_size)
-            member.prepare(prepared)
-            vector = add_up(group, contribution)
+            prepared = Prepared(reduced, layout, self._so_far_s(), member.generation)
+            member.prepare(partial(self._roll_forward, prepared))
+            vector = add_up(group, encode(layout, ballot))
             vote = decode(layout, vector)
-            if vote.untracked_buffers:  # all ranks see it: repeat the step with them
+            if vote.untracked:  # all ranks see it: repeat the step with them
                 member.drop_gradients()
-                names = train_state.buffers.names
-                train_state.buffers.track(names[i] for i in vote.untracked_buffers)
+                train_state.buffers.track(vote.untracked)
                 raise Repeated
             if not vote.has_unknown_names:
                 return prepared, vote, vector
@@ -464,25 +479,8 @@ class Step:
             found = {name for of_rank in logged for name in of_rank}
             train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
 
-    def _judge(self, vote: Vote, records: list[MicrobatchRecord]) -> None:
-        """Of a step that is not finite: if it is one too many, the run stops with it and says where
-        it began, which another attempt finds out. A collective."""
-        member, inspection = self._member, self._session._inspection
-        train_state = member.train_state
-        if train_state.skipped_in_a_row < train_state.max_nonfinite:
-            return
-        member.drop_gradients()  # the run stops with this step: nobody rolls forward to it
-        if vote.divisor == 0:
-            train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
-        elif not inspection.is_on:
-            inspection.ask(member.generation, train_state.step)
-            raise Repeated
-        else:
-            train_state.first_nonfinite = explain(inspection, records, member)
-
-    def _keep_late_values(self) -> None:
-        self._done.log_late(self._session._logged)
-        self._session._logged = {}
+    def _so_far_s(self) -> float:
+        return time.perf_counter() - self._began
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:

@@ -20,7 +20,14 @@ from typing import NoReturn
 
 import torch
 
-from elastic.protocol.errors import StepCancelled, UnfitNode, UserError, WrongInput, in_words
+from elastic.protocol.errors import (
+    PeerLost,
+    StepCancelled,
+    UnfitNode,
+    UserError,
+    WrongInput,
+    in_words,
+)
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command
@@ -45,8 +52,7 @@ from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
 from workers.session import Session
-from workers.step.loss import check_loss
-from workers.step.microbatches import weight_of
+from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory
@@ -116,7 +122,7 @@ class Worker:
         """The controller learns whose they are, then they are raised."""
         try:
             train()
-        except (RunEnded, StepCancelled):  # the latter of a collective outside of any step
+        except (RunEnded, StepCancelled, PeerLost):  # the latter two of a collective outside steps
             raise
         except WrongInput as error:
             is_unfit = isinstance(error, UnfitNode)

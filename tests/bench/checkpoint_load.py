@@ -57,7 +57,7 @@ def save_ours(storage: Path, size_mb: int) -> str:
         saver = Saver(collector, spec())  # type: ignore[arg-type]
         saver.open(str(storage))
         saver.begin(train_state, By(rank, SAVED_AT))
-        saver._wait()
+        saver._wait_moving()
     return weights_sha256(train_state.model)
 
 

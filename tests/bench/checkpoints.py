@@ -97,7 +97,8 @@ def replica_of(size_mb: int) -> TrainState:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    named = dict(model.named_parameters())
+    return TrainState(model, named, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -181,7 +182,7 @@ def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, list[float]]
     for _ in range(repeats):
         found.setdefault("memcpy", []).append(seconds(memcpy))
         found.setdefault("blocked", []).append(training.blocked_s())
-        saver._wait()
+        saver._wait_moving()
         training.clear()
         found.setdefault("plain", []).append(seconds(lambda: repeat(training.step)) / FEWEST_STEPS)
         step_s = statistics.median(found["plain"])
@@ -193,7 +194,7 @@ def measure(storage: Path, size_mb: int, repeats: int) -> dict[str, list[float]]
 
         def save() -> None:
             training.begin_save()
-            training.saver._wait()
+            training.saver._wait_moving()
 
         found.setdefault("written", []).append(training.size_bytes / seconds(save))
         training.clear()

@@ -3,7 +3,7 @@
     python -m tests.bench.walks
 
 What a walk leaves out is a reader's loss, so a walk names all that decides; tests/docs holds the
-figures to their limits.
+figures to their limits. A step is measured under `ddp`, from `next_step` on, and without data.
 """
 
 import ast

@@ -23,7 +23,8 @@ def replica(seed):
     optimizer = torch.optim.AdamW(parameters)
     model(torch.randn(4, 7)).sum().backward()
     optimizer.step()
-    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    named = dict(model.named_parameters())
+    return TrainState(model, named, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 @pytest.fixture

@@ -15,10 +15,7 @@ from workers.distributed.process_group import Alone
 from workers.membership.state_stream import Follower, receive_tensors
 from workers.train_state.snapshot import Arena, HostMemory
 
-UPDATE = Update(
-    step=1, is_finite=True, divisor=1.0, num_microbatches=1, used=(), tracked=(), log_names=(),
-    num_buffers=0, num_integers=0, records={},
-)  # fmt: skip
+UPDATE = Update(1, is_finite=True, divisor=1.0, num_microbatches=1, log_names=(), records={})
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Sums:
 
     def finish(self):
         self._group.all_reduce(self._value).wait()
-        return Reduced((self._value,), ())
+        return Reduced({"parameter": self._value}, {})
 
 
 def finish(rank, meeting, *, in_passes=False, vitals=None, on_group=lambda group: None):

@@ -81,7 +81,7 @@ def build(seed: int, steps: int = 2) -> TrainState:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=9)
     train_state = TrainState(
-        model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1
+        model, dict(model.named_parameters()), optimizer, scheduler, clip_norm=None, max_nonfinite=1
     )
     for _ in range(steps):
         optimizer.zero_grad()

@@ -176,9 +176,7 @@ def train(
     """As a session does it, with a vote of what was used."""
     train_state, work = strategy.train_state, work or Work()
     mesh = strategy.mesh_of(group.size())
-    names = {id(p): n for n, p in train_state.model.named_parameters()}
-    parameters = {names[id(p)]: p for p in train_state.parameters}
-    reducer = strategy.reducer(parameters, mesh, group)
+    reducer = strategy.reducer(train_state.parameters, mesh, group)
     ids = mesh.ids(NUM_MICROBATCHES, group.rank())
     num_passes = mesh.num_passes(NUM_MICROBATCHES, group.rank())
     for _ in range(num_steps):
@@ -203,9 +201,11 @@ def train(
         reduced = strategy.before_vote(reduced, group.read)
         is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
         group.control.all_reduce(is_bad).wait()
-        used = torch.tensor(reducer.has_gradient(), dtype=torch.int64)
+        mine = [name in reducer.used for name in train_state.parameters]
+        used = torch.tensor(mine, dtype=torch.int64)
         group.control.all_reduce(used).wait()
-        should_skip, all_used = is_bad.item(), [bool(u) for u in used.tolist()]
+        flags = zip(train_state.parameters, used.tolist(), strict=True)
+        should_skip, all_used = is_bad.item(), {name for name, flag in flags if flag}
         assert train_state.loss_scale or not should_skip
         strategy.apply(
             Update(
@@ -213,11 +213,9 @@ def train(
                 is_finite=not should_skip,
                 divisor=float(NUM_MICROBATCHES),
                 num_microbatches=NUM_MICROBATCHES,
-                used=tuple(all_used),
-                gradients=reduced.gradients,
+                gradients={n: g for n, g in reduced.gradients.items() if n in all_used},
                 buffers=reduced.buffers,
-                integers=tuple(train_state.buffers.integers),
-                tracked=train_state.buffers.tracked,
+                integers=train_state.buffers.integers,
                 log_names=(),
                 squares=reduced.squares,
             )

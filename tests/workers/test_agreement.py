@@ -108,6 +108,16 @@ def test_a_store_that_is_away_when_a_worker_starts_is_asked_again(
     assert "has 20 samples here, and 21 in another" in refused[0]
 
 
+def test_a_run_that_never_begins_is_not_looked_for_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(agreement, "LOOK_S", 0.001)
+    monkeypatch.setattr(agreement, "MAX_LOOKS", 3)
+    keep_comparing(partial(open_folder, str(tmp_path)), 21, [].append)
+    assert (
+        f'length is not compared reason="none on record in {tmp_path}"' in capsys.readouterr().err
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_store_that_stays_away_is_not_asked_for_ever(capsys):
     asked = []
 

@@ -18,7 +18,7 @@ def asked(step, generation=1):
 
 
 def saved_steps(rig):
-    rig.member.saver._wait()
+    rig.member.saver._wait_moving()
     return [fields["step"] for fields, _ in rig.link.of("part_saved")]
 
 

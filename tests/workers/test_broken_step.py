@@ -79,6 +79,39 @@ def test_a_step_that_broke_before_its_vote_is_not_said_to_be_committed(made):
     assert len(member.records.to_frame()["steps"]) == 2
 
 
+def test_a_step_that_broke_in_its_apply_leaves_no_vote_of_another_step(made):
+    session, member, link = made
+    assert step(session)
+    train_state = member.train_state
+    apply = train_state.apply
+
+    def in_vain(update, *_):
+        train_state.apply = apply
+        raise PeerLost("connection closed by peer")
+
+    train_state.apply = in_vain
+    link.commands.put(abort(1))
+    link.commands.put(form(2, 1))
+    assert not step(session)
+    suspended, payload = link.of("suspended")[-1]
+    assert (suspended["step"], suspended["vote"], payload) == (1, None, b"")
+
+
+def test_a_vote_of_another_step_rolls_nobody_forward(made):
+    session, member, link = made
+    if not member.strategy.is_whole:
+        return  # a sharded member goes back instead
+    assert step(session)
+    member.own.group = LosesVote()
+    session._reducer_of = (0, ())  # the reducer of the group that fails
+    vote, payload = member.records.vote_of(1)
+    link.commands.put(abort(1))
+    link.commands.put(form(2, 2, vote=vote, payload=payload))
+    with pytest.raises(AssertionError, match=r"\(1, 1\)"):
+        step(session)
+    assert member.step == 1
+
+
 def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     session, member, link = made
     if not member.strategy.is_whole:
@@ -86,7 +119,8 @@ def test_a_step_that_is_rolled_forward_is_of_those_who_computed_it(made):
     assert step(session)
     member.own.group = LosesVote()
     session._reducer_of = (0, ())  # the reducer of the group that fails
-    vote, payload = member.records.last_vote  # any will do
+    vote, payload = member.records.vote_of(1)
+    vote = {**vote, "step": 2}  # its numbers are as good as any
     link.commands.put(abort(1))
     link.commands.put(form(2, 2, vote=vote, payload=payload))
     assert step(session)

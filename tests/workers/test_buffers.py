@@ -55,14 +55,14 @@ def _step(buffers: TrackedBuffers, model: nn.Module, group: Any, num_microbatche
         buffers.begin_microbatch()
         model(_x(i))
         fold.add(i, buffers.end_microbatch())
-    flags = zip(buffers.names, buffers.untracked_changes(), strict=True)
-    changed = [name for name, flag in flags if flag]
-    if changed:
+    if changed := buffers.untracked_changes():
         buffers.track(changed)
         return False
     assert len(set(buffers.integer_hashes(torch.Tensor.cpu))) == 1
     sums = layout.views(reduce_tree(group, fold, num_microbatches)) if layout.parts else []
-    buffers.commit(sums, buffers.integers, num_microbatches)
+    buffers.commit(
+        dict(zip(buffers.floating, sums, strict=True)), buffers.integers, num_microbatches
+    )
     return True
 
 
@@ -160,7 +160,7 @@ def test_a_non_persistent_table_that_grows_is_a_cache_and_not_state() -> None:
     buffers.begin_microbatch()
     model.table = torch.ones(9)
     buffers.end_microbatch()
-    assert not any(buffers.untracked_changes())
+    assert not buffers.untracked_changes()
     buffers.begin_microbatch()
     assert model.table.shape == (9,)
 
@@ -172,7 +172,7 @@ def test_a_follower_commits_the_values_that_members_agreed_on() -> None:
         leader.begin_step()
         leader.begin_microbatch()
         model(_x(0))
-        leaves = leader.end_microbatch()
+        leaves = dict(zip(leader.floating, leader.end_microbatch(), strict=True))
         copy = Counting()
         follower = TrackedBuffers(copy)
         follower.track(leader.tracked)
@@ -192,4 +192,4 @@ def test_a_pass_outside_of_steps_leaves_no_trace_in_any_buffer() -> None:
     assert any(not torch.equal(b, before[n]) for n, b in model.named_buffers())
     buffers.restore_all()
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
-    assert not any(buffers.untracked_changes())
+    assert not buffers.untracked_changes()

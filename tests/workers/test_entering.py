@@ -57,7 +57,7 @@ def member_of(work: Looking, place: str) -> Member:
 def lines(generation: int, *steps: int) -> dict[str, Any]:
     """What is known of steps that are not on record."""
     said = [{"metrics": {"step": step, "generation": generation}} for step in steps]
-    return {"steps": said, "vote": [{"log_names": []}, ""]}
+    return {"steps": said, "vote": [{"step": steps[-1], "log_names": []}, ""]}
 
 
 def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> Form:

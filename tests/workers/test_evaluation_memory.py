@@ -130,7 +130,7 @@ def test_the_controller_takes_the_results_of_steps_done_again():
 
 
 def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
-    where = (rig.member, rig.workload, rig.spec, [0.0] * 6)
+    where = (rig.member, rig.workload, [0.0] * 6)
     drawn = []
     for rank in (0, 1):
         rig.sit(rank)

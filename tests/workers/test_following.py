@@ -95,7 +95,7 @@ def vanish(connection: socket.socket) -> None:
 
 def test_a_source_whose_link_is_cut_is_given_up(pair):
     source, newcomer = pair
-    (follower,) = source.member._followers._all
+    (follower,) = source.member.followers._all
     vanish(follower._connection)
     following = newcomer.member._copying._following
     following.arrived.clear()
@@ -109,7 +109,7 @@ def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pa
     """The newcomer counts as synced, and is told to catch up to a step that never comes."""
     source, newcomer = pair
     newcomer.member._copying._spec = replace(newcomer.spec, join_timeout_s=120.0)
-    (follower,) = source.member._followers._all
+    (follower,) = source.member.followers._all
     vanish(follower._connection)
     assert source.step().committed
     began = time.monotonic()

@@ -78,7 +78,7 @@ def copy_until_level(rig: Rig) -> None:
 
 def lag(source: Rig, newcomer: Rig, slow_link) -> None:
     begin(source)
-    address = list(source.member._followers._server.address)
+    address = list(source.member.followers._server.address)
     obey(newcomer.member, Sync(0, address))
     begun, is_through = slow_link
     while not begun.is_set():
@@ -147,7 +147,7 @@ def test_the_copy_may_take_longer_than_the_backend_lets_a_collective_wait(
 def test_a_source_that_is_gone_then_costs_the_newcomer_its_state(slow_link, rigs):
     source, newcomer, _ = rigs
     lag(source, newcomer, slow_link)
-    (follower,) = source.member._followers._all
+    (follower,) = source.member.followers._all
     follower.close()
     pieces = Pieces(Alone(), lambda: None, LONG_S)
     with pytest.raises(PeerLost, match="cannot reach step 4"):
@@ -160,7 +160,7 @@ def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monk
     follower = state_stream.Follower(ours, worker=3)
     large = {"w": torch.zeros(2**20)}  # more than a socket takes
     for step in range(6):
-        update = peer.Update(step, True, 1.0, 1, (True,), (), (), 0, 0, {})
+        update = peer.Update(step, True, 1.0, 1, (), {})
         follower.offer(update, large)
     kinds = []
     memory = HostMemory()

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
-from workers.reduction.reducers import BitwiseReducer, Reduced
+from workers.reduction.bitwise import BitwiseReducer
+from workers.reduction.reducers import Reduced
 
 
 class Counting:
@@ -65,7 +66,8 @@ def reducer_of(model: nn.Module, group: Any, num_microbatches: int) -> tuple[Bit
 
 
 def summed(reduced: Reduced) -> list[bytes]:
-    return [t.numpy().tobytes() for t in (*reduced.gradients, *reduced.buffers) if t is not None]
+    sums = (*reduced.gradients.values(), *reduced.buffers.values())
+    return [t.numpy().tobytes() for t in sums]
 
 
 def steps(group: Any, num_microbatches: int, count: int = 3) -> list[list[bytes]]:

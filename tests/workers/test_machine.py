@@ -70,7 +70,7 @@ def test_a_generation_forms_step_by_step():
     assert actions == [a.RenewFollowers(), a.Meet()]
     state, actions = play(state, e.Met())
     assert actions == [
-        a.StopCopy(), a.Say(r.Joined(3, 1, 0.0, 40)), a.TakeEvaluation(None), a.MeetAll()
+        a.StopCopy(), a.Say(r.Joined(3, 1, 0.0, 40)), a.TakeEvaluation(None), a.MeetAll(FORM)
     ]  # fmt: skip
     assert (state.kind, state.is_at_work) == ("stopped", False), "others still get their state"
     state, actions = play(state, e.EverybodyEntered())

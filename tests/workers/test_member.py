@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from elastic.protocol.messages.to_controller import Suspended
 from elastic.protocol.messages.to_worker import Finish, Pause, Recall
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.fake_groups import Done
-from tests.workers.session_rig import Rig, Tiny, abort, obey
+from tests.workers.fake_groups import Done, run_threads
+from tests.workers.session_rig import InThread, Rig, Tiny, abort, obey
 from workers.distributed.process_group import Alone
 from workers.membership.member import RunEnded
+from workers.membership.state import Holding
+from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
 
 
@@ -209,7 +212,7 @@ def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
     rig.form(generation=2, step=1)
     rig.member.wait_for_generation()
     is_allowed.set()
-    saver._wait()
+    saver._wait_moving()
     assert rig.link.of("part_saved") == []
 
 
@@ -353,3 +356,67 @@ def test_at_the_end_the_lowest_rank_says_again_what_is_not_on_record(rigs):
     assert vote == rig.link.of("committed")[-2][1]
     assert [kind for kind, _, _ in rig.link.sent[-2:]] == ["committed", "ended"]
     assert len(other.link.of("committed")) == 3, "one says it"
+
+
+def hold_initial_state(rig):
+    """Where it is in parts somebody must."""
+    if not rig.strategy.is_whole:
+        rig.strategy.shards.holding = Ownership("initial")
+    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_every_strategy_enters_every_generation_before_its_first_step(parallel):
+    torch.set_num_threads(1)
+    rig = Rig("bitwise", parallel=parallel)
+    hold_initial_state(rig)
+    enter, entered = rig.strategy.enter, []
+
+    def enter_and_note(formed):
+        entered.append((formed.generation, formed.group is rig.member.group, rig.member.step))
+        return enter(formed)
+
+    rig.strategy.enter = enter_and_note
+    rig.form(generation=1, step=0)
+    rig.member.wait_for_generation()
+    assert entered == [(1, True, 0)]
+    rig.step()
+    rig.link.commands.put(abort(1))
+    obey(rig.member, abort(1))
+    rig.form(generation=2, step=1)
+    assert rig.step().committed
+    assert entered[1:] == [(2, True, 1)]
+    rig.loader.close()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_what_a_cut_off_vote_told_is_forgotten_by_every_strategy(parallel):
+    """The others may not know it: votes of two layouts would not add up."""
+    torch.set_num_threads(1)
+    rig = Rig("bitwise", parallel=parallel)
+    hold_initial_state(rig)
+    rig.form(generation=1, step=0)
+    rig.step()
+    assert rig.train_state.log_names == ("size",)
+    rig.train_state.log_names = ("accuracy", "size")
+    rig.link.commands.put(abort(1))
+    obey(rig.member, abort(1))
+    rig.form(generation=2, step=1)
+    rig.member.wait_for_generation()
+    assert rig.train_state.log_names == ("size",)
+    rig.loader.close()
+
+
+def test_the_lowest_rank_alone_reports_a_step():
+    """The others may be the lowest one later."""
+    torch.set_num_threads(1)
+
+    def body(group):
+        rig = Rig("bitwise")
+        rig.form(generation=1, step=0)
+        rig.join(InThread(group.rank(), group._mailboxes))
+        assert rig.step().committed
+        rig.loader.close()
+        return len(rig.link.of("committed")), len(rig.member.records.to_frame()["steps"])
+
+    assert run_threads(2, body) == [(1, 1), (0, 1)]

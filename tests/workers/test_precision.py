@@ -141,7 +141,8 @@ def test_recurrent_layers_compute_with_the_casts():
     with train_state.casting.applied():
         result, _ = train_state.model(torch.ones(2, 1, 3))
     result.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in train_state.parameters)
+    trained = train_state.parameters.values()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in trained)
 
 
 class Counted(Work):

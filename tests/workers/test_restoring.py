@@ -91,7 +91,7 @@ def publish(place: str, workload: Tiny) -> str:
     """A checkpoint of step 0 in many files, of other weights than the initial ones; their hash."""
     strategy = build("ddp", workload=workload)
     with torch.no_grad():
-        for parameter in strategy.train_state.parameters:
+        for parameter in strategy.train_state.parameters.values():
             parameter.add_(1)
     groups_of = [ThreadGroup(r, [[]] * FILES) for r in range(FILES)]
     saved = [save_part(strategy, group, place, 1) for group in groups_of]

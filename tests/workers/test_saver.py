@@ -82,7 +82,7 @@ def make(seed: int, steps: int = 3) -> TrainState:
     optimizer = torch.optim.AdamW(parameters)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
     train_state = TrainState(
-        model, parameters, optimizer, scheduler, clip_norm=None, max_nonfinite=1
+        model, dict(model.named_parameters()), optimizer, scheduler, clip_norm=None, max_nonfinite=1
     )
     for _ in range(steps):
         model(torch.randn(4, 7)).sum().backward()
@@ -104,10 +104,10 @@ def test_a_state_saved_at_any_world_size_is_loaded_at_any_other(tmp_path, saved_
         saver.begin(train_state, By(rank, saved_at))
     train_state.settle()
     with torch.no_grad():
-        for parameter in train_state.parameters:
+        for parameter in train_state.parameters.values():
             parameter.zero_()  # the next step must not show in the checkpoint
     for saver in savers:
-        saver._wait()
+        saver._wait_moving()
     assert [type(said) for said in link.said] == [PartSaved] * saved_at
     contents = [json.loads(said.payload) for said in link.said]
     parts = [part_from_json(content["part"]) for content in contents]
@@ -139,7 +139,7 @@ def test_damage_found_half_way_leaves_a_trained_replica_as_it_was(tmp_path) -> N
     saver = Saver(link, spec())  # type: ignore[arg-type]
     saver.open(str(tmp_path))
     saver.begin(train_state, By(0, 1))
-    saver._wait()
+    saver._wait_moving()
     content = json.loads(link.said[0].payload)
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
     parts = [part_from_json(content["part"])]
@@ -179,7 +179,7 @@ def test_whatever_a_saver_meets_is_reported(tmp_path) -> None:
 
     saver._memory.take = no_memory  # type: ignore[method-assign,assignment]
     saver.begin(train_state, By(0, 1))
-    saver._wait()
+    saver._wait_moving()
     (failed,) = link.said
     assert isinstance(failed, PartFailed)
     assert "can't allocate memory" in failed.message
@@ -191,7 +191,7 @@ def test_a_part_that_cannot_be_written_is_reported(tmp_path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     saver.open(str(tmp_path))
     saver.begin(make(0), By(1))
-    saver._wait()
+    saver._wait_moving()
     (failed,) = link.said
     assert isinstance(failed, PartFailed)
     assert (failed.generation, failed.rank, failed.step) == (4, 1, 9)
@@ -265,7 +265,24 @@ def test_a_final_save_to_a_storage_that_hangs_fails_and_is_told(tmp_path) -> Non
     assert isinstance(failed, PartFailed)
     assert (failed.generation, failed.step) == (4, 9)
     assert failed.message == "the storage hangs in step 9: nothing was written for 0.5 s"
+    saving = saver.save(make(0), by, lambda: False, is_pinned=False)  # type: ignore[arg-type]
+    assert link.said[1:] == [failed], "it waits for the one that hangs no longer than the last did"
+    link.concluded_saves[9] = False
+    assert not saving.wait()
     back = os.open(fifo, os.O_RDWR)  # too late; a reader that stays: the file may be opened twice
-    saver._wait()
+    saver._wait_moving()
     os.close(back)
-    assert len(link.said) == 1
+    assert len(link.said) == 2
+
+
+def test_a_save_waits_for_an_earlier_one_no_longer_than_its_generation_lasts(tmp_path) -> None:
+    link, by, is_allowed = Link(), By(0, 1), threading.Event()
+    saver = Saver(link, spec(has_checkpoints=True))  # type: ignore[arg-type]
+    saver.open(str(tmp_path))
+    saver._memory.take = lambda *_: is_allowed.wait(60) and torch.zeros(1)  # type: ignore[assignment]
+    saver.begin(make(0, 2), by)  # type: ignore[arg-type]
+    saving = saver.save(make(0), by, lambda: True, is_pinned=False)  # type: ignore[arg-type]
+    assert not saving.wait()
+    assert (link.said, saver.is_busy) == ([], True)
+    is_allowed.set()
+    saver._wait_moving()

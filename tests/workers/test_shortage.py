@@ -41,7 +41,7 @@ def test_a_newcomer_whose_source_has_no_memory_for_its_copy_is_let_go(what):
     if what == "snapshot":
         follower.begin(Snapshot({}, LARGE), {})
     else:
-        follower.offer(peer.Update(1, True, 1.0, 1, (True,), (), (), 0, 0, {}), LARGE)
+        follower.offer(peer.Update(1, True, 1.0, 1, (), {}), LARGE)
     theirs.settimeout(DEADLINE_S)
     while theirs.recv(2**16):
         pass

@@ -16,9 +16,8 @@ def test_the_lowest_rank_tells_the_last_step():
     link = FakeLink()
     records = Records(link, 12)
     lines = [{"metrics": {"step": step}} for step in (1, 2, 3)]
-    records.take({"steps": lines, "vote": [{"log_names": []}, ""]})
+    records.take({"steps": lines, "vote": [{"step": 3, "log_names": []}, ""]})
     records.tell(LOWEST)
-    records.tell(SimpleNamespace(generation=2, rank=1, world_size=2))
     assert steps_told(link) == [[3]]
 
 
@@ -29,8 +28,8 @@ def test_whoever_learns_from_the_lowest_rank_can_say_every_step_in_order():
     newer, older = (
         [{"metrics": {"step": step}} for step in steps] for steps in ((3, 4), (1, 2, 3))
     )
-    records.take({"steps": newer, "vote": [None, ""]})
-    records.learn({"steps": older, "vote": [{"log_names": []}, ""]})
+    records.take({"steps": newer, "vote": None})
+    records.learn({"steps": older, "vote": [{"step": 3, "log_names": []}, ""]})
     records.repeat(LOWEST, recorded_step=1)
     assert records.known_step == 4
     assert steps_told(link) == [[2, 3, 4]]
@@ -44,8 +43,23 @@ def test_of_a_step_that_both_know_the_lowest_ranks_line_counts():
         [{"metrics": {"step": step, "generation": generation}} for step in steps]
         for generation, steps in ((1, (2, 3)), (4, (1, 2)))
     )
-    records.take({"steps": mine, "vote": [None, ""]})
-    records.learn({"steps": theirs, "vote": [{"log_names": []}, ""]})
+    records.take({"steps": mine, "vote": None})
+    records.learn({"steps": theirs, "vote": [{"step": 3, "log_names": []}, ""]})
     records.repeat(LOWEST, recorded_step=0)
     ((fields, _),) = link.of("committed")
     assert fields["steps"] == (*theirs, mine[1])
+
+
+def test_a_vote_is_said_of_its_own_step_only():
+    """A worker that has gone back to a checkpoint has no vote of the step that it stands at."""
+    link = FakeLink()
+    records = Records(link, 12)
+    lines = [{"metrics": {"step": step}} for step in (1, 2, 3)]
+    records.take({"steps": lines, "vote": [{"step": 3, "log_names": []}, "AAAA"]})
+    assert records.vote_of(3) == ({"step": 3, "log_names": []}, bytes(3))
+    assert records.vote_of(2) == (None, b"")
+    records.go_back(2)
+    assert (records.last_vote, records.vote_of(3)) == (None, (None, b""))
+    records.repeat(LOWEST, recorded_step=0)
+    ((fields, payload),) = link.of("committed")
+    assert (len(fields["steps"]), fields["vote"], payload) == (2, None, b"")

@@ -18,7 +18,8 @@ def make() -> TrainState:
     model = Counting()
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    return TrainState(model, parameters, optimizer, None, clip_norm=None, max_nonfinite=1)
+    named = dict(model.named_parameters())
+    return TrainState(model, named, optimizer, None, clip_norm=None, max_nonfinite=1)
 
 
 def test_what_a_cut_off_vote_told_some_members_only_is_forgotten() -> None:
@@ -43,11 +44,9 @@ def test_what_was_committed_stays_known() -> None:
         is_finite=True,
         divisor=1.0,
         num_microbatches=1,
-        used=(True,),
-        gradients=(torch.ones(2),),
-        buffers=(torch.full((2,), 3.0, dtype=torch.float64),),
-        integers=(),
-        tracked=("level",),
+        gradients={"weight": torch.ones(2)},
+        buffers={"level": torch.full((2,), 3.0, dtype=torch.float64)},
+        integers={},
         log_names=("accuracy",),
     )
     train_state.apply(update)

@@ -41,7 +41,7 @@ def test_a_part_that_is_whole_when_its_generation_is_over_is_not_reported(tmp_pa
     saver, strategy = Saver(link, spec("ddp")), build("ddp")
     saver.catalogue = Catalogue(Folder(EndsWithTheGeneration(saver), str(tmp_path)))
     saver.begin(strategy.train_state, Place(1))
-    saver._wait()
+    saver._wait_moving()
     assert len(list(tmp_path.glob("*/*"))) == 1
     assert link.sent == []
 
@@ -56,5 +56,5 @@ def test_a_shard_is_never_saved_as_that_of_another_rank_or_world(tmp_path, rank,
     with pytest.raises(AssertionError):
         saver.begin(strategy.train_state, Place(1, rank, world_size, strategy.position))
     saver.begin(strategy.train_state, Place(1, position_of=strategy.position))
-    saver._wait()
+    saver._wait_moving()
     assert [kind for kind, _, _ in link.sent] == ["part_saved"]

@@ -61,7 +61,7 @@ def test_the_majority_decides_and_the_first_tensor_is_named():
 def stepped():
     """A replica after one step, so that the optimizer has state."""
     train_state = build_replica(Tiny(), spec(), CPU)
-    for parameter in train_state.parameters:
+    for parameter in train_state.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     train_state.optimizer.step()
     train_state.step = 1
@@ -71,7 +71,7 @@ def stepped():
 def verified(num_ranks, flip):
     """As `verified_of`, of whole replicas, one of them perhaps with another bit."""
     replicas = [stepped() for _ in range(num_ranks)]
-    moment = replicas[1].optimizer.state[replicas[1].parameters[0]]["exp_avg"]
+    moment = replicas[1].optimizer.state[replicas[1].parameters["0.weight"]]["exp_avg"]
     if flip:
         moment.view(torch.int32)[1, 2] ^= 4
     return verified_of(replicas, Mesh(Parallel.of("ddp"), num_ranks))

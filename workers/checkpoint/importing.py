@@ -211,9 +211,9 @@ def _try_step(train_state: TrainState, names: dict[nn.Parameter, str]) -> dict[s
         copy.deepcopy({k: v for k, v in group.items() if k != "params"})
         for group in optimizer.param_groups
     ]
-    for p in train_state.parameters:
+    for p in train_state.parameters.values():
         p.grad = torch.zeros_like(p)
-    step_undone(optimizer, train_state.parameters)
+    step_undone(optimizer, list(train_state.parameters.values()))
     train_state.drop_gradients()
     kept = {
         names[cast(nn.Parameter, p)]: dict(state)

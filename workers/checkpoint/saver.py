@@ -169,9 +169,13 @@ class Saver:
         self, train_state: TrainState, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
     ) -> Saving:
         """Begin once an earlier save has been written, unless that was of this step: then it is
-        only pinned, if need be."""
-        self._wait()
-        if self._saved != (by.generation, train_state.step):
+        only pinned, if need be. It has failed at once where the storage hangs in the earlier one,
+        or when this generation is over."""
+        if not self._wait_moving(is_over=is_over):
+            self._say_stuck(by, train_state.step)
+        elif is_over():
+            pass
+        elif self._saved != (by.generation, train_state.step):
             self.begin(train_state, by, is_pinned=is_pinned)
         elif is_pinned and isinstance(self._said, PartSaved):
             self._link.concluded_saves.pop(train_state.step, None)
@@ -228,19 +232,28 @@ class Saver:
         ):
             self.begin(train_state, by)
             is_over = self._wait_moving(tell)
-        if not is_over and self._job is not None:
-            self._job.is_given_up = True
-            stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
-            log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
-            why = f"the storage hangs in {stuck}"
-            self._say(PartFailed(by.generation, by.rank, train_state.step, why))
+        if not is_over:
+            self._say_stuck(by, train_state.step)
 
-    def _wait_moving(self, tell: Callable[[], None]) -> bool:
+    def _say_stuck(self, by: Standing, step: int) -> None:
+        """The storage hangs in a job, so that the save of `step` has failed."""
+        assert self._job is not None
+        self._job.is_given_up = True
+        stuck = f"step {self._job.step}: nothing was written for {self._spec.stall_s:g} s"
+        log.warning('generation=%d save gave up reason="%s"', by.generation, stuck)
+        self._say(PartFailed(by.generation, by.rank, step, f"the storage hangs in {stuck}"))
+
+    def _wait_moving(
+        self,
+        tell: Callable[[], None] = lambda: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """False where the saver gets no further. In an object store it always does: there every
         request has a limit of its own, and how far they have come cannot be seen."""
         is_remote = self.catalogue is not None and self.catalogue.folder.local is None
         seen, moved_at, told_at = -1, time.monotonic(), time.monotonic()
-        while self._thread is not None and self._job is not None and self._thread.is_alive():
+        while self._job is not None and self.is_busy and not is_over():
+            assert self._thread is not None
             self._thread.join(_POLL_S)
             now, progress = time.monotonic(), self._job.progress
             if is_remote or progress != seen:
@@ -251,11 +264,6 @@ class Saver:
                 told_at = now
                 tell()
         return True
-
-    def _wait(self) -> None:
-        """The deadline is the controller's: it gives up a run that does not end."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_POLL_S)
 
     def _write(self, job: _Job) -> None:
         assert self.catalogue is not None
@@ -277,8 +285,8 @@ class Saver:
             log.info("generation=%d step=%d save given up", job.generation, job.step)
         except Exception as error:  # whatever it is: a checkpoint fails, and the run is told
             message = f"{type(error).__name__}: {error}"
-            where_ = (job.generation, job.step, message)
-            log.warning('generation=%d step=%d save failed reason="%s"', *where_)
+            what = 'generation=%d step=%d save failed reason="%s"'
+            log.warning(what, job.generation, job.step, message)
             self._say(PartFailed(job.generation, job.rank, job.step, message))
         finally:
             self._memory.give(copies)

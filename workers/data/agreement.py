@@ -18,6 +18,8 @@ NAME, KEY = "data.json", "num_rows"
 LOOK_S, LOOK_REMOTE_S = 0.5, 5.0
 """Between looks. Workers that find no record write theirs, the last one stays, and each of them
 looks once more: so a difference is seen by one of them."""
+MAX_LOOKS = 720
+"""For 6 minutes, or an hour where they take longer: a run begins within seconds of its workers."""
 
 
 def compare(folder: Folder, num_rows: int) -> bool:
@@ -41,8 +43,9 @@ def keep_comparing(
     refuse: Callable[[WrongInput], None],
     pauses_s: Sequence[float] = AWAY_PAUSES_S,
 ) -> None:
-    """In a thread, until the length has been found on record twice. Not at all if the store cannot
-    be reached for longer than this worker waits for it anywhere."""
+    """In a thread, until the length has been found on record twice, or a store or a run that does
+    not come was looked for often enough. Not at all if the store cannot be reached for longer than
+    this worker waits for it anywhere."""
     try:
         folder = patiently(reach, pauses_s=pauses_s)
     except OSError as error:
@@ -51,7 +54,7 @@ def keep_comparing(
     except WrongInput as error:
         return refuse(error)
     pause, seen = threading.Event(), 0
-    while seen < 2:
+    for _ in range(MAX_LOOKS):
         pause.wait(LOOK_S if folder.local else LOOK_REMOTE_S)
         with suppress(OSError):  # a store that is away: later
             try:
@@ -61,6 +64,9 @@ def keep_comparing(
                     write_json(folder, NAME, {KEY: num_rows})
             except WrongInput as error:
                 return refuse(error)
+        if seen == 2:
+            return None
+    print(f'length is not compared reason="none on record in {folder}"', file=sys.stderr)
     return None
 
 

@@ -6,15 +6,15 @@ workers/train_state/train_state.py.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
-from workers.step.vote import MicrobatchRecord
+from workers.step.vote import MicrobatchRecord, Repeated, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"
 
@@ -22,8 +22,8 @@ ADVICE = "Lower the learning rate, set clip_norm"
 class Inspection:
     """Of one worker's steps, by attempt: `ask` once, then the next attempt is inspected."""
 
-    def __init__(self, member: Member, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._member, self._parameters = member, parameters
+    def __init__(self, member: Member) -> None:
+        self._member = member
         self._asked = (0, -1)  # generation, step
         self._hooks: list[RemovableHandle] = []
         self._microbatch_id = -1
@@ -41,7 +41,7 @@ class Inspection:
     def before_backward(self, microbatch_id: int) -> None:
         if self.is_on:
             self._microbatch_id = microbatch_id
-            leaves = self._member.strategy.leaves(self._parameters)
+            leaves = self._member.strategy.leaves(self._member.train_state.parameters)
             trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
             self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
 
@@ -55,6 +55,24 @@ class Inspection:
                 self.found = (self._microbatch_id, name)
 
         return look
+
+
+def judge(
+    inspection: Inspection, vote: Vote, records: Sequence[MicrobatchRecord], member: Member
+) -> None:
+    """Of a step that is not finite: if it is one too many, the run stops with it and says where it
+    began, which another attempt finds out. A collective. Raises Repeated and PeerLost."""
+    train_state = member.train_state
+    if train_state.skipped_in_a_row < train_state.max_nonfinite:
+        return
+    member.drop_gradients()  # the run stops with this step: nobody rolls forward to it
+    if vote.divisor == 0:
+        train_state.first_nonfinite = told_of_no_weight(train_state.step + 1)
+    elif not inspection.is_on:
+        inspection.ask(member.generation, train_state.step)
+        raise Repeated
+    else:
+        train_state.first_nonfinite = explain(inspection, records, member)
 
 
 def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member: Member) -> str:

@@ -150,7 +150,10 @@ class TakeEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class MeetAll:
-    """Wait for those that get their state late. Ends with EverybodyEntered or PeersLost."""
+    """Wait for those that get their state late, and enter the generation with it. Ends with
+    EverybodyEntered or PeersLost."""
+
+    form: Form
 
 
 # --- the end ----------------------------------------------------------------------

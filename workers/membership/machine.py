@@ -214,7 +214,7 @@ def form(state: State, command: Form) -> Outcome:
         return Outcome(replace(state, phase=Broken()), (leave,))
     state = replace(state, phase=Forming(command))
     if not state.is_whole:
-        return Outcome(state, (leave, a.BeginGroup(command), a.Meet()))
+        return Outcome(state, (leave, a.BeginGroup(command), a.DropGradients(), a.Meet()))
     catch_up = (a.DropGradients(), a.CatchUp(command.step))
     if command.vote is not None and state.is_prepared:
         return Outcome(state, (leave, a.BeginGroup(command), a.RollForward(command), *catch_up))
@@ -259,7 +259,7 @@ def join(state: State, command: Form, step: int) -> Outcome:
     if rank == 0:
         said = (*said, a.SayUnrecorded(command.recorded_step))
     if state.is_whole:
-        return Outcome(state, (*said, a.MeetAll()))
+        return Outcome(state, (*said, a.MeetAll(command)))
     state, actions = begin_work(state, command.then_pause)
     return Outcome(state, (*said, *actions))
 

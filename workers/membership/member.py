@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost
+from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost, in_words
 from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
@@ -38,16 +37,16 @@ from workers.membership.own_group import OwnGroup
 from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.membership.unwinding import RunEnded
+from workers.membership.unwinding import RunEnded, lost_peer_in
 from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
-from workers.step.vote import Prepared, Vote, decode
+from workers.step.vote import CompletedVote
 from workers.train_state.out_of_memory import told_as_loss
 from workers.train_state.snapshot import Snapshot
-from workers.train_state.train_state import Update
 
 log = logging.getLogger(__name__)
+RollForward: TypeAlias = Callable[[CompletedVote], None]
 
 
 class Member:
@@ -81,8 +80,8 @@ class Member:
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self._is_checked, self._lock = is_checked, threading.Lock()
         self.standing = State(is_whole=strategy.is_whole)
-        self.prepared: Prepared | None = None
-        """The reduced gradients of the next step, if the machine counts on them."""
+        self.prepared: RollForward | None = None
+        """Takes the next step, whose reduced gradients are here, if the machine counts on them."""
         self._told_at = 0.0
         """When it was last said that the hash of the final state gets further."""
         self._state_s = 0.0
@@ -92,7 +91,7 @@ class Member:
         is_given_up = lambda: self.standing.is_given_up  # noqa: E731
         self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
         self._pieces: Pieces | None = None
-        self._followers = Followers(peers)
+        self.followers = Followers(peers)
         delays = self.backup.delays_commits
         self.records = Records(link, spec.global_batch, is_delayed=delays)
         self._copying = Copying(spec, self.train_state, vitals, device, self.records, self._tell)
@@ -148,7 +147,7 @@ class Member:
             case a.CatchUp(step):
                 return self._catch_up(step)
             case a.RenewFollowers():
-                self._followers.renew(self._state_and_records)
+                self.followers.renew(self._state_and_records)
             case a.Meet():
                 return self._meet()
             case a.CatchUpLate() | a.AssembleState():
@@ -159,8 +158,8 @@ class Member:
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.train_state.step)
                 self.evaluated.say(self.rank)
-            case a.MeetAll():
-                return self._meet_all()
+            case a.MeetAll(form):
+                return self._meet_all(form)
             case a.WriteFinal(generation, log_folder):
                 return self._write_final(generation, log_folder)
         return None
@@ -168,13 +167,13 @@ class Member:
     def _completed(self, report: r.Report) -> r.Report:
         """With what the machine does not know."""
         match report:
-            case r.Suspended():
-                vote, payload = self.records.last_vote or (None, b"")
+            case r.Suspended(step=step):
+                vote, payload = self.records.vote_of(step)
                 last = self.evaluated.last
                 return replace(report, vote=vote, evaluation=last, payload=payload)
             case r.Joined(generation, rank, step=step):
-                where = (generation, step, rank, self.world_size)
-                log.info("generation=%d step=%d rank=%d world_size=%d joined", *where)
+                what, size = "generation=%d step=%d rank=%d world_size=%d joined", self.world_size
+                log.info(what, generation, step, rank, size)
                 return replace(report, state_s=round(self._state_s, 6))
             case _:
                 return report
@@ -245,9 +244,9 @@ class Member:
         """The user's loop has come there."""
         self._tell(e.LoopMoved(to))
 
-    def prepare(self, prepared: Prepared) -> None:
+    def prepare(self, roll_forward: RollForward) -> None:
         """A vote on it begins."""
-        self.prepared = prepared
+        self.prepared = roll_forward
         self._tell(e.StepPrepared())
 
     def drop_gradients(self) -> None:
@@ -259,39 +258,28 @@ class Member:
         """Say so once, unless the controller has given up the generation already."""
         self._tell(lost_with(error))
 
+    def is_over_with(self, error: BaseException) -> bool:
+        """Whether what the user's code raised is only the end of its generation: a lost peer in a
+        collective of its own, or what it made of an abandoned one's garbage."""
+        if lost := lost_peer_in(error):
+            self.collective_failed(lost)
+        is_over = isinstance(error, Exception) and self.is_cancelled
+        is_over &= not isinstance(error, torch.AcceleratorError)  # the device is no more
+        if is_over and lost is None:
+            what = 'generation=%d step=%d cancelled reason="given up before user code raised %s"'
+            log.warning(what, self.generation, self.step, in_words(error))
+        return is_over
+
     def wait_for_copies(self) -> None:
         """Before a vote, or before it says that it has stopped: what was kept last is safe."""
         self.backup.wait(lambda: self.is_cancelled)
 
-    def commit(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
-        """Apply a prepared step with its completed vote, feed followers, report."""
-        train_state, layout = self.train_state, prepared.layout
-        self.vitals.enter("apply")
-        update = Update(
-            step=train_state.step + 1,
-            is_finite=vote.is_finite,
-            divisor=vote.divisor,
-            num_microbatches=layout.num_microbatches,
-            used=vote.used,
-            gradients=prepared.reduced.gradients,
-            buffers=prepared.reduced.buffers,
-            integers=tuple(train_state.buffers.integers),
-            tracked=train_state.buffers.tracked,
-            log_names=layout.log_names,
-            squares=prepared.reduced.squares,
-        )
-        self.records.add(update.step, prepared, vector, vote)
-        self._followers.offer(
-            lambda: update.to_message(self.records.to_frame(is_newest_enough=True))
-        )
-        self.strategy.apply(update)
+    def take_step(self, *, should_pause: bool) -> None:
+        """The state is that of one committed step more."""
         self.prepared = None
-        self._tell(e.StepCommitted(train_state.step, vote.should_pause))
-        self.vitals.step = train_state.step
-        self.compilation.tell(self.generation, train_state.step)
-        self.backup.after_step(train_state, self)
-        if not vote.is_saving:
-            self.saver.after_step(train_state, self, is_asked=vote.should_save)
+        self._tell(e.StepCommitted(self.step, should_pause))
+        self.vitals.step = self.step
+        self.compilation.tell(self.generation, self.step)
 
     # --- the boundary between steps ------------------------------------------------------
     def boundary(self) -> None:
@@ -390,10 +378,9 @@ class Member:
         assert form.vote is not None
         assert self.prepared is not None
         began = time.monotonic()
-        layout = replace(self.prepared.layout, log_names=tuple(form.vote["log_names"]))
-        vector = np.frombuffer(form.payload, "<i8").astype(np.int64)
-        prepared = replace(self.prepared, layout=layout)
-        self.commit(prepared, decode(layout, vector), vector)
+        vote = CompletedVote.from_json(form.vote, form.payload)
+        assert vote.step == self.train_state.step + 1, (vote.step, self.train_state.step)
+        self.prepared(vote)
         self._state_s += time.monotonic() - began
 
     def _catch_up(self, step: int) -> e.Event:
@@ -435,23 +422,10 @@ class Member:
         return None
 
     def _assemble(self, form: Form) -> e.Event | None:
-        assert self.group is not None
-        assert self._pieces is not None
         self.backup.hear(form.holders)
-        formed = Formed(
-            generation=form.generation,
-            step=form.step,
-            known_step=self.records.known_step,
-            group=self.group,
-            pieces=self._pieces,
-            catalogue=self.saver.catalogue,
-            say_lost=self.collective_failed,
-            gathering=self.vitals.gathering,
-            order=form.order,
-            on_connected=lambda: self._tell(e.PartBegun()),
-        )
         try:
-            entered = self.strategy.enter(formed)
+            entered = self.strategy.enter(self._formed(form))
+            assert self.group is not None
             self.records.share(self.group)
         except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
@@ -467,12 +441,29 @@ class Member:
         self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
         return None
 
-    def _meet_all(self) -> e.Event:
+    def _formed(self, form: Form) -> Formed:
+        assert self.group is not None
+        assert self._pieces is not None
+        return Formed(
+            generation=form.generation,
+            step=form.step,
+            known_step=self.records.known_step,
+            group=self.group,
+            pieces=self._pieces,
+            catalogue=self.saver.catalogue,
+            say_lost=self.collective_failed,
+            gathering=self.vitals.gathering,
+            order=form.order,
+            on_connected=lambda: self._tell(e.PartBegun()),
+        )
+
+    def _meet_all(self, form: Form) -> e.Event:
         """Whoever is level waits for those that get their state late: a step's first collective
         would wait no longer than the backend lets it."""
         assert self._pieces is not None
         try:
             self._pieces.wait_for_all()
+            self.strategy.enter(self._formed(form))
         except PeerLost as error:
             return lost_with(error)
         return e.EverybodyEntered()
@@ -492,7 +483,7 @@ class Member:
 
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
-        self._followers.take_on(self._state_and_records)
+        self.followers.take_on(self._state_and_records)
 
 
 def lost_with(error: PeerLost) -> e.PeersLost:

@@ -16,7 +16,7 @@ from elastic.protocol.messages.to_controller import Committed
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.link import ControllerLink
-from workers.step.vote import Prepared, Vote, dump
+from workers.step.vote import CompletedVote, Prepared, Vote
 
 
 class Standing(Protocol):
@@ -42,12 +42,12 @@ class Records:
         it is held."""
         self._link, self._global_batch, self._is_delayed = link, global_batch, is_delayed
         self._unrecorded: deque[dict[str, Any]] = deque()
-        self.last_vote: tuple[dict[str, Any], bytes] | None = None
+        self.last_vote: CompletedVote | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
 
     def add(self, step: int, prepared: Prepared, vector: np.ndarray, vote: Vote) -> None:
         """The step that is committed with this vote; `tell` reports it."""
-        self.last_vote = dump(prepared.layout, vector)
+        self.last_vote = CompletedVote.of(step, prepared.layout, vector)
         batch = self._global_batch
         self._unrecorded.append(
             {
@@ -56,7 +56,7 @@ class Records:
                     "time": time.time(),
                     "loss": vote.loss if math.isfinite(vote.loss) else None,
                     "generation": prepared.generation,
-                    "world_size": prepared.world_size,
+                    "world_size": prepared.layout.world_size,
                     "samples": step * batch,
                     "step_s": prepared.step_s,
                     "applied": vote.is_finite,
@@ -80,10 +80,9 @@ class Records:
         """JSON for who copies the state of the last step here; `take` is its other end.
 
         is_newest_enough: it has been told the steps before."""
-        layout, content = self.last_vote or (None, b"")
-        steps = list(self._unrecorded)
-        vote = [layout, base64.b64encode(content).decode()]
-        return {"steps": steps[-1:] if is_newest_enough else steps, "vote": vote}
+        vote, steps = self.last_vote, list(self._unrecorded)
+        said = vote and [vote.to_json(), base64.b64encode(vote.content).decode()]
+        return {"steps": steps[-1:] if is_newest_enough else steps, "vote": said}
 
     def take(self, frame: dict[str, Any]) -> None:
         """What the source of a copied state knows."""
@@ -106,8 +105,8 @@ class Records:
             self.last_vote = vote_in(frame)
 
     def tell(self, by: Standing) -> None:
-        """The lowest rank says what was committed last, as a member that has joined."""
-        if by.rank == 0 and self._unrecorded:
+        """Say what was committed last, as a member that has joined."""
+        if self._unrecorded:
             self._say(by, [self._unrecorded[-1]])
 
     def repeat(self, by: Standing, recorded_step: int) -> None:
@@ -129,10 +128,19 @@ class Records:
                 known += 1
         return known
 
+    def vote_of(self, step: int) -> tuple[dict[str, Any] | None, bytes]:
+        """Its layout and content; None if this worker does not know it (any more)."""
+        vote = self.last_vote
+        if vote is None or vote.step != step:
+            return None, b""
+        return vote.to_json(), vote.content
+
     def go_back(self, step: int) -> None:
         """What came after `step` will be done again."""
         while self._unrecorded and step_of(self._unrecorded[-1]) > step:
             self._unrecorded.pop()
+        if self.last_vote is not None and self.last_vote.step > step:
+            self.last_vote = None
 
     def forget(self) -> None:
         """Another worker's state was taken over."""
@@ -140,15 +148,14 @@ class Records:
         self.last_vote = None
 
     def _say(self, by: Standing, steps: list[dict[str, Any]]) -> None:
-        assert self.last_vote is not None
-        layout, content = self.last_vote
+        layout, content = self.vote_of(step_of(steps[-1]))
         world_size = by.world_size if self._is_delayed else 0
         self._link.send(Committed(by.generation, world_size, tuple(steps), layout, content))
 
 
-def vote_in(frame: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:
-    layout, content = frame["vote"]
-    return None if layout is None else (layout, base64.b64decode(content))
+def vote_in(frame: dict[str, Any]) -> CompletedVote | None:
+    said, content = frame["vote"] or (None, "")
+    return said and CompletedVote.from_json(said, base64.b64decode(content))
 
 
 def step_of(record: dict[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""What a member raises through the user's code, which must not catch it: no Exceptions."""
+"""What a member raises through the user's code, which must not catch it: no Exceptions; and what it
+looks for in the exceptions of that code."""
+
+from elastic.protocol.errors import PeerLost
 
 
 class RunEnded(BaseException):
@@ -8,3 +11,11 @@ class RunEnded(BaseException):
 class RolledBack(BaseException):
     """The run went back to a checkpoint in the middle of the user's code outside steps; unwinds
     the user's loop, which begins again."""
+
+
+def lost_peer_in(error: BaseException) -> PeerLost | None:
+    """The lost peer that an exception is, or was raised from."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, PeerLost):
+        found = found.__cause__ or found.__context__
+    return found

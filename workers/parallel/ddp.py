@@ -20,8 +20,10 @@ from workers.checkpoint.load import load_newest
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.initial import initialise_modules, settle_small
 from workers.parallel.strategy import Entered, Formed
+from workers.reduction.bitwise import BitwiseReducer
+from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
-from workers.reduction.reducers import BitwiseReducer, FastReducer, Reduced, Reducer
+from workers.reduction.reducers import Reduced, Reducer
 from workers.step.precision import DTYPES, Casting
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
@@ -92,12 +94,12 @@ class Replicated:
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
         gradients = reduced.gradients
-        is_on_host = all(g is None or g.device.type == "cpu" for g in gradients)
+        is_on_host = all(g.device.type == "cpu" for g in gradients.values())
         if self.train_state.clip_norm is None or is_on_host:
             return reduced  # `apply` looks itself: nobody has to be waited for
-        squares = read(row_squares([g for g in gradients if g is not None]))
-        rows = [0 if g is None else g.shape[0] if g.dim() else 1 for g in gradients]
-        return replace(reduced, squares=squares.split(rows))
+        squares = read(row_squares(list(gradients.values())))
+        rows = [g.shape[0] if g.dim() else 1 for g in gradients.values()]
+        return replace(reduced, squares=dict(zip(gradients, squares.split(rows), strict=True)))
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update)

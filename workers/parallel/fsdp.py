@@ -6,7 +6,7 @@ so an owner folds each round's slices as they come. The ranks of an HSDP replica
 the replica's ids (hsdp.py). Wrapping is fsdp2_private's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -44,11 +44,11 @@ class FsdpReducer:
         is_bitwise: bool,
     ) -> None:
         """collectives: over the shard axis. replicas: who holds the same rows. group: all."""
-        self._model, self._parameters = model, tuple(parameters.values())
+        self._model, self._parameters = model, parameters
         self._is_bitwise = is_bitwise
-        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
-        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
-        self._usage = Usage(model, self._parameters)
+        self._buffers = ReplicatedSums(buffers, group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(parameters, group, mesh, num_microbatches)
+        self._usage = Usage(model, parameters)
         self._replicas, self._num_shards = replicas, mesh.num_shards
         self._all_ids = mesh.ids_of_replica(num_microbatches, mesh.replica(group.rank()))
         self._round = 0
@@ -88,7 +88,8 @@ class FsdpReducer:
         self._served.make()
         self._end_pass()
 
-    def has_gradient(self) -> list[bool]:
+    @property
+    def used(self) -> Set[str]:
         return self._usage.used
 
     def finish(self) -> Reduced:
@@ -98,12 +99,12 @@ class FsdpReducer:
         for fold in self._folds:
             fold.finish(is_bitwise=self._is_bitwise)
         self._model.release()
-        gradients = (scalars.get(i, p.grad) for i, p in enumerate(self._parameters))
-        return Reduced(tuple(gradients), buffers)
+        given = {n: scalars.get(n, p.grad) for n, p in self._parameters.items()}
+        return Reduced({n: g for n, g in given.items() if g is not None}, buffers)
 
     def close(self) -> None:
         self._usage.close()
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     @property
@@ -124,7 +125,7 @@ class FsdpReducer:
         if self._is_bitwise:
             for fold in self._folds:
                 fold.end_pass(self._ids, is_alone=self._num_shards == 1)
-            for parameter in self._parameters:
+            for parameter in self._parameters.values():
                 parameter.grad = None
         self._served.end_pass()
         self._round += 1

@@ -4,7 +4,7 @@ whole and go to their owners once, when all passes are done.
 A rank's ids are contiguous, as in DDP. Wrapping is fsdp2_private's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,13 @@ class FsdpGradOpReducer:
     ) -> None:
         self._model, self._group, self._mesh = model, group, mesh
         self._num_microbatches, self._is_bitwise = num_microbatches, is_bitwise
-        self._parameters = tuple(parameters.values())
-        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
-        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
-        self._usage = Usage(model, self._parameters)
+        self._parameters = parameters
+        self._buffers = ReplicatedSums(buffers, group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(parameters, group, mesh, num_microbatches)
+        self._usage = Usage(model, parameters)
         by_id = {id(p.parameter): p for p in model.parameters}
         sharded = {n: p for n, p in parameters.items() if id(p) in by_id}
-        self._indices = [i for i, p in enumerate(self._parameters) if id(p) in by_id]
+        self._names = tuple(sharded)
         self._params = [by_id[id(p)] for p in sharded.values()]
         self._layout = FlatLayout(self._pieces(sharded))
         ids = mesh.ids(num_microbatches, group.rank())
@@ -84,7 +84,8 @@ class FsdpGradOpReducer:
     def serve_pass(self) -> None:
         raise AssertionError("nobody waits for a pass of this strategy")
 
-    def has_gradient(self) -> list[bool]:
+    @property
+    def used(self) -> Set[str]:
         return self._usage.used
 
     def finish(self) -> Reduced:
@@ -92,20 +93,19 @@ class FsdpGradOpReducer:
         if not self._is_bitwise:
             self._add(0)
         self._model.release()
-        gradients = [scalars.get(i) for i in range(len(self._parameters))]
+        gradients = dict(scalars)
         for part, flat in zip(self._layout.parts, self._to_owners(), strict=True):
             mine = part.leaves[self._leaves_of(part.leaves, self._group.rank())]
             sizes = [self._layout.shapes[i].numel() for i in mine]
             for leaf, rows in zip(mine, flat.split(sizes), strict=True):
                 param = self._params[leaf % len(self._params)]
                 value = rows.view(self._layout.shapes[leaf]).to(param.parameter)
-                index = self._indices[leaf % len(self._params)]
-                gradients[index] = param.sharded(value)
-        return Reduced(tuple(gradients), buffers)
+                gradients[self._names[leaf % len(self._params)]] = param.sharded(value)
+        return Reduced({n: gradients[n] for n in self._parameters if n in gradients}, buffers)
 
     def close(self) -> None:
         self._usage.close()
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     def _add(self, microbatch_id: int) -> None:

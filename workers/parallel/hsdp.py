@@ -74,9 +74,10 @@ class StandbyReducer:
         mesh: Mesh,
         num_microbatches: int,
     ) -> None:
-        self._parameters = tuple(parameters.values())
-        self._buffers = ReplicatedSums(tuple(buffers.values()), group, mesh, num_microbatches)
-        self._scalars = ScalarGradients(self._parameters, group, mesh, num_microbatches)
+        self._parameters = parameters
+        self._buffers = ReplicatedSums(buffers, group, mesh, num_microbatches)
+        self._scalars = ScalarGradients(parameters, group, mesh, num_microbatches)
+        self.used: set[str] = set()
 
     def begin(self) -> None:
         self._buffers.begin()
@@ -91,17 +92,13 @@ class StandbyReducer:
     def serve_pass(self) -> None:
         raise AssertionError("a rank that stands by has no passes")
 
-    def has_gradient(self) -> list[bool]:
-        return [False] * len(self._parameters)
-
     def finish(self) -> Reduced:
         buffers, scalars = self._buffers.finish(), self._scalars.finish()
-        empty = (
-            like(torch.empty_like(local(p.detach())), p) if is_shard(p) else None
-            for p in self._parameters
-        )
-        gradients = (scalars.get(i, nothing) for i, nothing in enumerate(empty))
-        return Reduced(tuple(gradients), buffers)
+        gradients = {
+            n: like(torch.empty_like(local(p.detach())), p) if is_shard(p) else scalars[n]
+            for n, p in self._parameters.items()
+        }
+        return Reduced(gradients, buffers)
 
     def close(self) -> None:
         pass

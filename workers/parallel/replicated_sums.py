@@ -5,7 +5,7 @@ They are few, so every rank gathers all and folds them in id order: the canonica
 the mesh. Other gradients are fsdp.py's and fsdp_grad_op.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,14 @@ class ReplicatedSums:
 
     def __init__(
         self,
-        like: Sequence[Tensor],
+        like: Mapping[str, Tensor],
         group: AnyGroup,
         mesh: Mesh,
         num_microbatches: int,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         """like: tensors of the leaves' shapes. dtype: of the leaves."""
-        self._like, self._dtype = tuple(like), dtype
+        self._like, self._dtype = like, dtype
         self._group = group
         self._ids = [mesh.ids(num_microbatches, rank) for rank in range(mesh.world_size)]
         self._mine: dict[int, Tensor] = {}
@@ -42,11 +42,11 @@ class ReplicatedSums:
             flat = [_as_real(leaf).reshape(-1) for leaf in leaves]
             self._mine[microbatch_id] = torch.cat(flat)
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """The sums. A collective. Raises PeerLost."""
+    def finish(self) -> dict[str, Tensor]:
+        """The sums, by the names of `like`. A collective. Raises PeerLost."""
         if not self._like:
-            return ()
-        sizes = [b.numel() * (2 if b.is_complex() else 1) for b in self._like]
+            return {}
+        sizes = [b.numel() * (2 if b.is_complex() else 1) for b in self._like.values()]
         size, mine = sum(sizes), self._own()
         gathered = [mine.new_empty(len(ids) * size) for ids in self._ids]
         self._group.all_gather(gathered, mine).wait()
@@ -56,13 +56,14 @@ class ReplicatedSums:
             for i, leaf in zip(ids, flat.view(len(ids), size), strict=True)
         }
         total = fold_blocks((Block(0, i), leaf_of[i]) for i in sorted(leaf_of))
-        parts = zip(self._like, total.split(sizes), strict=True)
-        return tuple(_shaped(part, like) for like, part in parts)
+        parts = zip(self._like.items(), total.split(sizes), strict=True)
+        return {name: _shaped(part, like) for (name, like), part in parts}
 
     def _own(self) -> Tensor:
         if self._mine:
             return torch.cat([self._mine[i] for i in sorted(self._mine)])
-        return self._like[0].new_empty(0, dtype=self._dtype)  # this rank stands by
+        some = next(iter(self._like.values()))
+        return some.new_empty(0, dtype=self._dtype)  # this rank stands by
 
 
 def _as_real(leaf: Tensor) -> Tensor:
@@ -76,18 +77,18 @@ def _shaped(part: Tensor, like: Tensor) -> Tensor:
 
 
 class ScalarGradients:
-    """The gradients of the parameters that are not sharded, by their index."""
+    """The gradients of the parameters that are not sharded, by name."""
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         group: AnyGroup,
         mesh: Mesh,
         num_microbatches: int,
     ) -> None:
-        self._scalars = {i: p for i, p in enumerate(parameters) if not is_shard(p)}
-        like = [p.detach() for p in self._scalars.values()]
-        dtype = like[0].dtype if like else torch.float64
+        self._scalars = {name: p for name, p in parameters.items() if not is_shard(p)}
+        like = {name: p.detach() for name, p in self._scalars.items()}
+        dtype = next((p.dtype for p in like.values()), torch.float64)
         self._sums = ReplicatedSums(like, group, mesh, num_microbatches, dtype)
 
     def begin(self) -> None:
@@ -106,6 +107,6 @@ class ScalarGradients:
         for p in self._scalars.values():
             p.grad = None
 
-    def finish(self) -> dict[int, Tensor]:
+    def finish(self) -> dict[str, Tensor]:
         """A collective. Raises PeerLost."""
-        return dict(zip(self._scalars, self._sums.finish(), strict=True))
+        return self._sums.finish()

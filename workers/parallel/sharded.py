@@ -173,11 +173,12 @@ class Sharded:
         if self.train_state.clip_norm is None:
             return reduced
         assert self._group is not None
-        pairs = zip(self.train_state.parameters, reduced.gradients, strict=True)
-        present = [p.detach() if g is None else g for p, g in pairs]  # unused, it will not count
-        mine = [(layout_of("gradient", g), local(g)) for g in present]
+        parameters, gradients = self.train_state.parameters, reduced.gradients
+        # What nobody used will not count.
+        present = {n: gradients.get(n, p.detach()) for n, p in parameters.items()}
+        mine = [(layout_of("gradient", g), local(g)) for g in present.values()]
         squares = squares_of_shards(mine, self.mesh, self._group, read, self.model.host)
-        return replace(reduced, squares=squares)
+        return replace(reduced, squares=dict(zip(present, squares, strict=True)))
 
     def _share_integers(self) -> None:
         """Ranks that stand by take the integer buffers of a step. A collective."""
@@ -187,17 +188,20 @@ class Sharded:
         if mesh.num_active == mesh.world_size or not like:
             return
         nothing = torch.empty(0, dtype=torch.uint8, device=self.model.device)
-        first, size = mesh.ranks()[0], sum(t.nbytes for t in like)
+        sizes = [t.nbytes for t in like.values()]
+        first, size = mesh.ranks()[0], sum(sizes)
         gathered = [nothing.new_empty(size if r == first else 0) for r in range(group.size())]
         mine = nothing
         if group.rank() == first:
-            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.integers]
+            values = buffers.integers.values()
+            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in values]
             mine = torch.cat(flat)
         group.all_gather(gathered, mine).wait()
         if mesh.is_standby(group.rank()):
-            parts = gathered[first].split([t.nbytes for t in like])
-            pairs = zip(parts, like, strict=True)
-            buffers.take_integers([p.clone().view(t.dtype).view(t.shape) for p, t in pairs])
+            pairs = zip(gathered[first].split(sizes), like.items(), strict=True)
+            buffers.take_integers(
+                {name: p.clone().view(t.dtype).view(t.shape) for p, (name, t) in pairs}
+            )
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update, step_on_shards)

@@ -99,6 +99,7 @@ class Strategy(Protocol):
 
     def enter(self, formed: Formed) -> Entered:
         """Get this rank's part of the state, and what its forward communicates with. A collective.
+        Where every member holds all of the state, it has got it by now.
 
         Raises PeerLost, ShardLost and DamagedCheckpoint, after which it may hold nothing.
         """

@@ -3,7 +3,7 @@
 Ids 0..V-1 are the leaves of a balanced binary tree, padded to a power of two with absent leaves;
 a node with one child is that child. Whoever adds, and where, the additions are the same.
 How the nodes of several ranks become one is in tree_reduction.py; gradient buckets of the fast mode
-are in buckets.py.
+are in fast.py.
 """
 
 from bisect import bisect_right

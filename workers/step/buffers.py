@@ -4,7 +4,7 @@ Floating buffers become the mean over all micro-batches, integer buffers must ag
 votes is the session's business.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -86,13 +86,13 @@ class TrackedBuffers:
                     start.add(name)
         self._buffers = [found[name] for name in sorted(found)]
         self.names = tuple(b.name for b in self._buffers)
-        """All buffers, in the order of indices and flags."""
+        """All buffers, in their order."""
         self._is_tracked = [name in start for name in self.names]
         places = ((id(b.module), b.key) for b in self._buffers)
         self._index = {place: i for i, place in enumerate(places)}
         self._has_new_change = [False] * len(self.names)
         self._num_seen = 0
-        self._integers: list[list[Tensor]] = []
+        self._integers: list[dict[str, Tensor]] = []
 
     @property
     def tracked(self) -> tuple[str, ...]:
@@ -113,16 +113,16 @@ class TrackedBuffers:
         return tuple(b.name for b in self._tracked() if not b.is_floating)
 
     @property
-    def integers(self) -> list[Tensor]:
+    def integers(self) -> dict[str, Tensor]:
         """The values that the newest micro-batch gave to the tracked integer buffers."""
-        return self._integers[-1] if self._integers else []
+        return self._integers[-1] if self._integers else {}
 
     @property
-    def tracked_integers(self) -> list[Tensor]:
+    def tracked_integers(self) -> dict[str, Tensor]:
         """The live tensors of the tracked integer buffers."""
-        return [b.live for b in self._tracked() if not b.is_floating]
+        return {b.name: b.live for b in self._tracked() if not b.is_floating}
 
-    def take_integers(self, values: list[Tensor]) -> None:
+    def take_integers(self, values: dict[str, Tensor]) -> None:
         """As another rank's micro-batches gave them: this one computes none."""
         self._integers = [values]
 
@@ -160,18 +160,19 @@ class TrackedBuffers:
             if not self._is_tracked[i] and buffer.has_changed(compare):
                 self._has_new_change[i] = True
         tracked = self._tracked()
-        self._integers.append([b.current.clone() for b in tracked if not b.is_floating])
+        self._integers.append({b.name: b.current.clone() for b in tracked if not b.is_floating})
         return [_widened(b.current) for b in tracked if b.is_floating]
 
-    def untracked_changes(self) -> list[bool]:
-        """Per buffer: a micro-batch of this step changed it although it is not tracked."""
-        return list(self._has_new_change)
+    def untracked_changes(self) -> set[str]:
+        """Buffers that a micro-batch of this step changed although they are not tracked."""
+        pairs = zip(self.names, self._has_new_change, strict=True)
+        return {name for name, has_changed in pairs if has_changed}
 
     def integer_hashes(self, read: Callable[[Tensor], Tensor]) -> list[tuple[int, ...]]:
         """Per micro-batch of this step: a signed 64-bit hash of each integer buffer's value.
 
         read: of the step's group."""
-        plain = [_plain(value) for values in self._integers for value in values]
+        plain = [_plain(value) for values in self._integers for value in values.values()]
         if not plain:
             return [() for _ in self._integers]
         pieces = read(torch.cat(plain)).split([p.numel() for p in plain])  # one for all of them
@@ -180,17 +181,15 @@ class TrackedBuffers:
 
     @torch.no_grad()
     def commit(
-        self, sums: Sequence[Tensor], integers: Sequence[Tensor], num_microbatches: int
+        self, sums: Mapping[str, Tensor], integers: Mapping[str, Tensor], num_microbatches: int
     ) -> None:
-        """Make the means of `sums` (as the leaves, over all ids) and `integers` the new state."""
-        tracked = self._tracked()
-        floating = [b for b in tracked if b.is_floating]
-        for buffer, total in zip(floating, sums, strict=True):
-            buffer.committed.copy_((total / num_microbatches).view(buffer.live.shape))
-        others = [b for b in tracked if not b.is_floating]
-        for buffer, value in zip(others, integers, strict=True):
-            buffer.committed.copy_(value)
-        for buffer in tracked:
+        """Make the means of `sums` (over all ids) and `integers` the new state."""
+        for buffer in self._tracked():
+            if buffer.is_floating:
+                mean = sums[buffer.name] / num_microbatches
+                buffer.committed.copy_(mean.view(buffer.live.shape))
+            else:
+                buffer.committed.copy_(integers[buffer.name])
             buffer.restore()
         self._integers = []
 

@@ -14,7 +14,6 @@ import torch
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.messages.to_controller import Evaluation
-from elastic.protocol.worker_spec import WorkerSpec
 from workers.data.placement import to_device
 from workers.distributed.exchange import gather_json
 from workers.membership.events import Loop
@@ -28,7 +27,7 @@ EVALUATION_SEED_SALT = 0x6576616C
 """Keeps the randomness of evaluation apart from that of training."""
 
 
-def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any) -> Any:
+def evaluate(member: Member, workload: Any, dataset: Any, fn: Any) -> Any:
     """See `Session.evaluate`."""
     step = member.train_state.step
     ordinal = member.evaluated.next_ordinal(step)
@@ -41,14 +40,12 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
                 means, generation = known.values, known.generation
                 break
             try:
-                means = _evaluate_once(member, workload, spec, dataset, fn)
+                means = _evaluate_once(member, workload, dataset, fn)
                 generation = member.generation
                 break
-            except (Exception, StepCancelled) as error:
-                if isinstance(error, PeerLost):
-                    member.collective_failed(error)
-                elif isinstance(error, Exception) and not member.is_cancelled:
-                    raise  # else a forward has said that it lost a peer, or fn was given garbage
+            except (Exception, StepCancelled) as error:  # the latter of a sharded forward
+                if not (isinstance(error, StepCancelled) or member.is_over_with(error)):
+                    raise
                 member.wait_for_generation()
                 if member.train_state.step < step:
                     raise RolledBack from error
@@ -60,13 +57,11 @@ def evaluate(member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: 
     return means[SCALAR] if list(means) == [SCALAR] else means
 
 
-def _evaluate_once(
-    member: Member, workload: Any, spec: WorkerSpec, dataset: Any, fn: Any
-) -> dict[str, float]:
+def _evaluate_once(member: Member, workload: Any, dataset: Any, fn: Any) -> dict[str, float]:
     if member.is_cancelled:
         raise PeerLost("the generation was given up")
     assert member.group is not None
-    num_batches = math.ceil(len(dataset) / spec.micro_batch)
+    num_batches = math.ceil(len(dataset) / member.spec.micro_batch)
     if num_batches == 0:
         raise ValueError("evaluate(): the dataset has no samples")
     mesh, ids, echoes = member.mesh, range(0), [0] * 0
@@ -75,7 +70,7 @@ def _evaluate_once(
         if member.strategy.has_collective_forward:
             num_passes = len(microbatch_ids(num_batches, mesh.num_active, 0))  # no rank has more
             echoes = [0] * (num_passes - len(ids))
-    rows = _evaluate_ids(member, workload, spec, dataset, fn, ids, echoes)
+    rows = _evaluate_ids(member, workload, dataset, fn, ids, echoes)
     member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows)
     return fold([row for of_rank in gathered for row in of_rank])
@@ -84,7 +79,6 @@ def _evaluate_once(
 def _evaluate_ids(
     member: Member,
     workload: Any,
-    spec: WorkerSpec,
     dataset: Any,
     fn: Any,
     ids: range,
@@ -95,7 +89,7 @@ def _evaluate_ids(
     model, collate = member.train_state.model, getattr(workload, "collate", None)
     if collate is None:
         from torch.utils.data import default_collate as collate
-    modes = {module: module.training for module in model.modules()}
+    spec, modes = member.spec, {module: module.training for module in model.modules()}
     model.eval()
     rows: list[list[Any]] = []
     try:

@@ -1,17 +1,22 @@
-"""What a step keeps of each micro-batch that this rank computed, until the vote takes it.
+"""What a step keeps of each micro-batch that this rank computed, until the vote takes it: the loss
+and its weight, which are checked, the rows, and what was logged.
 
 Records of committed steps are in membership/step_log.py; gradients are the reducers'.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from workers.step.loss import check_weight
+from elastic.protocol.errors import WrongInput
 from workers.step.vote import MicrobatchRecord
 
 Logged = dict[str, float | torch.Tensor]
+Read: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def kept(value: float | torch.Tensor) -> float | torch.Tensor:
@@ -22,17 +27,28 @@ def kept(value: float | torch.Tensor) -> float | torch.Tensor:
     return float(value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """One of them; loss, weight and logged values may be on a device."""
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    rows: np.ndarray
+    logged: Logged
+
+    def values(self) -> list[float | torch.Tensor]:
+        weight = [] if self.weight is None else [self.weight]
+        return [self.loss, *weight, *self.logged.values()]
+
+
 class Microbatches:
     """In id order; losses and logged values stay on their device until `records`."""
 
     def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor | None] = []
-        self._rows: list[np.ndarray] = []
-        self._logged: list[Logged] = []
+        self._done: list[_Done] = []
 
     def __len__(self) -> int:
-        return len(self._losses)
+        return len(self._done)
 
     def add(
         self,
@@ -41,48 +57,36 @@ class Microbatches:
         rows: np.ndarray,
         logged: Logged,
     ) -> None:
-        self._losses.append(loss.detach())
-        self._weights.append(weight)
-        self._rows.append(rows)
-        self._logged.append(logged)
+        self._done.append(_Done(loss.detach(), weight, rows, logged))
 
     def log_late(self, values: Logged) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
-        if self._logged:  # else this rank stands by
-            self._logged[-1] = {**self._logged[-1], **values}
+        if self._done:  # else this rank stands by
+            last = self._done[-1]
+            self._done[-1] = replace(last, logged={**last.logged, **values})
 
     def records(
-        self,
-        ids: Iterable[int],
-        hashes: Sequence[tuple[int, ...]],
-        read: Callable[[torch.Tensor], torch.Tensor],
+        self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]], read: Read
     ) -> list[MicrobatchRecord]:
         """Losses and logged values come to the host here, once per step. hashes: of the integer
         buffers, by id. read: of the step's group. WrongInput for a weight that is no count."""
-        if not self._losses:  # this rank stands by
+        if not self._done:  # this rank stands by
             return []
-        weights = ([] if w is None else [w] for w in self._weights)
-        columns = zip(self._losses, weights, self._logged, strict=True)
-        values = [v for loss, w, logged in columns for v in (loss, *w, *logged.values())]
-        numbers = _numbers(values, read)
+        numbers = _numbers([value for done in self._done for value in done.values()], read)
         return [
             MicrobatchRecord(
-                i,
-                next(numbers),
-                weight_of(i, None if weight is None else next(numbers)),
-                rows,
-                hashed,
-                {name: next(numbers) for name in logged},
+                microbatch_id=i,
+                loss=next(numbers),
+                weight=weight_of(i, None if done.weight is None else next(numbers)),
+                rows=done.rows,
+                integer_hashes=hashed,
+                logged={name: next(numbers) for name in done.logged},
             )
-            for i, weight, rows, hashed, logged in zip(
-                ids, self._weights, self._rows, hashes, self._logged, strict=True
-            )
+            for i, done, hashed in zip(ids, self._done, hashes, strict=True)
         ]
 
 
-def _numbers(
-    values: Sequence[float | torch.Tensor], read: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[float]:
+def _numbers(values: Sequence[float | torch.Tensor], read: Read) -> Iterator[float]:
     """In their order, by one read of each device."""
     found = [0.0 if isinstance(v, torch.Tensor) else v for v in values]
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -99,3 +103,61 @@ def _numbers(
 def weight_of(microbatch_id: int, weight: float | torch.Tensor | None) -> float | None:
     of = f" of micro-batch {microbatch_id}"
     return None if weight is None else check_weight(float(weight), of)
+
+
+def check_loss(loss: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss as (scalar to differentiate, weight or None). Raises WrongInput.
+
+    The value of a weight on a GPU is not looked at: that would wait for the device.
+    """
+    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else type(total).__name__
+        )
+        raise WrongInput(
+            f"loss() must return a scalar tensor (the mean over the micro-batch) or (sum, weight), "
+            f"not {found}; reduce it, for example with .mean()"
+        )
+    if total.is_complex():
+        raise WrongInput(
+            f"loss() must return a real floating-point number, not {_named(total.dtype)}; take its "
+            "real part or its .abs()"
+        )
+    if not total.requires_grad:
+        raise WrongInput(
+            "loss() returned a tensor without a gradient; compute it from the model's output"
+        )
+    return total.reshape(()), None if weight is None else _scalar(weight)
+
+
+def check_weight(weight: float, of: str = "") -> float:
+    """A weight is a count: a sum that is not finite skips the step, a weight never may. Raises
+    WrongInput. of: which one, after a blank."""
+    if not (math.isfinite(weight) and weight >= 0):
+        raise WrongInput(
+            f"loss()'s weight{of} is {weight:g}; it must be a finite number, 0 or more: how many "
+            "samples or tokens the sum is over"
+        )
+    return weight
+
+
+def _scalar(weight: Any) -> torch.Tensor:
+    try:
+        weight = torch.as_tensor(weight).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = type(weight).__name__
+        raise WrongInput(f"loss()'s weight must be a number, not {found}") from error
+    if weight.numel() != 1:
+        raise WrongInput(f"loss()'s weight must be a scalar, not of shape {tuple(weight.shape)}")
+    if weight.is_complex():
+        raise WrongInput(f"loss()'s weight must be a real number, not {_named(weight.dtype)}")
+    if weight.device.type == "cpu":
+        check_weight(float(weight))
+    return weight
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,27 +8,45 @@ float64. Whoever completes the vote knows that every member holds the reduced gr
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from elastic.protocol.errors import StepCancelled
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
 
-_COUNTS = 6  # pause, non-finite, unknown log names, untracked buffers, busy savers, save
+_COUNTS = 7  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What votes speak of: the whole model's names, of which a rank may hold some only. Every vote
+    carries their digest."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    digest: int = field(init=False)
+    """48 bits of it, so that no number of ranks overflows their sum."""
+
+    def __post_init__(self) -> None:
+        joined = "\0".join((*self.parameters, "", *self.buffers)).encode()
+        digest = hashlib.blake2b(joined, digest_size=6).digest()
+        object.__setattr__(self, "digest", int.from_bytes(digest, "little"))
 
 
 @dataclass(frozen=True, slots=True)
 class VoteLayout:
     """Where things stand in the vector; equal on all members of a generation."""
 
+    world_size: int
     num_microbatches: int
     micro_batch: int
-    num_parameters: int
-    num_buffers: int
+    names: Names
     integer_buffers: tuple[str, ...]
     log_names: tuple[str, ...]
 
@@ -39,7 +57,7 @@ class VoteLayout:
     @property
     def size(self) -> int:
         per_id = self.num_microbatches * self.slots_per_microbatch
-        return _COUNTS + self.num_parameters + self.num_buffers + per_id
+        return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +78,10 @@ class Ballot:
 
     records: Sequence[MicrobatchRecord]
     """Of its own micro-batches."""
-    used: Sequence[bool]
-    """Per parameter: one of them gave it a gradient."""
-    untracked: Sequence[bool]
-    """Per buffer: one of them changed it, and it is not tracked."""
+    used: Set[str]
+    """Parameters that one of them gave a gradient."""
+    untracked: Set[str]
+    """Buffers that one of them changed, and that are not tracked."""
     wants_pause: bool
     is_saving: bool
     wants_save: bool
@@ -85,9 +103,10 @@ class Vote:
     should_save: bool
     is_finite: bool
     has_unknown_names: bool
-    untracked_buffers: tuple[int, ...]
-    used: tuple[bool, ...]
-    """Per parameter: some micro-batch gave it a gradient."""
+    untracked: frozenset[str]
+    """Buffers that some micro-batch changed, and that are not tracked."""
+    used: frozenset[str]
+    """Parameters that some micro-batch gave a gradient."""
     loss: float
     divisor: float
     rows: np.ndarray  # int64, (global_batch,)
@@ -98,6 +117,10 @@ class Vote:
         return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
 
 
+class Repeated(StepCancelled):
+    """All ranks alike do the step again, by what they have agreed on; without regrouping."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A step whose gradients are reduced here; its vote decides whether it counts."""
@@ -106,7 +129,6 @@ class Prepared:
     layout: VoteLayout
     step_s: float
     generation: int
-    world_size: int
     """Of those who computed it: others may roll it forward."""
 
 
@@ -119,15 +141,20 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     vector = np.zeros(layout.size, np.int64)
     known = set(layout.log_names)
     has_unknown = any(name not in known for r in ballot.records for name in r.logged)
-    others = (has_unknown, any(ballot.untracked), ballot.is_saving, ballot.wants_save)
-    vector[:_COUNTS] = ballot.wants_pause, not ballot.is_finite, *others
-    at = _COUNTS
-    vector[at : at + layout.num_parameters] = ballot.used
-    at += layout.num_parameters
-    vector[at : at + layout.num_buffers] = ballot.untracked
-    table = vector[at + layout.num_buffers :].reshape(layout.num_microbatches, -1)
+    vector[:_COUNTS] = (
+        layout.names.digest,
+        ballot.wants_pause,
+        not ballot.is_finite,
+        has_unknown,
+        bool(ballot.untracked),
+        ballot.is_saving,
+        ballot.wants_save,
+    )
+    used, untracked, table = _parts(layout, vector)
+    used[:] = [name in ballot.used for name in layout.names.parameters]
+    untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
-        assert record.weight is None or math.isfinite(record.weight)  # loss.py has checked it
+        assert record.weight is None or math.isfinite(record.weight)  # microbatches.py has checked
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
         for name in layout.log_names:
@@ -135,6 +162,13 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
             row += [int(is_present), _bits(record.logged[name]) if is_present else 0]
         table[record.microbatch_id] = row
     return vector
+
+
+def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Behind the counts, as views: a slot per parameter, one per buffer, a row per micro-batch."""
+    at = _COUNTS + len(layout.names.parameters)
+    end = at + len(layout.names.buffers)
+    return vector[_COUNTS:at], vector[at:end], vector[end:].reshape(layout.num_microbatches, -1)
 
 
 def add_up(group: AnyGroup, vector: np.ndarray) -> np.ndarray:
@@ -147,13 +181,12 @@ def add_up(group: AnyGroup, vector: np.ndarray) -> np.ndarray:
 def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     """The agreement in a summed vector.
 
-    Raises ValueError if micro-batches disagree on an integer buffer or on the kind of loss.
+    Raises ValueError if the ranks' models have other names, or micro-batches disagree on an integer
+    buffer or on the kind of loss.
     """
-    counts, at = vector[:_COUNTS], _COUNTS
-    used = vector[at : at + layout.num_parameters] > 0
-    at += layout.num_parameters
-    untracked = tuple(int(i) for i in np.flatnonzero(vector[at : at + layout.num_buffers]))
-    table = vector[at + layout.num_buffers :].reshape(layout.num_microbatches, -1)
+    digests, pauses, nonfinite, unknown, _, saving, saves = vector[:_COUNTS].tolist()
+    _check_names(layout, digests)
+    used, untracked, table = _parts(layout, vector)
     losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
     losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
     is_weighted = ~np.isnan(weights)
@@ -179,13 +212,13 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
             user[name] = fold_scalars(values) / int(present.sum())
     total = fold_scalars(losses)
     return Vote(
-        should_pause=bool(counts[0]),
-        is_saving=bool(counts[4]),
-        should_save=bool(counts[5]),
-        is_finite=not counts[1] and divisor != 0 and math.isfinite(divisor),
-        has_unknown_names=bool(counts[2]),
-        untracked_buffers=untracked,
-        used=tuple(bool(u) for u in used),
+        should_pause=bool(pauses),
+        is_saving=bool(saving),
+        should_save=bool(saves),
+        is_finite=not nonfinite and divisor != 0 and math.isfinite(divisor),
+        has_unknown_names=bool(unknown),
+        untracked=_named(layout.names.buffers, untracked),
+        used=_named(layout.names.parameters, used),
         loss=total / divisor if divisor else math.nan,
         divisor=divisor,
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
@@ -193,6 +226,39 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     )
 
 
-def dump(layout: VoteLayout, vector: np.ndarray) -> tuple[dict[str, object], bytes]:
-    """A completed vote for a survivor that did not see it complete."""
-    return {"log_names": list(layout.log_names)}, vector.astype("<i8").tobytes()
+def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
+    if sum_of_digests != layout.world_size * layout.names.digest:
+        raise ValueError(
+            "the parameters or buffers of the model have other names, or another order, on another "
+            "worker; build_model() must build the same model everywhere (an iteration over a set "
+            "has another order in every process)"
+        )
+
+
+def _named(names: tuple[str, ...], flags: np.ndarray) -> frozenset[str]:
+    return frozenset(names[i] for i in np.flatnonzero(flags))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedVote:
+    """For a survivor that did not see it complete."""
+
+    step: int
+    """That counts with it."""
+    log_names: tuple[str, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, step: int, layout: VoteLayout, vector: np.ndarray) -> "CompletedVote":
+        return cls(step, layout.log_names, vector.astype("<i8").tobytes())
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any], content: bytes) -> "CompletedVote":
+        return cls(said["step"], tuple(said["log_names"]), content)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but its content."""
+        return {"step": self.step, "log_names": list(self.log_names)}
+
+    def vector(self) -> np.ndarray:
+        return np.frombuffer(self.content, "<i8").astype(np.int64)

@@ -48,10 +48,10 @@ class Settings(Protocol):
 
 def build_state(model: nn.Module, workload: Any, spec: Settings, casting: Casting) -> TrainState:
     """The state at step 0, of a model that is wrapped as the strategy wants it."""
-    parameters = [p for _, p in model.named_parameters() if p.requires_grad]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise WrongInput("build_model() returned a model without trainable parameters")
-    optimizer = build_optimizer(workload, spec, parameters, model)
+    optimizer = build_optimizer(workload, spec, list(parameters.values()), model)
     scheduler = _build_scheduler(workload, optimizer)
     train_state = TrainState(
         model,

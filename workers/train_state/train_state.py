@@ -4,7 +4,7 @@ Members and followers apply the same updates with the same code, so they hold th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from elastic.protocol.messages import peer
 from workers.reduction.norm import clip_coefficient, norm_of_rows, row_squares
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
+from workers.step.vote import Prepared, Vote
 from workers.train_state import serialization
 from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
@@ -23,27 +24,38 @@ from workers.train_state.tensors import is_shard, local
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Everything that a committed step changes.
-
-    gradients: the sum over micro-batches per parameter, in parameter order; None where unused.
-    squares: of each one's rows, of all ranks, for the norm; empty: the gradients are whole here.
-    buffers: the sum over micro-batches of each tracked floating buffer, float64.
-    integers: the new value of each tracked integer buffer.
-    tracked: names of the tracked buffers. log_names: see `TrainState.log_names`.
-    """
+    """Everything that a committed step changes, by name."""
 
     step: int
     """Committed steps once it is applied."""
     is_finite: bool
     divisor: float
     num_microbatches: int
-    used: tuple[bool, ...]
-    gradients: tuple[torch.Tensor | None, ...]
-    buffers: tuple[torch.Tensor, ...]
-    integers: tuple[torch.Tensor, ...]
-    tracked: tuple[str, ...]
+    gradients: Mapping[str, torch.Tensor]
+    """The sum over micro-batches per parameter; without those that no micro-batch used."""
+    buffers: Mapping[str, torch.Tensor]
+    """The sum over micro-batches of each tracked floating buffer, float64."""
+    integers: Mapping[str, torch.Tensor]
+    """The new value of each tracked integer buffer."""
     log_names: tuple[str, ...]
-    squares: tuple[torch.Tensor, ...] = ()
+    """See `TrainState.log_names`."""
+    squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Of each gradient's rows, of all ranks, for the norm; empty: the gradients are whole here."""
+
+    @classmethod
+    def of(cls, prepared: Prepared, vote: Vote, before: "TrainState") -> "Update":
+        """A prepared step with its completed vote."""
+        return cls(
+            step=before.step + 1,
+            is_finite=vote.is_finite,
+            divisor=vote.divisor,
+            num_microbatches=prepared.layout.num_microbatches,
+            gradients={n: g for n, g in prepared.reduced.gradients.items() if n in vote.used},
+            buffers=prepared.reduced.buffers,
+            integers=before.buffers.integers,
+            log_names=prepared.layout.log_names,
+            squares=prepared.reduced.squares,
+        )
 
     def to_message(self, records: dict[str, Any]) -> tuple[peer.Update, dict[str, torch.Tensor]]:
         """For followers, with the tensors themselves. records: what is known of the step."""
@@ -52,37 +64,28 @@ class Update:
             is_finite=self.is_finite,
             divisor=self.divisor,
             num_microbatches=self.num_microbatches,
-            used=self.used,
-            tracked=self.tracked,
             log_names=self.log_names,
-            num_buffers=len(self.buffers),
-            num_integers=len(self.integers),
             records=records,
         )
-        tensors = {
-            f"g{i}": g
-            for i, (g, is_used) in enumerate(zip(self.gradients, self.used, strict=True))
-            if is_used and g is not None
-        }
-        tensors |= {f"b{i}": b for i, b in enumerate(self.buffers)}
-        tensors |= {f"i{i}": b for i, b in enumerate(self.integers)}
-        return message, tensors
+        kinds = {"gradient": self.gradients, "buffer": self.buffers, "integer": self.integers}
+        return message, {f"{kind}/{n}": t for kind, of in kinds.items() for n, t in of.items()}
 
     @classmethod
     def from_message(
         cls, said: peer.Update, tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> "Update":
-        here = {n: t.to(device) for n, t in tensors.items()}
+        found: dict[str, dict[str, torch.Tensor]] = {"gradient": {}, "buffer": {}, "integer": {}}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            found[kind][name] = tensor.to(device)
         return cls(
             step=said.step,
             is_finite=said.is_finite,
             divisor=said.divisor,
             num_microbatches=said.num_microbatches,
-            used=said.used,
-            gradients=tuple(here.get(f"g{i}") for i in range(len(said.used))),
-            buffers=tuple(here[f"b{i}"] for i in range(said.num_buffers)),
-            integers=tuple(here[f"i{i}"] for i in range(said.num_integers)),
-            tracked=said.tracked,
+            gradients=found["gradient"],
+            buffers=found["buffer"],
+            integers=found["integer"],
             log_names=said.log_names,
         )
 
@@ -97,7 +100,7 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module,
-        parameters: list[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         scheduler: Any | None,
         *,
@@ -106,8 +109,8 @@ class TrainState:
         casting: Casting | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """casting: of the parameters in a forward; None: they are used as they are. loss_scale: to
-        begin with; None: losses are not scaled."""
+        """parameters: those that are trained. casting: of the parameters in a forward; None: they
+        are used as they are. loss_scale: to begin with; None: losses are not scaled."""
         self.model, self.parameters = model, parameters
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip_norm, self.max_nonfinite = clip_norm, max_nonfinite
@@ -130,14 +133,11 @@ class TrainState:
         update: Update,
         step: Callable[[torch.optim.Optimizer], Any] = step_of,
     ) -> None:
-        """Take one step, by oneself: all have voted for it. Raises FloatingPointError after too
-        many steps that are not finite.
-
-        step: of the optimizer.
-        """
+        """Take one step, by oneself: all have voted for it. step: of the optimizer. Raises
+        FloatingPointError after too many steps that are not finite."""
         assert update.step == self.step + 1, (update.step, self.step)
         self.settle()
-        self.buffers.track(update.tracked)
+        self.buffers.track({**update.buffers, **update.integers})
         if update.is_finite:
             self._change_weights(update, step)
         else:
@@ -168,32 +168,28 @@ class TrainState:
             self.skipped_in_a_row += 1
 
     def drop_gradients(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def _change_weights(self, update: Update, step: Callable[[torch.optim.Optimizer], Any]) -> None:
         self._scale(update)
-        for parameter, gradient, is_used in zip(
-            self.parameters, update.gradients, update.used, strict=True
-        ):
-            parameter.grad = None
-            if is_used:
-                assert gradient is not None
-                if not is_shard(gradient):  # a follower receives it row by row
-                    gradient = laid_out(gradient, parameter.stride())
-                parameter.grad = gradient
+        self.drop_gradients()
+        for name, gradient in update.gradients.items():
+            parameter = self.parameters[name]
+            if not is_shard(gradient):  # a follower receives it row by row
+                gradient = laid_out(gradient, parameter.stride())
+            parameter.grad = gradient
         step(self.optimizer)
         self.buffers.commit(update.buffers, update.integers, update.num_microbatches)
 
     def _scale(self, update: Update) -> None:
         """Sums become means, clipped. The norm is of the sums, whose divisor the vote has found."""
         divisor = update.divisor * (self.loss_scale.value if self.loss_scale else 1.0)
-        given = [g for g, used in zip(update.gradients, update.used, strict=True) if used]
-        sums = [local(g) for g in given if g is not None]
+        sums = [local(gradient) for gradient in update.gradients.values()]
         coefficient = 1.0
         if self.clip_norm is not None:
-            pairs = zip(update.squares, update.used, strict=False)
-            squares = [of_rows for of_rows, used in pairs if used] or [row_squares(sums)]
+            known = update.squares
+            squares = [known[n] for n in update.gradients if n in known] or [row_squares(sums)]
             self.gradient_norm = norm_of_rows(torch.cat(squares)) / divisor
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
         if sums:

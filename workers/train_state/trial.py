@@ -29,8 +29,9 @@ def try_optimizer(workload: Any, spec: Settings, train_state: TrainState) -> Non
     optimizers keep tensors only."""
     if type(train_state.optimizer).__module__.startswith("torch.optim."):
         return
-    optimizer = build_optimizer(workload, spec, train_state.parameters, train_state.model)
-    step_undone(optimizer, train_state.parameters)
+    parameters = list(train_state.parameters.values())
+    optimizer = build_optimizer(workload, spec, parameters, train_state.model)
+    step_undone(optimizer, parameters)
     try:
         serialization.check_optimizer(train_state.model, optimizer)
     except WrongInput as error:

@@ -27,18 +27,14 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one step changes (workers/train_state/train_state.py): gradients g0, g1, ... by the
-    parameters' order, floating buffers b0, b1, ..., integer buffers i0, i1, ..."""
+    """What one step changes (workers/train_state/train_state.py): the tensors gradient/NAME of
+    parameters, buffer/NAME and integer/NAME of floating and other buffers."""
 
     step: int
     is_finite: bool
     divisor: float
     num_microbatches: int
-    used: tuple[bool, ...]
-    tracked: tuple[str, ...]
     log_names: tuple[str, ...]
-    num_buffers: int
-    num_integers: int
     records: dict[str, Any]
     queued: int = 0
     tensors: TensorShapes = ()

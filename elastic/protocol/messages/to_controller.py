@@ -130,7 +130,8 @@ class Committed:
     """0: a step is on record once it is said; else once so many ranks have said `Held`."""
     steps: tuple[dict[str, Any], ...]
     """Lines of metrics.jsonl and samples.jsonl, by the files' stems."""
-    vote: dict[str, Any]
+    vote: dict[str, Any] | None
+    """Its layout, whose content is the payload; None: this rank has gone back, and forgot it."""
     payload: bytes = b""
 
 

@@ -63,9 +63,8 @@ def install(workload):
     """Instants that the user's code does not see."""
     from workers.checkpoint.saver import _Job
     from workers.distributed.process_group import Group
-    from workers.membership.member import Member
     from workers.membership.own_group import OwnGroup
-    from workers.session import Session
+    from workers.session import Session, Step
 
     def before(kind, name, where):
         original = getattr(kind, name)
@@ -101,6 +100,6 @@ def install(workload):
 
     Session.next_step, _Job.contents = counted, cut_short
     after(Group, "_launch", "collective")  # our part is on its way, the others' is awaited
-    before(Member, "commit", "vote")  # all have voted, nothing is applied
-    after(Member, "commit", "applied")
+    before(Step, "_apply", "vote")  # all have voted, nothing is applied
+    after(Step, "_apply", "applied")
     before(OwnGroup, "meet", "regroup")

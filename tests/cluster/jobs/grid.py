@@ -44,7 +44,7 @@ class Grid(Replicated):
         ids = [mesh.ids(self._spec.num_microbatches, r) for r in range(group.size())]
         by_row = [[i for r in grid.along("tp", first) for i in ids[r]] for first in in_column]
         axes = ((rows, [ids[r] for r in in_row]), (columns, by_row))
-        return GridReducer(tuple(parameters.values()), axes)
+        return GridReducer(parameters, tuple(self.train_state.buffers.floating), axes)
 
 
 class GridReducer:
@@ -52,17 +52,20 @@ class GridReducer:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Sequence[str],
         axes: Sequence[tuple[AnyGroup, Sequence[Sequence[int]]]],
     ) -> None:
         """axes: the group, and the ids that each of its ranks has once the axes before are done."""
-        self._parameters, self._axes = parameters, axes
+        self._parameters, self._names = tuple(parameters.values()), tuple(parameters)
+        self._buffer_names, self._axes = buffers, axes
+        self.used: set[str] = set()
 
     def begin(self) -> None:
         self._leaves: list[Tensor] = []
         self._buffers: list[Tensor] = []
         self._shapes: list[torch.Size] = []
-        self._used = [False] * len(self._parameters)
+        self.used = set()
         self._drop()
 
     def _drop(self) -> None:
@@ -74,7 +77,7 @@ class GridReducer:
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
         gradients = [p.grad for p in self._parameters]
-        self._used = [u or g is not None for u, g in zip(self._used, gradients, strict=True)]
+        self.used |= {n for n, g in zip(self._names, gradients, strict=True) if g is not None}
         whole = [
             torch.zeros_like(p) if g is None else g
             for p, g in zip(self._parameters, gradients, strict=True)
@@ -87,16 +90,15 @@ class GridReducer:
     def serve_pass(self) -> None:
         raise AssertionError("replicas need nothing of each other's passes")
 
-    def has_gradient(self) -> list[bool]:
-        return self._used
-
     def finish(self) -> Reduced:
         gradients, buffers = self._sum(self._leaves), self._sum(self._buffers)
         parts = gradients.split([p.numel() for p in self._parameters])
         sums = buffers.split([shape.numel() for shape in self._shapes])
+        views = [g.view(p.shape) for g, p in zip(parts, self._parameters, strict=True)]
+        means = [b.view(shape) for b, shape in zip(sums, self._shapes, strict=True)]
         return Reduced(
-            tuple(g.view(p.shape) for g, p in zip(parts, self._parameters, strict=True)),
-            tuple(b.view(shape) for b, shape in zip(sums, self._shapes, strict=True)),
+            dict(zip(self._names, views, strict=True)),
+            dict(zip(self._buffer_names, means, strict=True)),
         )
 
     def close(self) -> None:

@@ -6,8 +6,10 @@ The order of addition is the backend's. The canonical tree is in tree.py.
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from workers.distributed.process_group import AnyGroup
+from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.train_state.strides import dense_strides
 
@@ -15,6 +17,45 @@ BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 LARGE_BYTES = 1 << 18
 """Gradients below it move into their bucket together, once it is full: a call for each costs more
 than their memory is worth."""
+
+
+class FastReducer:
+    """See `workers.reduction.reducers.Reducer`. All-reduces overlap with the last backward."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        group: AnyGroup,
+    ) -> None:
+        self._parameters, self._buffers = parameters, buffers
+        self._buckets = GradientBuckets(parameters, group)
+        self.used: set[str] = set()
+
+    def begin(self) -> None:
+        self._buckets.begin()
+        self.used = set()
+
+    def before_backward(self, is_last: bool) -> None:
+        if is_last:
+            self._buckets.arm()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        self._buckets.add_buffers(buffers)
+        self.used = {name for name, p in self._parameters.items() if p.grad is not None}
+
+    def serve_pass(self) -> None:
+        raise AssertionError("replicas need nothing of each other's passes")
+
+    def finish(self) -> Reduced:
+        gradients, flat = self._buckets.finish()
+        sizes = [b.numel() for b in self._buffers.values()]
+        sums = () if flat is None else flat.split(sizes)
+        pairs = zip(sums, self._buffers.items(), strict=True)
+        return Reduced(gradients, {name: s.view(b.shape) for s, (name, b) in pairs})
+
+    def close(self) -> None:
+        self._buckets.close()
 
 
 class _Bucket:
@@ -97,29 +138,32 @@ class GradientBuckets:
             flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
             self._buffer_sums = flat if self._buffer_sums is None else self._buffer_sums.add_(flat)
 
-    def finish(self) -> tuple[list[Tensor | None], Tensor | None]:
+    def finish(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """Launch what is left, wait, and give (summed gradients, flat summed buffers).
 
         A collective: an exception inside a hook is raised here. The gradients are the buckets'
-        memory: valid until the next `begin`. With one rank they are the parameters' own, None
-        where there is none; else a parameter without gradient has zeros.
+        memory: valid until the next `begin`. With one rank they are the parameters' own, where
+        there are any; else a parameter without gradient has zeros.
         """
         self._is_armed = False
         if self._group.size() == 1:
-            for name, p in zip(self._names, self._parameters, strict=True):
-                refuse_sparse(name, p.grad)
-            return [p.grad for p in self._parameters], self._buffer_sums
+            pairs = zip(self._names, self._parameters, strict=True)
+            found = {name: p.grad for name, p in pairs if p.grad is not None}
+            for name, gradient in found.items():
+                refuse_sparse(name, gradient)
+            return found, self._buffer_sums
         if self._error is None:
             self._launch_all()
         if self._error is not None:
             raise self._error
         for pending in self._pending:
             pending.wait()
-        gradients: list[Tensor | None] = [None] * len(self._parameters)
-        for bucket in self._buckets:
-            for i, view in zip(bucket.members, bucket.views, strict=True):
-                gradients[i] = view
-        return gradients, self._buffer_sums
+        views = {
+            i: view
+            for bucket in self._buckets
+            for i, view in zip(bucket.members, bucket.views, strict=True)
+        }
+        return {name: views[i] for i, name in enumerate(self._names)}, self._buffer_sums
 
     def close(self) -> None:
         for hook in self._hooks:
