@@ -49,6 +49,7 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     source, newcomer = pair
     assert source.step().committed
     assert source.step().committed
+    newcomer.link.recorded_step = 1  # as the controller has said, whose storage has the line
     newcomer.form(generation=2, step=3, recorded_step=1)
     assert newcomer.step().committed
     *repeated, last = newcomer.link.of("committed")
