@@ -136,7 +136,8 @@ class PartsProcess(Process):
         self.shadows = (*same[-1:], self.live)
         self.unrecorded |= steps  # of a step that both know, the lowest rank's line counts
         self.go_back(found.step)
-        if found.step < self.recorded:
-            self.went_back, self.recorded = form.generation, found.step
+        if found.step < max(self.recorded, form.recorded_step):
+            self.went_back = form.generation
+            self.recorded = min(self.recorded, found.step)
         self.drop_recorded()
         return e.StateEntered(found.step)

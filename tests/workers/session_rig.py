@@ -104,7 +104,7 @@ class FakeLink:
     def hear_recorded(self, step):
         self.recorded_step = min(self.recorded_step, step)
 
-    def go_back(self, generation, step):
+    def go_back(self, generation, step, recorded_step):
         self.recorded_step = min(self.recorded_step, step)
 
     def of(self, kind):

@@ -13,7 +13,7 @@ from elastic.protocol import wire
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.hello import VERSION, Hello, Leave
 from elastic.protocol.messages.to_controller import Committed, Introduction, LastWords
-from elastic.protocol.messages.to_worker import TO_WORKER, Word
+from elastic.protocol.messages.to_worker import TO_WORKER, SaveConcluded, Word
 from tests.workers.links_rig import (
     MADE,
     SILENCE_S,
@@ -107,6 +107,20 @@ def test_a_controller_that_is_slow_loses_nobody_and_hears_everything(ends):
     link.send(committed(4))
     until(lambda: heard(controller) == [0, 1, 2, 3, 4])
     until(lambda: controller.links.is_connected(3))
+
+
+def test_what_was_said_before_a_return_was_heard_takes_no_step_off_the_log(ends):
+    """The Form is the first to tell of the record that the generation begins behind."""
+    controller, _, link = ends
+    until(lambda: is_connected(controller))
+    link.hear_recorded(7)
+    link.go_back(generation=3, step=4, recorded_step=7)
+    controller.send(Word(7, formed=2))
+    controller.send(SaveConcluded(3, True))
+    until(lambda: 3 in link.concluded_saves)
+    assert link.recorded_step == 0
+    controller.send(Word(4, formed=3))
+    until(lambda: link.recorded_step == 4)
 
 
 def test_words_are_no_silence_and_end_what_is_in_force(clock, ends):

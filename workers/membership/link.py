@@ -180,10 +180,11 @@ class ControllerLink:
         die with the controller, before its storage hears of it."""
         self.recorded_step = min(self.recorded_step, step)
 
-    def go_back(self, generation: int, step: int) -> None:
-        """This generation begins behind what is on record; its Joined says so."""
-        if step < self.recorded_step:
-            self._went_back, self.recorded_step = generation, step
+    def go_back(self, generation: int, step: int, recorded_step: int) -> None:
+        """This generation begins at `step`: behind what is on record, if so its Joined tells.
+        recorded_step: of its Form, which no word need have said yet."""
+        if step < max(self.recorded_step, recorded_step):
+            self._went_back, self.recorded_step = generation, min(self.recorded_step, step)
 
     # --- in the link's own threads ----------------------------------------------------------
     def _send_late(self) -> None:

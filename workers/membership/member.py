@@ -436,7 +436,7 @@ class Member:
             return lost_with(error)
         step = self.train_state.step
         self.records.go_back(step)
-        self.link.go_back(form.generation, step)
+        self.link.go_back(form.generation, step, form.recorded_step)
         self.prepared, self.vitals.step = None, step
         self.backup.begin(self.train_state, entered.origin, self, is_held=entered.is_held)
         return None
