@@ -160,7 +160,7 @@ def workers_say(run: RunDirectory, steps: range) -> None:
         lines = [line(step, 2) for step in steps]
         for _ in range(2):  # whoever is the lowest rank next repeats them
             if lines:
-                cluster.commits.hear(Committed(2, 0, tuple(lines), vote={}))
+                cluster.progress.commits.hear(Committed(2, 0, tuple(lines), vote={}))
         calls.close()
 
     asyncio.run(hear())
