@@ -315,3 +315,13 @@ def test_who_left_a_generation_answers_for_it_no_more():
     assert actions == []
     assert state.phase == Suspended()
     assert play(state, *obeyed(Sync(0, ("h", 1))))[0].phase == Lobby()
+
+
+def test_gradients_of_a_state_in_parts_are_dropped_where_the_next_generation_forms():
+    """Given up in the middle of that, it does not say that it has them."""
+    state = replace(WORKING, is_whole=False, is_prepared=True)
+    form = replace(FORM, generation=4)
+    state, actions = play(state, *obeyed(ABORT, form))
+    assert a.DropGradients() in actions
+    _, actions = play(state, e.Heard(Abort(4, 1, 2)), e.Met(), e.Obeyed(Abort(4, 1, 2)))
+    assert [report.is_prepared for report in said(actions)] == [False]

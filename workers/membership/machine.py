@@ -214,6 +214,7 @@ def form(state: State, command: Form) -> Outcome:
         return Outcome(replace(state, phase=Broken()), (leave,))
     state = replace(state, phase=Forming(command))
     if not state.is_whole:
+        state = replace(state, is_prepared=False)
         return Outcome(state, (leave, a.BeginGroup(command), a.DropGradients(), a.Meet()))
     catch_up = (a.DropGradients(), a.CatchUp(command.step))
     if command.vote is not None and state.is_prepared:
