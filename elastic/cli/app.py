@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: object = app(args=arguments, standalone_mode=False)
     except TyperException as error:
         message = error.format_message().rstrip(".")
-        return refuse(f"{message}; see `elastic --help`") if message else WRONG_INPUT
+        return refuse(f"{message}; see `{command_of(error)} --help`") if message else WRONG_INPUT
     except WrongInput as error:
         return refuse(str(error))
     except (ControllerLost, OSError) as error:  # OSError: a store that is away, a full disk
@@ -103,6 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if status == TYPERS_INTERRUPTED:
         return refuse("interrupted", status=FAILED)
     return status if isinstance(status, int) else 0
+
+
+def command_of(error: TyperException) -> str:
+    """Whose help tells more."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    path = context.command_path if context else ""
+    return " ".join(["elastic", *path.split()[1:]])
 
 
 def refuse(message: str, *, status: int = WRONG_INPUT) -> int:

@@ -34,6 +34,9 @@ app = typer.Typer(
 
 CHECKPOINTS = "checkpoints"
 """Their folder in a run directory."""
+COLUMNS = ("step", "saved", "size", "files", "tensors", "generation", "pinned", "manifest")
+WIDEST = 1000
+"""Of a table: a terminal may wrap its lines, but nothing is cut off."""
 RunDir = Annotated[
     str,
     typer.Argument(
@@ -84,18 +87,19 @@ def each_at(place: str, step: int | None = None) -> tuple[Catalogue, list[int]]:
 def ls(run_dir: RunDir) -> int:
     """The checkpoints, oldest first. Says which manifests are damaged; reads no tensors."""
     catalogue, steps = each_at(run_dir)
-    table = Table("step", "saved", "size", "files", "tensors", "generation", "pinned", "manifest")
+    table = Table(*COLUMNS, box=None, pad_edge=False)
     for step in steps:
         try:
             m = catalogue.manifest(step)
         except DamagedCheckpoint as error:
-            table.add_row(str(step), *["-"] * 6, f"DAMAGED: {text_of(error.what)}")
+            what = f"DAMAGED: {text_of(error.what)}"
+            table.add_row(str(step), *["-"] * (len(COLUMNS) - 2), what)
             continue
         saved = datetime.fromtimestamp(catalogue.of_step(step).modified(MANIFEST) or 0)
         counts = [decimal(m.size_bytes), *map(str, (len(m.files), len(m.tensors), m.generation))]
         pinned = "yes" if m.about.get(PINNED) else ""
         table.add_row(str(step), f"{saved:%Y-%m-%d %H:%M:%S}", *counts, pinned, "good")
-    Console().print(table)
+    Console(width=WIDEST).print(table)
     for name in catalogue.folder.folders():
         if ASIDE in name:
             print(f"set aside as damaged: {name}")
@@ -116,7 +120,10 @@ def show(run_dir: RunDir, step: Step = None) -> int:
 
 
 @app.command()
-def verify(run_dir: RunDir, step: Step = None) -> int:
+def verify(
+    run_dir: RunDir,
+    step: Annotated[int | None, typer.Option(help="The checkpoint; default: each.")] = None,
+) -> int:
     """Read every byte again and compare it with its checksum; exit status 1 if any differs."""
     catalogue, steps = each_at(run_dir, step)
     num_damaged = 0

@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from elastic.cli.progress import number_text
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.store.remote import shown_uri
 
@@ -62,7 +63,7 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         print(f"detached; see `elastic watch {run_directory}`, `elastic stop {run_directory}`")
         return
     of_steps = "" if steps is None else f" of {steps}"
-    loss = "-" if result["loss"] is None else f"{result['loss']:.4f}"
+    loss = "-" if result["loss"] is None else number_text(result["loss"])
     recoveries: list[dict[str, Any]] = result["recoveries"]
     print(f"{result['outcome']}: {result['steps']}{of_steps} steps, loss {loss}")
     print(f"  weights_sha256  {result['weights_sha256'] or '-'}")

@@ -218,7 +218,12 @@ def loss_text(view: View) -> str:
     loss = view.metrics.get("loss")
     if loss is None:
         return "not finite" if view.metrics else "-"
-    return f"{loss:.4f}"
+    return number_text(loss)
+
+
+def number_text(value: float) -> str:
+    """Four digits that say something, of a small loss, too."""
+    return f"{value:.4f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
 
 
 def worker_table(status: dict[str, Any]) -> Table:

@@ -99,6 +99,8 @@ def from_uri(place: str) -> tuple[Any, str]:
     if place.startswith(("gs://", "gcs://")) and "retry_limit_seconds" not in place:
         place += ("&" if "?" in place else "?") + GCS_PATIENCE
     filesystem, path = arrow_fs.FileSystem.from_uri(place)
+    if not path and filesystem.type_name in ("s3", "gcs"):
+        raise ValueError("it names no bucket")
     if filesystem.type_name == "s3":
         settings = filesystem.__reduce__()[1][0]  # what the URI said, as pickling keeps it
         limits = {

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from elastic.cli.app import main
+from elastic.cli.checkpoint import COLUMNS
 from elastic.protocol.manifest import MANIFEST
 from elastic.store.catalogue import file_name
 from tests.workers.checkpoint_samples import save
@@ -43,6 +44,14 @@ def test_ls_show_and_verify_tell_what_is_there(run_dir, capsys):
     assert "5x7" in shown
     assert main(["checkpoint", "verify", str(run_dir)]) == 0
     assert capsys.readouterr().out == "step 10: good\nstep 20: good\n"
+
+
+def test_ls_cuts_nothing_off_in_a_narrow_terminal(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["checkpoint", "ls", str(run_dir)]) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split() == list(COLUMNS)
+    assert [row.split()[0] for row in rows] == ["10", "20"]
 
 
 def test_hash_is_that_of_the_model(run_dir, capsys):

@@ -61,7 +61,7 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", DIGITS], "Missing option '--steps'"),
+        (["run", DIGITS], "Missing option '--steps'; see `elastic run --help`"),
         (["run", *SIZES], "Missing argument 'TARGET'"),
         (["run", DIGITS, *SIZES, "--steps", "many"], "Invalid value for '--steps'"),
         (["run", DIGITS, *SIZES, "--colour"], "No such option: --colour"),
@@ -78,6 +78,10 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", "workers.workloads.digits:Nope", *SIZES], "has no class Nope; it has Digits"),
         (["run", DIGITS, *SIZES, "--storage", "nosuch://x"], "'nosuch://x' cannot be used"),
         (["run", DIGITS, *SIZES, "--storage", "s3//b/runs"], "no URI: write 's3://b/runs'"),
+        (
+            ["run", DIGITS, *SIZES, "--storage", "s3://"],
+            "'s3://' cannot be used: it names no bucket",
+        ),
         (["run", DIGITS, *SIZES, "--storage", "gs:/b"], "no URI: write 'gs://b'"),
         (["run", DIGITS, *SIZES, "--storage", f"{__file__}/runs"], "cannot be written: "),
         (["status", "nowhere"], "nowhere is no run directory: it has no config.json"),
@@ -206,6 +210,11 @@ def test_the_outcome_is_a_few_lines_for_a_person(capsys):
         "first_step 100 ms total 160 ms",
         "  run directory   /s/r",
     ]
+
+
+def test_a_small_loss_is_not_shown_as_zero(capsys):
+    print_outcome({**RESULT, "loss": 4.4231e-06}, "/s/r", 10)
+    assert capsys.readouterr().out.startswith("succeeded: 10 of 10 steps, loss 4.423e-06\n")
 
 
 def test_a_failure_shows_the_users_own_traceback_then_the_reason(capsys):

@@ -298,6 +298,10 @@ def test_wrong_datasets_are_refused_in_one_line(make: Any) -> None:
         _ = make(Workload("data/train")).num_rows
     with pytest.raises(WrongInput, match="a dict, whose keys are no positions"):
         _ = make(Workload({"a": 1})).num_rows
+    with pytest.raises(WrongInput, match="a list of paths, which are no samples"):
+        _ = make(Workload(["0.parquet", Path("1.parquet")])).num_rows
+    with pytest.raises(WrongInput, match=r"a tuple of 2 tensors, .*TensorDataset\(\*tensors\)"):
+        _ = make(Workload((torch.zeros(8, 1), torch.zeros(8)))).num_rows
 
 
 def test_what_ends_or_cannot_leave_a_loader_process_is_told(make: Any) -> None:

@@ -87,6 +87,16 @@ def _refusal(dataset: Any) -> str | None:
             f"dataset() returned {dataset!r}, a {kind}: for the Parquet files there return "
             f"elastic.data.parquet({dataset!r})"
         )
+    if isinstance(dataset, list | tuple) and any(map(_is_parquet, dataset[:1])):
+        return (
+            f"dataset() returned a {kind} of paths, which are no samples: return "
+            "elastic.data.parquet(...) of it"
+        )
+    if isinstance(dataset, tuple) and dataset and _are_tensors(dataset):
+        return (
+            f"dataset() returned a tuple of {len(dataset)} tensors, which would be "
+            f"{len(dataset)} samples; return torch.utils.data.TensorDataset(*tensors)"
+        )
     if isinstance(dataset, Mapping):
         return (
             f"dataset() returned a {kind}, whose keys are no positions; return one of its values "
@@ -98,6 +108,14 @@ def _refusal(dataset: Any) -> str | None:
             "return a map-style dataset, elastic.data.parquet(...) or a ray.data.Dataset"
         )
     return None if len(dataset) else f"dataset() returned a {kind} of length 0; there is no sample"
+
+
+def _are_tensors(samples: tuple[Any, ...]) -> bool:
+    return all(isinstance(sample, torch.Tensor) for sample in samples)
+
+
+def _is_parquet(sample: Any) -> bool:
+    return isinstance(sample, str | PathLike) and str(sample).endswith(".parquet")
 
 
 class _Superseded(Exception):
