@@ -227,7 +227,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Running(), Paused(rank=rank, step=step, at=at):
             # only a vote pauses, so all members will
             pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)
-            return left_step(ledger, pausing, step, at, limits)
+            why = "the members pause, as a controller before this one has asked"
+            return explain(why, left_step(ledger, pausing, step, at, limits))
         case Pausing(), Paused(rank=rank, step=step, at=at):
             paused = replace(phase, paused=phase.paused.add(rank))
             return left_step(ledger, paused, step, at, limits)
