@@ -54,7 +54,7 @@ def serve(listener: socket.socket) -> Order:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' own
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' own
     asked: dict[int, socket.socket] = {}
     while True:
         ready, _, _ = select.select([listener, wake, sys.stdin], [], [])
@@ -69,6 +69,7 @@ def serve(listener: socket.socket) -> Order:
             order = Order(*json.loads(content))
             pid = os.fork()
             if pid == 0:
+                signal.signal(signal.SIGINT, on_interrupt)  # ignored in a shell's background
                 leave_server(files, (listener, wake, waker, connection, *asked.values()))
                 return order
             for file in files:
@@ -81,10 +82,9 @@ def serve(listener: socket.socket) -> Order:
 
 
 def leave_server(files: list[int], sockets: Iterable[socket.socket]) -> None:
-    """In a child: nothing of the server's is open any more, and signals do what they always do."""
+    """In a child: nothing of the server's is open any more, and the end of a child is no news."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for i, file in enumerate(files):
         os.dup2(file, i)
         os.close(file)
