@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from elastic.cli.absence import Absence, said_of
+from elastic.cli.journal import config_of
 from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -28,9 +29,7 @@ def stop(
 ) -> int:
     """End a run: finish its step, write a final checkpoint; the same `elastic run` resumes it."""
     folder = open_folder(run_dir)
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    config = config_of(folder, run_dir)
     if (result := read_end(folder)) is not None:
         print(f"the run has ended already: {result['outcome']} after {result['steps']} steps")
         return 0
