@@ -244,7 +244,11 @@ def run_on_ray(
             "token": secrets.token_hex(16),
             "config": config,
             **record,
-            "content": record["content"] | nccl_settings.recorded(driver.device),
+            "content": {
+                **record["content"],
+                **nccl_settings.recorded(driver.device),
+                "driver": driver.whereabouts,
+            },
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,
