@@ -99,7 +99,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an evaluation draws by rank",
-        "workers/step/evaluation.py",
+        "workers/evaluation.py",
         "EVALUATION_SEED_SALT, member.train_state.step, i)",
         "EVALUATION_SEED_SALT, member.train_state.step, i + member.rank)",
         "tests/workers/test_evaluation_memory.py",

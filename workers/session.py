@@ -17,19 +17,18 @@ from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.worker_spec import WorkerSpec
+from workers import evaluation
 from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
-from workers.health.nonfinite import Inspection, judge
-from workers.health.verify import verify
 from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
+from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step import evaluation
 from workers.step.microbatches import Logged, Microbatches, check_loss, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
@@ -45,6 +44,7 @@ from workers.step.vote import (
     encode,
 )
 from workers.train_state.train_state import Update
+from workers.verify import verify
 
 
 class Session:

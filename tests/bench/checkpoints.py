@@ -39,8 +39,8 @@ from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
 from tests.bench.harness import console, machine, record, report, storage_directory
 from workers.checkpoint.saver import Saver
+from workers.tensors.local import layout_of
 from workers.train_state.serialization import capture
-from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState
 
 SIZES_MB = (200, 1000)

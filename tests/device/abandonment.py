@@ -20,7 +20,7 @@ from tests.device.ranks import Meeting, all_good, run_ranks
 from tests.device.training import build, enter, train
 from tests.workers import sharded_rig as rig
 from workers.parallel.strategy import Strategy
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 WORLD_SIZE, BEFORE, STEPS = 2, 1, 3
 """Of the steps, so many are done before the one that is disturbed."""

@@ -13,7 +13,7 @@ from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
 from workers.checkpoint.saver import share
-from workers.train_state.tensors import as_bytes
+from workers.tensors.local import as_bytes
 from workers.train_state.train_state import TrainState
 
 WORLD_SIZE = 3

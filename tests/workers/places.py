@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from elastic.protocol.layout import Position
 from elastic.protocol.mesh import Mesh, Parallel
-from workers.train_state.tensors import layout_of
+from workers.tensors.local import layout_of
 
 
 @dataclass

@@ -23,7 +23,7 @@ from workers.parallel.sharded import Sharded
 from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
 from workers.step.randomness import seed_microbatch
-from workers.train_state.tensors import as_bytes
+from workers.tensors.local import as_bytes
 from workers.train_state.train_state import TrainState, Update
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages.to_controller import Evaluation
 from tests.workers.session_rig import Rig, abort, obey
-from workers.step.evaluation import _evaluate_ids
+from workers.evaluation import _evaluate_ids
 from workers.worker import Worker
 
 

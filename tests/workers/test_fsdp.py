@@ -23,7 +23,7 @@ from tests.workers.sharded_rig import (
 from workers.distributed.process_group import Alone
 from workers.resharding.assemble import ShardLost
 from workers.resharding.moves import Move, moves_of
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")

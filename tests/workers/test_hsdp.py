@@ -17,7 +17,7 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 STEPS = 3
 KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 1))

@@ -9,7 +9,7 @@ from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import InThread, Rig, Tiny
 from tests.workers.sharded_rig import build, enter
 from workers.distributed.process_group import Alone
-from workers.health.nonfinite import Inspection, told
+from workers.nonfinite import Inspection, told
 
 
 class Poisoned(Tiny):

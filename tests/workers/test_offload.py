@@ -5,7 +5,7 @@ import torch
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import build, enter, sha256, train
 from workers.distributed.process_group import Alone
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 KINDS = (("fsdp", 1), ("fsdp", 2), ("fsdp-grad-op", 2), ("hsdp:1", 2))
 

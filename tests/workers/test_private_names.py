@@ -48,7 +48,7 @@ def test_a_private_name_is_used_in_its_room_only(name):
 
 def test_private_names_of_a_sharded_tensor_are_in_its_room_and_in_one_file():
     """Which replicated runs import, too: it asks for DTensor's names without importing it."""
-    tensors = ROOT / "workers/train_state/tensors.py"
+    tensors = ROOT / "workers/tensors/local.py"
     for name, users in users_of(OF_DTENSOR).items():
         assert {path for path in users if path.parent != ROOM} == {tensors}, name
 

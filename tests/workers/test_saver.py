@@ -19,9 +19,9 @@ from tests.workers.session_rig import spec
 from workers.checkpoint import saver as saver_module
 from workers.checkpoint.load import load_newest
 from workers.checkpoint.saver import Saver, share
+from workers.tensors.local import layout_of
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture
-from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState
 
 TENSORS = {

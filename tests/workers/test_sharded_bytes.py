@@ -28,7 +28,7 @@ from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.strategy import Strategy
 from workers.resharding.host_memory import give_back
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 WIDTH, BLOCKS = 254, 2
 PARAMETERS = 4.0 * BLOCKS * WIDTH * WIDTH

@@ -17,8 +17,8 @@ from tests.workers.sharded_rig import CPU, Work, build, spec
 from workers.parallel.build import build_strategy
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE, on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
+from workers.tensors.local import check_shard, is_shard, layout_of, local
 from workers.train_state.blocks import blocks_of
-from workers.train_state.tensors import check_shard, is_shard, layout_of, local
 
 ROWS, WIDTH = 59, 17
 SETTINGS = {"SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}

@@ -22,7 +22,7 @@ from elastic.protocol.messages.direction import pack
 from workers.backup.server import BackupServer, ask, connect, read_boxes
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
-from workers.train_state.tensors import as_bytes
+from workers.tensors.local import as_bytes
 
 SHAPES = {"w": (torch.int32, (4, 2)), "n": (torch.float32, ())}
 SLICES = (

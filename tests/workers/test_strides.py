@@ -24,9 +24,9 @@ from tests.workers.sharded_rig import (
     train,
 )
 from workers.distributed.process_group import Alone
+from workers.tensors.strides import is_dense
 from workers.train_state.digest import weights_sha256
 from workers.train_state.serialization import capture, restore
-from workers.train_state.strides import is_dense
 from workers.train_state.train_state import TrainState
 
 STEPS = 3

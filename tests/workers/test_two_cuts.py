@@ -25,7 +25,7 @@ from workers.resharding.assemble import Offer, Regather, StateVersion
 from workers.resharding.host_memory import HostMemory
 from workers.resharding.memory import PlainMemory
 from workers.resharding.whole import whole_on_first
-from workers.train_state.tensors import as_bytes, part_of
+from workers.tensors.local import as_bytes, part_of
 
 BOTH = (("dp_shard", 0), ("tp", 1))
 LAYOUTS = {

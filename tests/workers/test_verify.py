@@ -11,7 +11,11 @@ from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed.process_group import Alone
-from workers.health.verify import (
+from workers.parallel.ddp import build_replica
+from workers.parallel.fsdp2_private.sharded_model import ShardedModel
+from workers.tensors.local import layout_of, local
+from workers.train_state import serialization
+from workers.verify import (
     Diverged,
     combined,
     compare,
@@ -20,10 +24,6 @@ from workers.health.verify import (
     groups_alike,
     verify,
 )
-from workers.parallel.ddp import build_replica
-from workers.parallel.fsdp2_private.sharded_model import ShardedModel
-from workers.train_state import serialization
-from workers.train_state.tensors import layout_of, local
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])

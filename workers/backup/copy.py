@@ -14,8 +14,8 @@ from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
+from workers.tensors.local import as_bytes, check_shard, local
 from workers.train_state.snapshot import Snapshot
-from workers.train_state.tensors import as_bytes, check_shard, local
 from workers.train_state.train_state import TrainState
 
 

@@ -25,7 +25,7 @@ from elastic.protocol.layout import whole
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import open_folder, sync_directory, write_local
 from workers.checkpoint.stream import CheckpointReader, Reference, filled, size_bytes
-from workers.train_state.tensors import as_bytes
+from workers.tensors.local import as_bytes
 
 Notes = list[str]
 """What an export leaves out, a line each."""

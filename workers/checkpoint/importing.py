@@ -20,8 +20,8 @@ from elastic.store.checkpoint_files import SavedBox, write_part
 from workers.checkpoint.foreign_weights import EXTRA_STATE, Foreign, OptimizerState
 from workers.checkpoint.saver import share
 from workers.checkpoint.stream import OnBytes, ignore
+from workers.tensors.local import as_bytes
 from workers.train_state.digest import plain_name, tensor_bytes
-from workers.train_state.tensors import as_bytes
 from workers.train_state.train_state import TrainState
 from workers.train_state.trial import step_undone
 

@@ -15,9 +15,9 @@ from elastic.protocol.layout import Box, whole
 from elastic.protocol.manifest import Manifest, StoredTensor
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.checkpoint_reading import PartReader, Range, blocks_of
+from workers.tensors.local import as_bytes, part_of
 from workers.train_state.digest import weights_sha256
 from workers.train_state.state_header import weights_of
-from workers.train_state.tensors import as_bytes, part_of
 from workers.train_state.train_state import TrainState
 
 READERS = 4

@@ -23,8 +23,8 @@ from elastic.store.catalogue import Catalogue, file_name, launch_of
 from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
+from workers.tensors.local import as_bytes, check_shard, layout_of, local, part_of
 from workers.train_state.snapshot import Arena, Snapshot
-from workers.train_state.tensors import as_bytes, check_shard, layout_of, local, part_of
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)

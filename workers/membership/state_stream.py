@@ -31,32 +31,15 @@ from elastic.protocol.messages.peer import (
     Update,
 )
 from workers.distributed.admission import Admission
+from workers.distributed.keepalive import watch_host
+from workers.tensors.local import as_bytes
 from workers.train_state.out_of_memory import says_no_memory
 from workers.train_state.snapshot import HostMemory, Snapshot
-from workers.train_state.tensors import as_bytes
 
 log = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 MAX_QUEUED_BYTES = 2**30
 """Of updates that a follower has not been sent: one that is further behind lags."""
-UNKNOWN_S = 60.0
-"""Without detect_s: how long a host at the other end may be silent."""
-UNREAD = 10
-"""Times as long a follower may leave unread what it is sent: its process may be busy."""
-
-
-def watch_host(connection: socket.socket, detect_s: float | None, *, is_sender: bool) -> None:
-    """Have the connection fail once the other host has not answered for about detect_s: a link
-    that is cut says nothing by itself. Kernels answer, for processes that are frozen as well."""
-    silent_s = UNKNOWN_S if detect_s is None else detect_s
-    probe_s = max(1, round(silent_s / 3))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    if is_sender:  # what is on the wire keeps the kernel from probing
-        unread_ms = round(1000 * UNREAD * silent_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
 
 
 def describe(shapes: Mapping[str, tuple[torch.dtype, torch.Size]]) -> TensorShapes:

@@ -25,9 +25,9 @@ from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.precision import DTYPES, Casting
+from workers.tensors.local import layout_of
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
-from workers.train_state.tensors import layout_of
 from workers.train_state.train_state import TrainState, Update
 
 

@@ -24,7 +24,7 @@ from workers.parallel.hsdp import ReplicaStack
 from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import CarryStack
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 
 class FsdpReducer:

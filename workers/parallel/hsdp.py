@@ -15,7 +15,7 @@ from workers.parallel.replicated_sums import ReplicatedSums, ScalarGradients
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
-from workers.train_state.tensors import is_shard, like, local
+from workers.tensors.local import is_shard, like, local
 
 
 class ReplicaStack:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.layout import Position
 from workers.step.randomness import seed_module
-from workers.train_state.tensors import layout_of, local, part_of
+from workers.tensors.local import layout_of, local, part_of
 from workers.train_state.train_state import TrainState
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.tree import Block, fold_blocks
-from workers.train_state.tensors import is_shard
+from workers.tensors.local import is_shard
 
 
 class ReplicatedSums:

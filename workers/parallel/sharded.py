@@ -33,10 +33,10 @@ from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.resharding.whole import whole_on_first
 from workers.step.precision import DTYPES, Casting
+from workers.tensors.local import is_shard, layout_of, local
 from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
 from workers.train_state.digest import hash_of
-from workers.train_state.tensors import is_shard, layout_of, local
 from workers.train_state.train_state import TrainState, Update
 
 

@@ -26,7 +26,7 @@ from workers.parallel.initial import Initial
 from workers.parallel.strategy import Entered, Formed
 from workers.resharding.assemble import Offer, Regather, StateVersion, newest_whole
 from workers.resharding.host_memory import memory_on
-from workers.train_state.tensors import is_shard, layout_of, like, local
+from workers.tensors.local import is_shard, layout_of, like, local
 from workers.train_state.train_state import TrainState
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Group, Pending, refuse_sparse
-from workers.train_state.strides import dense_strides
+from workers.tensors.strides import dense_strides
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 LARGE_BYTES = 1 << 18

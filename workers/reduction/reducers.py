@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
-from workers.train_state.strides import dense_strides, plain_strides
+from workers.tensors.strides import dense_strides, plain_strides
 
 Flats = list[Tensor]  # one flat buffer per part of a FlatLayout
 
@@ -96,7 +96,7 @@ class FlatPart:
 class FlatLayout:
     """Where the tensors of one micro-batch (gradients, then floating buffers) stand when flat.
 
-    A gradient lies there in its parameter's order (workers/train_state/strides.py), a buffer row
+    A gradient lies there in its parameter's order (workers/tensors/strides.py), a buffer row
     by row. Half precision gradients are added in float32. Buffers are added in float64, where the
     mean of equal float32 values is that value: a buffer that nothing changed does not drift.
     """

@@ -25,13 +25,13 @@ from elastic.protocol.messages.backup import Copies, Describe, Described, Have
 from workers.backup.server import CHECKED_BYTES_S, ask, connect, read_boxes
 from workers.backup.store import DamagedCopy, Key
 from workers.distributed.exchange import gather_json
+from workers.distributed.keepalive import watch_host
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
-from workers.membership.state_stream import watch_host
 from workers.resharding.memory import ShardMemory
 from workers.resharding.moves import COPY, Move, plan
 from workers.resharding.transfer import Sources, Wanted, exchange
-from workers.train_state.tensors import as_bytes, is_shard
+from workers.tensors.local import as_bytes, is_shard
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from elastic.protocol.layout import Position, TensorLayout
 from workers.resharding.memory import PlainMemory, ShardMemory
+from workers.tensors.local import dtype_of
 from workers.train_state.snapshot import aligned
-from workers.train_state.tensors import dtype_of
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux: address space only, until it is written to. (Python knows its name since 3.13.)"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.layout import Position, TensorLayout
-from workers.train_state.tensors import dtype_of
+from workers.tensors.local import dtype_of
 
 
 class ShardMemory(Protocol):

@@ -15,7 +15,7 @@ from elastic.protocol.layout import Box, Position, TensorLayout
 from workers.distributed.process_group import AnyGroup
 from workers.resharding.memory import ShardMemory
 from workers.resharding.moves import COPY, Move
-from workers.train_state.tensors import dtype_of, local, part_of
+from workers.tensors.local import dtype_of, local, part_of
 
 PIECE_BYTES = 2 * 2**20
 PIECES = 32

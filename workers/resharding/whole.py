@@ -6,7 +6,7 @@ from torch import Tensor
 from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from workers.distributed.process_group import AnyGroup
-from workers.train_state.tensors import local, part_of
+from workers.tensors.local import local, part_of
 
 
 def whole_on_first(

@@ -17,8 +17,8 @@ from elastic.protocol.worker_spec import WorkerSpec
 from workers.step.activation_checkpointing import recompute
 from workers.step.precision import DTYPES, Casting, LossScale, cast_inputs
 from workers.step.randomness import seed_microbatch
+from workers.tensors.strides import is_dense
 from workers.train_state.blocks import blocks_of
-from workers.train_state.strides import is_dense
 from workers.train_state.train_state import TrainState
 
 BUILD_STEP = -1

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput, in_words
+from workers.tensors.local import is_shard, local
+from workers.tensors.strides import is_dense, laid_out, plain_strides
 from workers.train_state.digest import plain_name
 from workers.train_state.state_header import MALFORMED, entry, names_in
-from workers.train_state.strides import is_dense, laid_out, plain_strides
-from workers.train_state.tensors import is_shard, local
 
 Json = Any
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}

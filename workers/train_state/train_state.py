@@ -15,11 +15,11 @@ from workers.reduction.norm import clip_coefficient, norm_of_rows, row_squares
 from workers.step.buffers import TrackedBuffers
 from workers.step.precision import Casting, LossScale
 from workers.step.vote import Prepared, Vote
+from workers.tensors.local import is_shard, local
+from workers.tensors.strides import laid_out
 from workers.train_state import serialization
 from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
-from workers.train_state.strides import laid_out
-from workers.train_state.tensors import is_shard, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class TrainState:
         self.step = 0
         self.skipped_in_a_row = 0
         self.first_nonfinite = ""
-        """Of the step that stops the run: where, and what to do (workers/health/nonfinite.py)."""
+        """Of the step that stops the run: where, and what to do (workers/nonfinite.py)."""
         self.log_names: tuple[str, ...] = ()
         """Names given to session.log so far, sorted: the layout of votes."""
         self._agreed = (self.buffers.tracked, self.log_names)

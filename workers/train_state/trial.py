@@ -11,9 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from elastic.protocol.errors import WrongInput
+from workers.tensors.local import local
 from workers.train_state import serialization
 from workers.train_state.build import Settings, build_optimizer
-from workers.train_state.tensors import local
 from workers.train_state.train_state import TrainState
 
 

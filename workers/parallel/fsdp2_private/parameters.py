@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.parallel.fsdp2_private.hooks import GradientSlices, ParameterGather
-from workers.train_state.tensors import local
+from workers.tensors.local import local
 
 
 class ShardedParameter:

@@ -13,8 +13,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks_of_
 from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks_of_all
 
 from elastic.protocol.errors import WrongInput
+from workers.tensors.local import is_shard, like, local
 from workers.train_state.build import Settings
-from workers.train_state.tensors import is_shard, like, local
 
 ELEMENTWISE = (
     optim.SGD,

@@ -29,8 +29,8 @@ from workers.parallel.fsdp2_private.hooks import ParameterGather
 from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter
 from workers.parallel.fsdp2_private.version import check_version
 from workers.step.precision import keeps_precision
+from workers.tensors.strides import is_channels_last
 from workers.train_state.blocks import blocks_of
-from workers.train_state.strides import is_channels_last
 
 
 class ShardedModel:

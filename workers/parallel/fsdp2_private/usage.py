@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
-from workers.train_state.tensors import is_shard
+from workers.tensors.local import is_shard
 
 
 class Usage:

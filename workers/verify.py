@@ -16,8 +16,8 @@ from elastic.protocol.layout import TensorLayout
 from elastic.protocol.mesh import Axis, Mesh
 from elastic.protocol.messages import to_controller
 from workers.distributed.exchange import gather_json
+from workers.tensors.local import local
 from workers.train_state import serialization
-from workers.train_state.tensors import local
 
 if TYPE_CHECKING:
     from workers.membership.member import Member
