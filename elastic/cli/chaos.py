@@ -15,8 +15,10 @@ from elastic.chaos.page import page
 from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
+from elastic.cli.journal import config_of
+from elastic.config import as_bounds
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, open_folder, read_json
+from elastic.store.files import Folder, open_folder
 
 
 class ScenarioFirst(TyperGroup):
@@ -88,11 +90,11 @@ def list_scenarios() -> int:
 
 def num_workers_of(folder: Folder, run_dir: str) -> int:
     """The most workers the run may have. WrongInput if this is no run directory."""
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    workers: Any = config["workers"]
-    return int(workers if isinstance(workers, int) else workers[1])
+    try:
+        bounds = as_bounds(config_of(folder, run_dir).get("workers"))
+    except ValueError as error:
+        raise WrongInput(f"{run_dir}/config.json is damaged: {error}") from error
+    return bounds if isinstance(bounds, int) else bounds[1]
 
 
 def refuse_impossible(

@@ -145,11 +145,11 @@ def run_config(
     storage = config.storage or tempfile.mkdtemp(prefix="elastic-runs-")
     name = config.name or f"{type(workload).__name__.lower()}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     named = {**config.to_json(), "storage": storage, "name": name}
-    content = resume.config_json(named, target, arguments, versions(), source)
     place = place_of(storage, name)
     missing = [Path(storage)] if config.storage is None else missing_folders(storage)
     folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
     past = asked(storage, partial(resume.await_last_processes, folder_of_run))
+    content = resume.config_json(named, target, arguments, versions(), source, past=past)
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
@@ -244,7 +244,11 @@ def run_on_ray(
             "token": secrets.token_hex(16),
             "config": config,
             **record,
-            "content": record["content"] | nccl_settings.recorded(driver.device),
+            "content": {
+                **record["content"],
+                **nccl_settings.recorded(driver.device),
+                "driver": driver.whereabouts,
+            },
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,
