@@ -39,7 +39,7 @@ from elastic.store.files import (
     remove_empty,
     remove_probe,
 )
-from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri
+from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri, unknown_host
 from elastic.workload import Workload
 
 T = TypeVar("T")
@@ -196,11 +196,27 @@ def run_config(
 
 def asked(storage: str, read: Callable[[], T]) -> T:
     """What storage says before the run begins; RunFailed if it is away for as long as workers wait
-    for it, too."""
+    for it, too. WrongInput at once if its host has no address."""
+    shown, told = shown_uri(storage), list[str]()
+
+    def tell(error: OSError, _: float) -> None:
+        if host := unknown_host(error):
+            raise WrongInput(
+                f"storage {shown!r} cannot be used: there is no host {host!r}; mend its name, "
+                "or the name service of this machine"
+            ) from None
+        told.append(first_line(error).replace(storage, shown))
+        if len(told) == 1:
+            wait_s = sum(AWAY_PAUSES_S)
+            print(
+                f"elastic: storage {shown!r} does not answer: {told[0]}; it is asked again for "
+                f"{wait_s:.0f} s",
+                file=sys.stderr,
+            )
+
     try:
-        return patiently(read, pauses_s=AWAY_PAUSES_S)
+        return patiently(read, pauses_s=AWAY_PAUSES_S, tell=tell)
     except OSError as error:
-        shown = shown_uri(storage)
         why = first_line(error).replace(storage, shown)
         raise RunFailed(
             f"storage {shown!r} does not answer: {why}; start the same run again when it does",
