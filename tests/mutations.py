@@ -67,7 +67,7 @@ MUTATIONS = (
         MACHINE,
         "    state = replace(state, is_prepared=False)\n    return Outcome(state, (leave,",
         "    return Outcome(state, (leave,",
-        "tests/workers/test_member.py",
+        "tests/workers/test_machine.py",
     ),
     Mutation(
         "a step that is not on record is said once only",
