@@ -21,6 +21,7 @@ from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 from elastic.on_ray import actors, naming
 from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.driver.raylet_words import hush_deaths
+from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -84,13 +85,13 @@ class RayDriver:
         self.is_embedded = False
         self._was_connected = ray.is_initialized()
         self._shipped = False
+        self._at_close = ExitStack()
         if not self._was_connected:
             self._connect()
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
         self._lease: Lease | None = None
-        self._at_close = ExitStack()
         try:
             self.device = self._choose_device()
         except BaseException:
@@ -142,13 +143,15 @@ class RayDriver:
             )
         self.is_embedded = True
         with request.slow_step("starting Ray on this machine"):
-            ray.init(
+            started: Any = ray.init(
                 address="local",
                 num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
                 **quiet,
             )
+        remnants = Remnants(started.address_info["session_dir"], str(Path(ray.__file__).parent))
+        self._at_close.callback(remnants.close)
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
         """Ray ships the folder, unless the job has chosen a working_dir already."""
