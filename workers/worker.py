@@ -179,6 +179,7 @@ class Worker:
             told.world_size,
             standing.step,
             process,
+            standing.origin,
         )
 
     def _say_notice(self, notice_s: float) -> None:

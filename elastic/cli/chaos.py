@@ -15,7 +15,7 @@ from elastic.chaos.page import page
 from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
-from elastic.cli.journal import config_of
+from elastic.cli.journal import config_of, followed
 from elastic.config import as_bounds
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, open_folder
@@ -108,13 +108,15 @@ def refuse_impossible(
 
 def write_report(folder: Folder, report_path: str | None) -> int:
     """PATH.json and PATH.html, by default in the run directory; prints the faults in short."""
-    story = read_story(folder)
-    found = report(story)
+    with followed(str(folder)):
+        story = read_story(folder)
+        found = report(story)
+        drawn = page(story, found)
     base = report_path or str((folder.local or Path()) / DEFAULT_REPORT)
     base = base.removesuffix(".json").removesuffix(".html")
     try:
         Path(f"{base}.json").write_text(json.dumps(found, indent=1) + "\n")
-        Path(f"{base}.html").write_text(page(story, found))
+        Path(f"{base}.html").write_text(drawn)
     except OSError as error:
         raise WrongInput(f"the report cannot be written to {base}.json: {error}") from error
     for fault in found["faults"]:

@@ -64,6 +64,8 @@ def followed(run_dir: str) -> Generator[None]:
     granted."""
     try:
         yield
+    except (OSError, WrongInput):
+        raise
     except Exception as error:
         what = in_words(error) if not isinstance(error, ValueError) else str(error)
         raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error

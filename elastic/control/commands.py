@@ -43,6 +43,8 @@ class Form:
     """Pause at the next boundary (newcomers wait there while survivors finish an evaluation)."""
     order: tuple[int, ...] = ()
     """Of each rank its position in the mesh; empty: its rank."""
+    origin: int = 0
+    """The generation that computed `step`."""
 
 
 @dataclass(frozen=True, slots=True)

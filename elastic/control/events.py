@@ -37,6 +37,8 @@ class Loaded:
     worker: int
     step: int
     at: float
+    origin: int = 0
+    """The generation that computed the step; 0: none of this run, or in old journals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class Committed:
     step: int
     step_s: float
     at: float
+    origin: int = 0
+    """The generation that computed the step; 0 in old journals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Paused:
     rank: int
     step: int
     at: float
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,10 @@ class Suspended:
     is_between_steps: bool
     """Inside session.evaluate, or its loop has returned: takes nobody in before its next step."""
     at: float
+    origin: int = 0
+    """The generation that computed `step`: two may have computed it, with other bits."""
+    prepared_by: int = 0
+    """The generation that computed that gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ class Done:
     rank: int
     step: int
     at: float
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,16 +297,16 @@ def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
             return Connected(generation, rank, at)
         case r.Joined(generation, rank, state_s, step):
             return Joined(generation, rank, state_s, at, step)
-        case r.Paused(generation, rank, step):
-            return Paused(generation, rank, step, at)
+        case r.Paused(generation, rank, step, origin):
+            return Paused(generation, rank, step, at, origin)
         case r.Kept(generation, rank):
             return Kept(generation, rank, at)
-        case r.Suspended(generation, rank, step, is_prepared, is_between_steps):
-            return Suspended(generation, rank, step, is_prepared, is_between_steps, at)
+        case r.Suspended(generation, rank, step, origin, by, is_between_steps):
+            return Suspended(generation, rank, step, by > 0, is_between_steps, at, origin, by)
         case r.CollectiveFailed(generation, rank, message, is_refused):
             return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
-        case r.Done(generation, rank, step):
-            return Done(generation, rank, step, at)
+        case r.Done(generation, rank, step, origin):
+            return Done(generation, rank, step, at, origin)
         case r.Ended(generation, rank, weights_sha256):
             return Ended(generation, rank, weights_sha256, at)
         case r.PartSaved(generation, rank, step):

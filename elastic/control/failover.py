@@ -52,7 +52,8 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         ledger = replace(ledger, nodes=Nodes.of((s.worker, s.node) for s in standings))
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
-        ledger = replace(ledger, step=proven_step(holding, limits))
+        step, origin = proven_state(holding, limits)
+        ledger = replace(ledger, step=step, origin=origin)
     found = f"a new controller: {counted(len(standings), 'worker')} found"
     beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):
@@ -129,17 +130,19 @@ def at_work(holding: tuple[Standing, ...]) -> Membership | None:
     return Membership(first.generation, tuple(s.worker for s in by_rank))
 
 
-def proven_step(holding: tuple[Standing, ...], limits: Limits) -> int:
-    """The committed step that the ledger may name before anybody has brought a vote.
+def proven_state(holding: tuple[Standing, ...], limits: Limits) -> tuple[int, int]:
+    """The committed step that the ledger may name before anybody has brought a vote, and the
+    generation that computed it: the last one of those that did.
 
     A standing brings none. If some members are one step behind others, their step is named: those
     ahead prove theirs with the vote of their Suspended or Committed, or the step is done again.
     A sharded state never rolls forward: there the newest step counts.
     """
     newest = max(s.step for s in holding)
-    if not limits.is_whole:
-        return newest
-    return min(s.step for s in holding if s.step >= newest - 1)
+    proven = newest
+    if limits.is_whole:
+        proven = min(s.step for s in holding if s.step >= newest - 1)
+    return proven, max(s.origin for s in holding if s.step == proven)
 
 
 def with_state(standings: Iterable[Standing]) -> tuple[Standing, ...]:
@@ -147,15 +150,20 @@ def with_state(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 
 
 def have_all(
-    standings: tuple[Standing, ...], step: int, holders: Iterable[int], limits: Limits
+    standings: tuple[Standing, ...],
+    step: int,
+    holders: Iterable[int],
+    limits: Limits,
+    origin: int = 0,
 ) -> bool:
     """Whether those who have introduced themselves are enough for the state of `step`, the last one
     on record: then whoever is missing may be given up as a member that hangs.
 
-    holders: who should hold it, by the journal.
+    holders: who should hold it, by the journal. origin: the generation that computed the step; 0:
+    the journal does not say.
     """
     holding = with_state(standings)
-    if max((s.step for s in holding), default=-1) < step:
+    if max(((s.step, s.origin) for s in holding), default=(-1, 0)) < (step, origin):
         return False  # it may be the missing one's alone
     if limits.is_whole:
         return True
@@ -192,16 +200,20 @@ def end_again(
 ) -> Decision:
     """Whoever ended holds the final state, whole; the others may hold it as well or are left
     alone."""
-    step = max(s.step for s in holding)
-    last = tuple(s for s in holding if s.step == step)
+    step, origin = max((s.step, s.origin) for s in holding if s.kind == "ended")
+    last = tuple(s for s in holding if (s.step, s.origin) == (step, origin))
     workers = tuple(s.worker for s in sorted(last, key=lambda s: (-s.generation, s.rank)))
     membership = Membership(ledger.generation + 1, workers)
     outcome, why = "succeeded" if step >= limits.steps else "stopped", ledger.stop or IT_ENDED
     if isinstance(phase, Ending):
         outcome, why = phase.outcome, phase.reason
-    others = NumberSet.of(s.worker for s in holding if s.step != step)
+    others = NumberSet.of(s.worker for s in holding) - NumberSet.of(workers)
     ledger = replace(
-        ledger, generation=membership.generation, step=step, ready=ledger.ready | others
+        ledger,
+        generation=membership.generation,
+        step=step,
+        origin=origin,
+        ready=ledger.ready | others,
     )
     ledger, dropped = drop_save(ledger)
     ending = Ending(membership, outcome, why, at + limits.end_timeout_s)

@@ -62,10 +62,12 @@ def lobby(ledger: Ledger) -> NumberSet:
     return reduce(NumberSet.__or__, others, spawned)
 
 
-def commit(ledger: Ledger, step: int) -> Ledger:
+def commit(ledger: Ledger, step: int, origin: int) -> Ledger:
     falls = ledger.falls if step <= ledger.fallen_from else 0
     costly = forget(ledger.costly, step)
-    return replace(ledger, step=step, failures=0, in_vain=0, falls=falls, costly=costly)
+    return replace(
+        ledger, step=step, origin=origin, failures=0, in_vain=0, falls=falls, costly=costly
+    )
 
 
 def is_in_lobby(ledger: Ledger, worker: int) -> bool:

@@ -4,7 +4,9 @@ Any survivor at `Ledger.step` proves the step; who holds its reduced gradient ro
 who holds neither goes back to the lobby. Only if nobody alive can reach the step does it fall.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 
 from elastic.control.commands import Abort, Retire
 from elastic.control.detection.patience import lost_at, remember
@@ -14,6 +16,7 @@ from elastic.control.scaling import regroup, staff, sync
 from elastic.control.shutdown import finish
 from elastic.control.state import (
     NOBODY,
+    Camp,
     Decision,
     Ending,
     Forming,
@@ -32,6 +35,8 @@ BARRING = ("unreachable", "device_failed")
 """A replacement may come to the same place: it is not asked for at once."""
 STANDBYS_S = 0.2
 """How long survivors that have all answered wait for a standby's copy of the state."""
+UNPREPARED = -1
+"""In place of a generation: nobody's gradients are held."""
 MAX_IN_VAIN = 8
 """Generations without a committed step whose members could not get the state."""
 
@@ -290,67 +295,72 @@ def try_again(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> D
 
 # --- answers ------------------------------------------------------------------
 def answered(phase: Suspending) -> NumberSet:
-    return phase.level | phase.behind | phase.stale
+    return ranks_of(phase.answers)
 
 
-def has_answered(phase: Suspending, rank: int) -> bool:
-    return rank in phase.level or rank in phase.behind or rank in phase.stale
+def ranks_of(camps: Iterable[Camp]) -> NumberSet:
+    return reduce(NumberSet.__or__, (camp.ranks for camp in camps), NOBODY)
 
 
 def without_answer(phase: Suspending, rank: int) -> Suspending:
-    return replace(
-        phase,
-        level=phase.level.remove(rank),
-        behind=phase.behind.remove(rank),
-        stale=phase.stale.remove(rank),
-        prepared=phase.prepared.remove(rank),
-        between=phase.between.remove(rank),
-    )
+    kept = (replace(camp, ranks=camp.ranks.remove(rank)) for camp in phase.answers)
+    answers = tuple(camp for camp in kept if camp.ranks)
+    return replace(phase, answers=answers, between=phase.between.remove(rank))
 
 
-def learn_step(ledger: Ledger, phase: Suspending, step: int) -> tuple[Ledger, Suspending]:
-    """Somebody had committed `step`: the answers so far are seen from there."""
-    if step <= ledger.step:
-        return ledger, phase
-    if step == ledger.step + 1:
-        stale = phase.stale | phase.behind
-        phase = replace(phase, level=NOBODY, behind=phase.level, stale=stale)
-    else:
-        phase = replace(phase, level=NOBODY, behind=NOBODY, stale=answered(phase))
-    return replace(ledger, step=step), phase
+def with_answer(phase: Suspending, event: Suspended) -> Suspending:
+    prepared_by = event.prepared_by if event.is_prepared else UNPREPARED
+    said = Camp(event.step, event.origin, prepared_by, NumberSet.of((event.rank,)))
+    if event.is_between_steps:
+        phase = replace(phase, between=phase.between.add(event.rank))
+    for i, camp in enumerate(phase.answers):
+        if replace(camp, ranks=said.ranks) == said:
+            camp = replace(camp, ranks=camp.ranks.add(event.rank))
+            return replace(phase, answers=(*phase.answers[:i], camp, *phase.answers[i + 1 :]))
+    return replace(phase, answers=(*phase.answers, said))
+
+
+def learn_step(ledger: Ledger, step: int, origin: int) -> Ledger:
+    """Somebody has committed `step`. Of one that two generations have done, the later counts: the
+    earlier one's was lost with its members, but for those who followed them."""
+    if (step, origin) <= (ledger.step, ledger.origin):
+        return ledger
+    return replace(ledger, step=step, origin=origin)
 
 
 def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
-    if has_answered(phase, event.rank):
+    if event.rank in answered(phase):
         return Decision(ledger, phase)
     if phase.standbys_by:  # the source serves nobody before it is out of its step
         phase = replace(phase, standbys_by=event.at + STANDBYS_S)
-    if not limits.is_whole and event.step >= 0:  # whatever it holds may be what is needed
-        ledger = replace(ledger, step=max(ledger.step, event.step))
-        phase = replace(phase, level=phase.level.add(event.rank))
-        return settle(Decision(ledger, with_work(phase, event)), event.at, limits)
-    ledger, phase = learn_step(ledger, phase, event.step)
-    if event.step == ledger.step:
-        phase = replace(phase, level=phase.level.add(event.rank))
-    elif event.step == ledger.step - 1 and event.step >= 0:
-        phase = replace(phase, behind=phase.behind.add(event.rank))
+    if limits.is_whole:
+        ledger = learn_step(ledger, event.step, event.origin)
     else:
-        phase = replace(phase, stale=phase.stale.add(event.rank))
-    if event.is_prepared:
-        phase = replace(phase, prepared=phase.prepared.add(event.rank))
-    return settle(Decision(ledger, with_work(phase, event)), event.at, limits)
+        ledger = replace(ledger, step=max(ledger.step, event.step))
+    return settle(Decision(ledger, with_answer(phase, event)), event.at, limits)
 
 
-def with_work(phase: Suspending, event: Suspended) -> Suspending:
-    """What the member was doing."""
-    if event.is_between_steps:
-        return replace(phase, between=phase.between.add(event.rank))
-    return phase
+def level(ledger: Ledger, phase: Suspending, limits: Limits) -> NumberSet:
+    """Ranks that hold the state of `Ledger.step`; of one in parts, whatever a rank holds may be
+    what is needed."""
+    if not limits.is_whole:
+        return ranks_of(camp for camp in phase.answers if camp.step >= 0)
+    newest = ledger.step, ledger.origin
+    return ranks_of(camp for camp in phase.answers if (camp.step, camp.origin) == newest)
+
+
+def rolling(ledger: Ledger, phase: Suspending) -> NumberSet:
+    """Ranks one step behind that hold the gradient which `Ledger.step` was made with."""
+    return ranks_of(
+        camp
+        for camp in phase.answers
+        if camp.step == ledger.step - 1 and camp.prepared_by == ledger.origin
+    )
 
 
 def waits_for_standbys(ledger: Ledger, phase: Suspending) -> bool:
     """Somebody was called, may still come, and the next generation would take it in."""
-    is_closed = phase.between or phase.behind
+    is_closed = phase.between or any(camp.step == ledger.step - 1 for camp in phase.answers)
     if not phase.standbys_by or is_closed or ledger.stop:
         return False
     return bool(ledger.syncing - ledger.leaving)
@@ -360,8 +370,8 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
     """Regroup as soon as everybody alive has answered and something explains the failure."""
     ledger, phase = decision.ledger, decision.phase
     assert isinstance(phase, Suspending)
-    num_answers = len(phase.level) + len(phase.behind) + len(phase.stale)
-    if num_answers < num_members(phase):
+    said = answered(phase)
+    if len(said) < num_members(phase):
         return decision
     if waits_for_standbys(ledger, phase):
         if at < phase.standbys_by:
@@ -372,7 +382,7 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
             if not phase.is_overdue:
                 return decision  # the loss may still be reported
             return explain(decision.reason, try_again(ledger, phase, at, limits))
-        if not phase.stale and not phase.behind:  # no newcomer without state explains it either
+        if said == level(ledger, phase, limits):  # no newcomer without state explains it either
             ledger = replace(ledger, failures=ledger.failures + 1)
             if ledger.failures > limits.max_failures:
                 return spend_budget(ledger, phase, phase.complaint, limits)
@@ -383,20 +393,22 @@ def settle(decision: Decision, at: float, limits: Limits) -> Decision:
 
 def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limits) -> Decision:
     workers = phase.membership.workers
-    rolling = phase.behind & phase.prepared
-    usable = phase.level | rolling
-    fallen = ""
-    if not usable and phase.behind:
-        usable, rolling = phase.behind, NOBODY
-        fallen = f"whoever held step {ledger.step} is lost: back to {ledger.step - 1}; "
-        ledger = replace(ledger, step=ledger.step - 1)
+    rollers = rolling(ledger, phase) if limits.is_whole else NOBODY
+    usable, fallen = level(ledger, phase, limits) | rollers, ""
+    near = [camp for camp in phase.answers if camp.step >= max(0, ledger.step - 1)]
+    if not usable and near:
+        camp = max(near, key=lambda camp: (camp.step, camp.origin))
+        fallen = f"whoever held step {ledger.step} is lost: back to "
+        fallen += f"{camp.step}; " if camp.step < ledger.step else f"generation {camp.origin}'s; "
+        ledger = replace(ledger, step=camp.step, origin=camp.origin)
+        usable = level(ledger, phase, limits)
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
-    with_state = NumberSet.of(workers[rank] for rank in phase.behind - usable)
+    with_state = NumberSet.of(workers[rank] for rank in ranks_of(near) - usable)
     ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)
     decision = regroup(
         ledger,
         tuple(workers[rank] for rank in usable),
-        NumberSet.of(workers[rank] for rank in rolling),
+        NumberSet.of(workers[rank] for rank in rollers),
         bool(usable & phase.between),
         at,
         limits,

@@ -294,7 +294,9 @@ def form(
         ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *lobby(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
     reason += f"; {planned.note}" if planned.note else ""
-    command = Form(membership, ledger.step, roll_forward, vote_of, then_pause, planned.order)
+    command = Form(
+        membership, ledger.step, roll_forward, vote_of, then_pause, planned.order, ledger.origin
+    )
     deadline, new = at + limits.join_timeout_s, NumberSet.of(newcomers)
     forming = Forming(membership, deadline, then_pause, newcomers=new)
     return top_up(Decision(ledger, forming, (*dropped, command), reason), at, limits)

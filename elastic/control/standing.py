@@ -21,6 +21,8 @@ class Standing:
     """Committed steps of its state."""
     node: str = ""
     """In Ray's words; "" while it is starting."""
+    origin: int = 0
+    """The generation that computed `step`; 0 in old journals."""
 
 
 KINDS = (

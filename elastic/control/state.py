@@ -130,6 +130,9 @@ class Ledger:
     """Of the live workers that have said it, where the mesh depends on it."""
     costly: tuple[Costly, ...] = ()
     """Of steps that are not committed: whoever is there has `Limits.cold_patience_s`."""
+    origin: int = 0
+    """The generation that computed `step`; 0: none of this run. Where every member holds the whole
+    state, only those whose step is of this origin are members of one mesh."""
 
     @property
     def num_generations(self) -> int:
@@ -174,10 +177,23 @@ class Pausing:
 
 
 @dataclass(frozen=True, slots=True)
+class Camp:
+    """Ranks that hold the same."""
+
+    step: int
+    """Committed steps of their state; -1: they hold none."""
+    origin: int
+    """The generation that computed it."""
+    prepared_by: int
+    """The generation whose reduced gradients of the next step they hold; -1: they hold none."""
+    ranks: NumberSet
+
+
+@dataclass(frozen=True, slots=True)
 class Suspending:
     """A generation is given up: survivors abandon their collectives and say where they stand.
 
-    Their steps are relative to `Ledger.step`, the highest that anybody is known to have committed.
+    `Ledger.step` is the highest that anybody is known to have committed.
     """
 
     membership: Membership
@@ -198,10 +214,7 @@ class Suspending:
     apart: NumberSet = NOBODY
     """Ranks that had not met the others by then. Forming obeys an abort at once; who had met them
     may be inside a piece of its state, or the user's code, and answers later."""
-    level: NumberSet = NOBODY  # ranks that committed `Ledger.step`
-    behind: NumberSet = NOBODY  # ranks that committed one step less
-    stale: NumberSet = NOBODY  # ranks further behind, or without state
-    prepared: NumberSet = NOBODY  # ranks with the reduced gradient of their next step
+    answers: tuple[Camp, ...] = ()
     between: NumberSet = NOBODY  # ranks between steps: inside session.evaluate, or done
     standbys_by: float = 0.0
     """Until then those who were called to take a lost one's place may still copy the state."""

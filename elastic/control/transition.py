@@ -202,8 +202,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return hear_answer(ledger, phase, event, limits)
         case Suspending(), Committed(step=step) if not limits.is_whole:
             return Decision(replace(ledger, step=max(step, ledger.step)), phase)
-        case Suspending(), Committed(step=step):
-            return Decision(*learn_step(ledger, phase, step))
+        case Suspending(), Committed(step=step, origin=origin):
+            return Decision(learn_step(ledger, step, origin), phase)
         # --- a generation at work
         case Forming(), Connected(rank=rank):
             return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
@@ -219,19 +219,19 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             after = transition(before.ledger, before.phase, event, limits)
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
-        case ((Running() | Pausing() | Ending()), Committed(step=step, at=at)):
+        case ((Running() | Pausing() | Ending()), Committed(step=step, at=at, origin=origin)):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
-            ledger = commit(ledger, step)
+            ledger = commit(ledger, step, origin)
             return ask_to_save(publish_if_whole(Decision(ledger, phase), at, limits), at, limits)
-        case Running(), Paused(rank=rank, step=step, at=at):
+        case Running(), Paused(rank=rank) as left:
             # only a vote pauses, so all members will
             pausing = Pausing(phase.membership, NumberSet.of((rank,)), phase.done)
             why = "the members pause, as a controller before this one has asked"
-            return explain(why, left_step(ledger, pausing, step, at, limits))
-        case Pausing(), Paused(rank=rank, step=step, at=at):
+            return explain(why, left_step(ledger, pausing, left, limits))
+        case Pausing(), Paused(rank=rank) as left:
             paused = replace(phase, paused=phase.paused.add(rank))
-            return left_step(ledger, paused, step, at, limits)
+            return left_step(ledger, paused, left, limits)
         case Pausing(), Kept(rank=rank, at=at):
             kept = replace(phase, kept=phase.kept.add(rank))
             if len(kept.kept) < phase.membership.world_size:
@@ -239,9 +239,9 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             if not has_failed(ledger):
                 ledger = replace(ledger, kept_step=ledger.step)
             return leave_boundary(ledger, kept, at, limits)
-        case ((Running() | Pausing()), Done(rank=rank, step=step, at=at)):
+        case ((Running() | Pausing()), Done(rank=rank) as left):
             done = replace(phase, done=phase.done.add(rank))
-            return left_step(ledger, done, step, at, limits)
+            return left_step(ledger, done, left, limits)
         case Ending(), StillSaving(at=at):
             deadline = max(phase.deadline, at + limits.end_timeout_s)
             return Decision(ledger, replace(phase, deadline=deadline))
@@ -330,6 +330,7 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
     ledger = replace(
         ledger,
         step=event.step,
+        origin=event.origin,
         loading=NOBODY,
         ready=others,
         outdated=NOBODY,
@@ -358,20 +359,20 @@ def hear_notice(ledger: Ledger, phase: Phase, event: DrainNotice, limits: Limits
 
 
 def left_step(
-    ledger: Ledger, phase: Running | Pausing, step: int, at: float, limits: Limits
+    ledger: Ledger, phase: Running | Pausing, event: Paused | Done, limits: Limits
 ) -> Decision:
     """A rank has paused or is done; when all are, there is a next generation or an end.
 
     Until then its word alone does not commit the step: unlike Committed it brings no vote.
     """
-    membership = phase.membership
+    membership, at = phase.membership, event.at
     num_left = len(phase.done)
     if isinstance(phase, Pausing):
         num_left = len(phase.paused | phase.done)
     if num_left < membership.world_size:
         return Decision(ledger, phase)
-    if step > ledger.step:
-        ledger = commit(ledger, step)
+    if event.step > ledger.step:
+        ledger = commit(ledger, event.step, event.origin)
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)

@@ -251,7 +251,7 @@ class RayCluster:
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""
             if worker in form.roll_forward:
-                vote, payload = self.progress.commits.vote_of(form.step)
+                vote, payload = self.progress.commits.vote_of(form.step, form.origin)
             told = t.Form(
                 generation=membership.generation,
                 rank=rank,
@@ -264,6 +264,7 @@ class RayCluster:
                 evaluation=self.progress.evaluations.newest(membership.workers),
                 holders=self.holders.for_worker(worker),
                 order=form.order,
+                origin=form.origin,
                 payload=payload,
             )
             self.links.send(worker, told)
@@ -446,7 +447,7 @@ class RayCluster:
             self.progress.commits.vote = None
             for other in self.workers:
                 self.links.send(other, t.LogTo(folder))
-            self.say(e.Loaded(worker, report.step, self.now()))
+            self.say(e.Loaded(worker, report.step, self.now(), report.origin))
 
         if self._loading != worker:
             return  # a controller before this one had asked for it, or it is said again

@@ -78,6 +78,7 @@ class Failover:
             said.world_size,
             said.step,
             node=slot.node_id,
+            origin=said.origin,
         )
         if self._audible_since is None:
             self._cluster.in_background(self._listen_at(said.controller_before))
@@ -123,7 +124,8 @@ class Failover:
         holders = phase.membership.workers if isinstance(phase, Active) else tuple(ledger.holders)
         watching = [asyncio.ensure_future(self._drop_dead(w)) for w in self._candidates]
         while self._candidates:
-            if have_all(tuple(self._standings.values()), step, holders, limits):
+            origin = ledger.origin if step == ledger.step else 0
+            if have_all(tuple(self._standings.values()), step, holders, limits, origin):
                 self._give_up(w for w in holders if w in self._candidates)
             is_missed = any(w in self._candidates for w in holders)
             limit_s = timeouts_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S

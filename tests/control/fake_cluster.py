@@ -69,8 +69,8 @@ class FakeCluster:
         """Whose Ready was heard."""
         self.trace: list[c.Command] = []
         self.has_drains = faults.drains > 0
-        self.kept: dict[int, int] = {}
-        """Step -> state, saved for those who leave."""
+        self.kept: dict[int, tuple[int, int]] = {}
+        """Step -> its origin and the state, saved for those who leave."""
         self.states: dict[int, set[int]] = {}
         """Step -> states that somebody has committed, of those on record."""
         self.close_turns = 0
@@ -184,7 +184,7 @@ class FakeCluster:
         membership, self.untold = form.membership, None
         for rank, worker in enumerate(membership.workers):
             is_rolling = worker in form.roll_forward
-            vote, _ = self.commits.vote_of(form.step) if is_rolling else (None, b"")
+            vote = self.commits.vote_of(form.step, form.origin)[0] if is_rolling else None
             told = t.Form(
                 generation=membership.generation,
                 rank=rank,
@@ -197,6 +197,7 @@ class FakeCluster:
                 evaluation=self.evaluations.newest(membership.workers),
                 holders=(),
                 order=form.order,
+                origin=form.origin,
             )
             self.tell(worker, told)
 
@@ -207,7 +208,7 @@ class FakeCluster:
         for w in members:
             if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
-                vote = self.commits.vote_of(command.step)[0]["weights"]
+                vote = self.commits.vote_of(command.step, command.origin)[0]["weights"]
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
             elif not w.follows and not w.has_complained and w.is_alive:
@@ -304,13 +305,13 @@ class FakeCluster:
             case r.Ready():
                 self.ready.add(w.number)
                 return ev.WorkerReady(w.number, self.now)
-            case r.Loaded(step):
+            case r.Loaded(step, origin=origin):
                 if self.loading != w.number:
                     return None  # a controller before this one had asked for it, or said again
                 self.loading = None
                 self.loaded = self.recorded = step
                 self.commits.vote = None
-                return ev.Loaded(w.number, step, self.now)
+                return ev.Loaded(w.number, step, self.now, origin)
             case r.UserFailed(message):
                 return ev.UserFailed(w.number, message, self.now)
             case r.Committed():
@@ -332,7 +333,7 @@ class FakeCluster:
             case r.Suspended():
                 self.keep_vote(report.generation, report.step, report.vote)
                 if self.commits.is_news(report.generation):
-                    self.commits.keep_vote(report.step, report.vote, b"")
+                    self.commits.keep_vote(report.step, report.origin, report.vote, b"")
                     self.evaluations.hear_last(w.number, report.evaluation)
             case _:
                 pass
@@ -350,7 +351,7 @@ class FakeCluster:
             self.roll_back(step - 1)
         if step == self.recorded + 1:
             self.recorded, self.recorded_generation = step, done_by
-            self.to_emit.append(ev.Committed(generation, step, 0.1, self.now))
+            self.to_emit.append(ev.Committed(generation, step, 0.1, self.now, done_by))
         is_gap = step > self.recorded
         assert not is_gap or self.num_adopted, f"{step} comes, {self.recorded} is on record"
 
@@ -410,7 +411,8 @@ class FakeCluster:
         while w.wire:  # has come before the connection ended
             w.hear()
         w.is_broken, said = False, w.introduction()
-        return Standing(w.number, said.kind, said.generation, said.rank, said.world_size, said.step)
+        place = said.generation, said.rank, said.world_size
+        return Standing(w.number, said.kind, *place, said.step, origin=said.origin)
 
     def say_again(self, w: Process) -> None:
         """To the same controller, which does likewise."""

@@ -42,12 +42,12 @@ class PartsProcess(Process):
         self.live, self.reference, self.shadows, self.is_pushed = None, None, (), True
         self.unrecorded, self.vote, self.gradient = {}, None, None
 
-    def load(self, recorded: int) -> int:
+    def load(self, recorded: int) -> tuple[int, int]:
         """What holders have of the state on record, else the newest checkpoint, by reference."""
         step, self.weights = self.cluster.copied() or self.cluster.checkpoint
         self.live, self.shadows, self.is_pushed, self.gradient = None, (), True, None
         self.reference = step
-        return step
+        return step, 0
 
     # --- copies ----------------------------------------------------------------------------
     def hold(self) -> None:

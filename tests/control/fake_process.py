@@ -70,6 +70,7 @@ class Copied(NamedTuple):
 
     is_state: bool
     step: int
+    origin: int
     weights: int
     unrecorded: dict[int, int]
     vote: int | None
@@ -124,6 +125,10 @@ class Process:
         return self.machine.step
 
     @property
+    def origin(self) -> int:
+        return self.machine.origin
+
+    @property
     def rank(self) -> int:
         return self.machine.seat.rank
 
@@ -154,7 +159,7 @@ class Process:
         self.unsent = self.in_force.again_after(self.unsent)
         told = self.machine.word.told
         seat = told.generation, told.rank, told.world_size
-        return r.Introduction(self.machine.kind, ("", 0), *seat, self.step)
+        return r.Introduction(self.machine.kind, ("", 0), *seat, self.step, None, self.origin)
 
     def ready(self) -> r.Ready:
         return r.Ready(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
@@ -295,10 +300,11 @@ class Process:
 
     def commit(self, weights: int, *, should_pause: bool) -> Turns:
         step, self.vote = self.step + 1, weights
-        self.unrecorded[step] = self.generation
+        origin = self.machine.prepared_by
+        self.unrecorded[step] = origin
         self.drop_recorded()
-        newest = {step: self.generation}
-        self.cluster.feed(self, Copied(False, step, weights, newest, weights))
+        newest = {step: origin}
+        self.cluster.feed(self, Copied(False, step, origin, weights, newest, weights))
         self.is_applying = True
         if self.rng.random() < 0.1:
             yield
@@ -382,7 +388,7 @@ class Process:
     # --- copies --------------------------------------------------------------------------
     def state_of(self) -> Copied:
         """For whoever follows this worker."""
-        return Copied(True, self.step, self.weights, dict(self.unrecorded), self.vote)
+        return Copied(True, self.step, self.origin, self.weights, dict(self.unrecorded), self.vote)
 
     def is_source_gone(self) -> bool:
         return self.source is None or not self.source.is_alive
@@ -417,33 +423,37 @@ class Process:
             if copied.is_state:
                 self.weights, self.vote = copied.weights, copied.vote
                 self.unrecorded = copied.unrecorded
-                yield from self.tell(e.StateReplaced(copied.step))
+                yield from self.tell(e.StateReplaced(copied.step, copied.origin))
             elif copied.step == self.step + 1:
                 self.weights, self.vote = copied.weights, copied.vote
                 self.unrecorded |= copied.unrecorded
-                yield from self.tell(e.StepFollowed(copied.step))
+                yield from self.tell(e.StepFollowed(copied.step, copied.origin))
             self.drop_recorded()
             if not self.received and not self.is_copying:
                 yield from self.tell(e.CopyLevel())
 
-    def catch_up(self, step: int) -> Work:
+    def catch_up(self, step: int, origin: int) -> Work:
         self.at, deadline = "lobby", self.cluster.now + JOIN_S
-        while self.step != step and not self.is_lagging:
+        while not (self.stands_at(step, origin) or self.is_lagging):
             if self.received or self.is_copying:
                 yield from self.apply_received()
             is_lost = self.is_source_gone() or self.cluster.now > deadline
-            if not self.received and (is_lost or self.step > step) and self.step != step:
+            is_past = self.step >= step and not self.stands_at(step, origin)
+            if not self.received and (is_lost or is_past) and not self.is_lagging:
                 return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
             if self.machine.is_given_up:
                 break
             yield
         return e.CaughtUp()
 
-    def catch_up_late(self, step: int) -> Work:
+    def stands_at(self, step: int, origin: int) -> bool:
+        return (self.step, self.origin) == (step, origin)
+
+    def catch_up_late(self, step: int, origin: int) -> Work:
         self.at = "lobby"
-        while self.step != step:
+        while not self.stands_at(step, origin):
             yield from self.apply_received()
-            if self.step == step:
+            if self.stands_at(step, origin):
                 break
             if self.is_abandoned or (not self.received and self.is_source_gone()):
                 return e.CatchUpFailed(f"stands at step {self.step}, cannot reach {step}")
@@ -462,9 +472,10 @@ class Process:
                 return self.follow(address)
             case a.LoadState(recorded_step=recorded):
                 yield
-                return e.StateLoaded(self.load(recorded))
+                step, origin = self.load(recorded)
+                return e.StateLoaded(step, origin=origin)
             case a.SaveState():
-                self.cluster.kept[self.step] = self.weights
+                self.cluster.kept[self.step] = self.origin, self.weights
                 self.save()
             case a.LeaveGroup(form):
                 self.abandon(form.generation)
@@ -482,14 +493,14 @@ class Process:
                 yield from self.commit(self.gradient, should_pause=False)
             case a.DropGradients():
                 self.gradient = None
-            case a.CatchUp(step):
-                return (yield from self.catch_up(step))
+            case a.CatchUp(step, origin):
+                return (yield from self.catch_up(step, origin))
             case a.RenewFollowers():
                 self.cluster.renew(self)
             case a.Meet():
                 return (yield from self.meet())
-            case a.CatchUpLate(step):
-                return (yield from self.catch_up_late(step))
+            case a.CatchUpLate(step, origin):
+                return (yield from self.catch_up_late(step, origin))
             case a.AssembleState(form):
                 return (yield from self.assemble(form))
             case a.SayUnrecorded(recorded):
@@ -512,7 +523,7 @@ class Process:
     def say(self, report: r.Report) -> None:
         if isinstance(report, r.Suspended):
             has_gradients = self.gradient is not None and self.gradient_of == self.weights
-            assert has_gradients or not report.is_prepared, f"{self} has no gradients"
+            assert has_gradients or not report.prepared_by, f"{self} has no gradients"
             vote = None if self.vote is None else {"weights": self.vote}
             report = replace(report, vote=vote, evaluation=self.evaluated.last)
         self.send(report)
@@ -525,20 +536,21 @@ class Process:
         self.is_copying, self.is_lagging = True, False
         return None
 
-    def load(self, recorded: int) -> int:
+    def load(self, recorded: int) -> tuple[int, int]:
         """What it has from peers, unless steps before it cannot be reported, or what was saved for
         those who left; there are no other checkpoints."""
-        step = self.step
+        step, origin = self.step, self.origin
         if not self.holds or step > self.known_from(recorded):
-            step, self.weights, self.vote = 0, 1, None
+            step, origin, self.weights, self.vote = 0, 0, 1, None
         published = self.cluster.published
         newest = max((s for s in self.cluster.kept if s in published), default=0)
         if newest > step:
-            step, self.weights, self.vote = newest, self.cluster.kept[newest], None
+            step, self.vote = newest, None
+            origin, self.weights = self.cluster.kept[newest]
         self.go_back(step)
         self.gradient = None
         self.say_steps([s for s in sorted(self.unrecorded) if s > recorded])
-        return step
+        return step, origin
 
     def save(self) -> None:
         """This worker's part of the checkpoint of its step."""
@@ -568,9 +580,10 @@ class Process:
 
     def meet_all(self) -> Work:
         try:
-            yield from self.collective("enter")
+            states = yield from self.collective("enter", self.weights)
         except PeerLost as error:
             return e.PeersLost(str(error))
+        assert set(states) == {self.weights}, f"members of one mesh differ: {self}"
         return e.EverybodyEntered()
 
     def write_final(self) -> Work:

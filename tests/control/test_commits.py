@@ -12,7 +12,7 @@ class Told:
         self.commits = Commits(lambda g, line: self.recorded.append((g, line["metrics"]["step"])))
 
     def commit(self, generation, *steps, world_size=2):
-        lines = [{"metrics": {"step": step}} for step in steps]
+        lines = [{"metrics": {"step": step, "generation": generation}} for step in steps]
         vote = {"of": steps[-1]}
         self.commits.hear(Committed(generation, world_size, tuple(lines), vote, b"content"))
 
@@ -96,9 +96,9 @@ def test_what_is_said_of_a_generation_is_old_once_a_later_one_has_formed():
 def test_the_newest_vote_is_kept_for_those_who_missed_it():
     told = Told()
     told.commit(1, 1, 2)
-    told.commits.keep_vote(1, {"of": 1}, b"")
-    told.commits.keep_vote(3, None, b"")
-    assert told.commits.vote_of(2) == ({"of": 2}, b"content")
+    told.commits.keep_vote(1, 1, {"of": 1}, b"")
+    told.commits.keep_vote(3, 1, None, b"")
+    assert told.commits.vote_of(2, 1) == ({"of": 2}, b"content")
 
 
 def test_who_joins_after_a_step_of_the_generation_was_said_does_not_begin_it_again():

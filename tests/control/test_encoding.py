@@ -26,6 +26,7 @@ def test_a_command_reads_well():
         "vote_of": 0,
         "then_pause": False,
         "order": [],
+        "origin": 0,
     }
     assert decode(encode(form), JOURNAL_TYPES) == form
     of_before = {key: value for key, value in encode(form).items() if key != "order"}

@@ -182,6 +182,92 @@ def test_a_member_far_behind_does_not_take_the_others_back():
     assert ledger.step == 40
 
 
+# --- two generations have done the same step ---------------------------------------------
+FOLLOWER = Standing(3, "stopped", step=41, origin=7)
+"""It followed a member of generation 7 that is lost, with the step that it alone had committed."""
+AGAIN = tuple(Standing(w, "stopped", 8, w - 1, 2, 41, origin=8) for w in (1, 2))
+"""They have done it again, without that member: other ranks, so perhaps other bits."""
+CALLED = Membership(10, (1, 2, 3))
+ONE = replace(LIMITS, min_workers=1)
+
+
+def stands(rank: int, step: int, origin: int, *, prepared_by: int = 0) -> Suspended:
+    return Suspended(10, rank, step, prepared_by > 0, False, 10.0, origin, prepared_by)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_who_has_the_step_of_an_older_generation_gets_the_newer_ones(order):
+    answers = stands(0, 41, 8), stands(1, 41, 8), stands(2, 41, 7)
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), Adopted((*AGAIN, FOLLOWER), 9.0), *(answers[i] for i in order)
+    )
+    assert commands == [Recall(CALLED), Form(Membership(11, (1, 2)), 41, origin=8)]
+    assert (ledger.ready, ledger.outdated) == (some(3), some(3))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_the_gradients_of_a_generation_do_not_become_the_step_of_another(order):
+    """The members were about to do again what the follower has: its vote is not of their sums."""
+    before = tuple(replace(s, step=40, origin=7) for s in AGAIN)
+    answers = stands(0, 40, 7, prepared_by=8), stands(1, 40, 7, prepared_by=8), stands(2, 41, 7)
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted((*before, FOLLOWER), 9.0),
+        *(answers[i] for i in order),
+        limits=ONE,
+    )
+    assert commands == [Recall(CALLED), Form(Membership(11, (3,)), 41, origin=7)]
+    assert (ledger.ready, ledger.outdated) == (some(1, 2), some(1, 2))
+
+
+def test_the_gradients_of_the_same_generation_do():
+    before = tuple(replace(s, step=40, origin=7) for s in AGAIN)
+    answers = stands(0, 40, 7, prepared_by=7), stands(1, 40, 7, prepared_by=7), stands(2, 41, 7)
+    _, _, commands = play(LEDGER, Running(ABC), Adopted((*before, FOLLOWER), 9.0), *answers)
+    form = Form(Membership(11, (1, 2, 3)), 41, (1, 2), vote_of=3, origin=7)
+    assert commands == [Recall(CALLED), form]
+
+
+def test_if_all_with_the_newer_state_are_lost_the_older_one_of_the_same_step_counts():
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted((*AGAIN, FOLLOWER), 9.0),
+        *(stands(0, 41, 8), stands(2, 41, 7), WorkerLost(1, "process_died", 10.0, 10.1)),
+        stands(1, 40, 7),
+        limits=ONE,
+    )
+    assert commands == [Recall(CALLED), Form(Membership(11, (3,)), 41, origin=7)]
+    assert (ledger.step, ledger.origin, ledger.outdated) == (41, 7, some(2))
+
+
+def test_the_final_state_is_that_of_those_who_were_told_to_write_it():
+    ended = tuple(replace(s, kind="ended", step=100) for s in AGAIN)
+    follower = replace(FOLLOWER, step=100)
+    ledger, _, commands = play(LEDGER, Running(ABC), Adopted((*ended, follower), 9.0))
+    assert commands == [Finish(Membership(10, (1, 2)), "succeeded")]
+    assert ledger.ready == some(3)
+
+
+def test_an_older_state_of_the_last_step_does_not_make_up_for_who_is_missing():
+    follower = (FOLLOWER,)
+    assert have_all(follower, 41, (1, 2), LIMITS, origin=7)
+    assert not have_all(follower, 41, (1, 2), LIMITS, origin=8)
+
+
+def test_a_generation_is_told_whose_step_it_begins_with():
+    """Newcomers that followed somebody else may stand at the same one."""
+    _, _, commands = play(
+        replace(LEDGER, synced=some(3), next_worker=4),
+        Running(ABC),
+        Committed(7, 41, 0.1, 8.0, origin=7),
+        WorkerLost(0, "process_died", 9.0, 9.0),
+        *(Suspended(7, rank, 41, False, False, 10.0, 7) for rank in (1, 2)),
+    )
+    assert commands[-1] == Form(Membership(8, (1, 2, 3)), 41, origin=7)
+
+
 # --- generations ----------------------------------------------------------------------
 def test_the_next_generation_is_above_those_that_workers_without_state_were_told_of():
     newcomer = Standing(3, "syncing", 12, 3, 4, 0)

@@ -52,10 +52,10 @@ def kind_of(report):
 
 
 def form(generation, step, **changes):
-    """The command, to a lone member unless `changes` say more."""
+    """The command, to a lone member unless `changes` say more; generation 1 did the steps."""
     alone = Form(
         generation=generation, rank=0, world_size=1, step=step, then_pause=False, recorded_step=0,
-        store=None, vote=None, evaluation=None, holders=(),
+        store=None, vote=None, evaluation=None, holders=(), origin=min(1, step),
     )  # fmt: skip
     return replace(alone, **changes)
 

@@ -64,12 +64,12 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
 def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):
     source, newcomer = pair
     assert source.step().committed
-    newcomer.member._copying.catch_up(2, lambda: False)
+    newcomer.member._copying.catch_up(2, 1, lambda: False)
     load = Load("", 1)
     obey(newcomer.member, load)
     (said,) = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in said[0]["steps"]] == [2]
-    assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": ()})
+    assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": (), "origin": 1})
 
 
 def test_what_is_on_record_is_not_kept(pair):
@@ -77,7 +77,7 @@ def test_what_is_on_record_is_not_kept(pair):
     newcomer.link.recorded_step = 2
     for _ in range(3):
         assert source.step().committed
-    newcomer.member._copying.catch_up(4, lambda: False)
+    newcomer.member._copying.catch_up(4, 1, lambda: False)
     assert newcomer.member.records.known_from(2) == 4
     assert len(newcomer.member.records.to_frame()["steps"]) == 2
 
@@ -115,7 +115,7 @@ def test_a_generation_does_not_wait_for_an_update_that_was_lost_with_its_link(pa
     assert source.step().committed
     began = time.monotonic()
     with pytest.raises(PeerLost, match="cannot reach step 2"):
-        newcomer.member._copying.catch_up(2, lambda: False)
+        newcomer.member._copying.catch_up(2, 1, lambda: False)
     assert time.monotonic() - began < 60, "it waited for the whole join timeout"
 
 

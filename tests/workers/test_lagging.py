@@ -151,7 +151,7 @@ def test_a_source_that_is_gone_then_costs_the_newcomer_its_state(slow_link, rigs
     follower.close()
     pieces = Pieces(Alone(), lambda: None, LONG_S)
     with pytest.raises(PeerLost, match="cannot reach step 4"):
-        newcomer.member._copying.catch_up_late(STEPS_MEANWHILE, pieces)
+        newcomer.member._copying.catch_up_late(STEPS_MEANWHILE, 1, pieces)
 
 
 def test_one_that_lags_is_told_so_once_however_long_an_update_is_on_its_way(monkeypatch):

@@ -85,7 +85,7 @@ def test_the_lowest_rank_repeats_what_is_not_on_record():
 
 
 def test_an_abort_that_is_heard_in_a_step_frees_the_main_thread_which_answers_later():
-    state, actions = play(replace(WORKING, is_prepared=True), e.Heard(ABORT))
+    state, actions = play(replace(WORKING, prepared_by=WORKING.seat.generation), e.Heard(ABORT))
     assert actions == [a.Abandon(3)]
     assert (state.is_at_work, state.is_cancelled, state.kind) == (False, True, "stopped")
     state, actions = play(state, e.PeersLost("gone"))
@@ -93,7 +93,7 @@ def test_an_abort_that_is_heard_in_a_step_frees_the_main_thread_which_answers_la
     state, actions = play(state, e.Obeyed(ABORT))
     (report,) = said(actions)
     assert (report.generation, report.rank, report.step) == (3, 1, 40)
-    assert (report.is_prepared, report.is_between_steps) == (True, False)
+    assert (report.prepared_by, report.is_between_steps) == (3, False)
     assert state.phase == Suspended()
 
 
@@ -104,17 +104,18 @@ def test_a_collective_that_fails_is_said_once():
 
 
 def test_who_is_prepared_rolls_forward_with_the_vote_of_others():
-    form = replace(FORM, generation=4, step=41, vote={})
-    prepared = replace(WORKING, is_prepared=True)
+    form = replace(FORM, generation=4, step=41, vote={}, origin=3)
+    prepared = replace(WORKING, prepared_by=WORKING.seat.generation)
     state, actions = play(prepared, *obeyed(ABORT), *obeyed(form))
     assert a.RollForward(form) in actions
     state, _ = play(state, e.StepCommitted(41, should_pause=True))
-    assert (state.step, state.is_prepared, state.phase) == (41, False, Forming(form))
+    assert (state.step, state.origin, state.is_prepared) == (41, 3, False)
+    assert state.phase == Forming(form)
 
 
 def test_who_has_rolled_forward_is_between_steps_until_its_loop_knows():
     """It may evaluate then: the next generation takes nobody in who has not made the step."""
-    form = replace(FORM, generation=4, step=41, vote={})
+    form = replace(FORM, generation=4, step=41, vote={}, origin=3)
     state, _ = play(WORKING, e.LoopMoved(e.Loop.STEP), e.StepPrepared(), *obeyed(ABORT, form))
     assert not state.is_between_steps
     state, _ = play(state, e.StepCommitted(41, should_pause=False), e.PeersLost("reset"))
@@ -123,8 +124,28 @@ def test_who_has_rolled_forward_is_between_steps_until_its_loop_knows():
     assert not play(state, e.LoopMoved(e.Loop.OUTSIDE))[0].is_between_steps
 
 
+def test_gradients_of_a_generation_do_not_become_the_step_of_another():
+    """Another one has done the step as well, with other bits: its vote is of those."""
+    form = replace(FORM, generation=5, step=41, vote={}, origin=4)
+    prepared = replace(WORKING, prepared_by=WORKING.seat.generation)
+    state, actions = play(prepared, *obeyed(ABORT, form))
+    assert not any(isinstance(action, a.RollForward) for action in actions)
+    assert a.CatchUp(41, 4) in actions
+    assert not state.is_prepared
+
+
+def test_who_followed_a_lost_generation_does_not_join_with_its_state_of_the_same_step():
+    state, _ = play(State(), *obeyed(Sync(0, ("h", 1))), e.StateReplaced(40, 2), e.CopyLevel())
+    form = replace(FORM, origin=1)
+    other, actions = play(state, *obeyed(form), e.CaughtUp(), e.Met())
+    assert actions[-1] == a.CatchUpLate(40, 1)
+    assert not said(actions)[1:], "it has not joined"
+    _, actions = play(other, e.StateReplaced(40, 1), e.StateEntered(40))
+    assert said(actions) == [r.Joined(3, 1, 0.0, 40)]
+
+
 def test_gradients_do_not_outlive_a_generation_that_does_not_roll_them_forward():
-    prepared = replace(WORKING, is_prepared=True)
+    prepared = replace(WORKING, prepared_by=WORKING.seat.generation)
     state, actions = play(prepared, *obeyed(ABORT, replace(FORM, generation=4)))
     assert not state.is_prepared
     assert not any(isinstance(action, a.RollForward) for action in actions)
@@ -132,7 +153,7 @@ def test_gradients_do_not_outlive_a_generation_that_does_not_roll_them_forward()
 
 def test_gradients_do_not_outlive_the_state_that_they_are_of():
     """The former double of the simulation knew it; the member that it stood for did not."""
-    prepared = replace(WORKING, is_prepared=True)
+    prepared = replace(WORKING, prepared_by=WORKING.seat.generation)
     state, _ = play(prepared, *obeyed(ABORT, Load("/run", 38)), e.StateLoaded(38))
     assert (state.step, state.is_prepared) == (38, False)
 
@@ -167,7 +188,7 @@ def test_a_pause_is_taken_at_the_boundary_after_what_the_loop_is_in():
     state, actions = play(asked, e.StepPrepared(), e.StepCommitted(41, should_pause=True))
     assert (state.phase, actions) == (Working(should_pause=True), [])
     state, actions = play(state, e.BoundaryReached())
-    assert actions == [a.ProtectState(is_pausing=True), a.Say(r.Paused(3, 1, 41))]
+    assert actions == [a.ProtectState(is_pausing=True), a.Say(r.Paused(3, 1, 41, origin=3))]
     assert (state.phase, state.is_cancelled) == (Paused(), False)
     _, actions = play(state, *obeyed(Keep(3, 1, 2)))
     assert actions == [a.SaveState(), a.Say(r.Kept(3, 1))]
@@ -293,9 +314,10 @@ def test_what_cannot_happen_is_an_error(state, event):
         replace(WORKING, holding=Holding.NOTHING),
         replace(WORKING, source=Source.LEVEL),
         replace(WORKING, formed=2),
-        replace(HOLDER, holding=Holding.NOTHING, is_prepared=True),
+        replace(HOLDER, holding=Holding.NOTHING, prepared_by=3),
         replace(HOLDER, holding=Holding.PROMISED),
         replace(HOLDER, phase=Forming(FORM)),
+        replace(WORKING, prepared_by=4),
     ],
 )
 def test_a_state_that_contradicts_itself_is_found(state):
@@ -319,9 +341,9 @@ def test_who_left_a_generation_answers_for_it_no_more():
 
 def test_gradients_of_a_state_in_parts_are_dropped_where_the_next_generation_forms():
     """Given up in the middle of that, it does not say that it has them."""
-    state = replace(WORKING, is_whole=False, is_prepared=True)
+    state = replace(WORKING, is_whole=False, prepared_by=WORKING.seat.generation)
     form = replace(FORM, generation=4)
     state, actions = play(state, *obeyed(ABORT, form))
     assert a.DropGradients() in actions
     _, actions = play(state, e.Heard(Abort(4, 1, 2)), e.Met(), e.Obeyed(Abort(4, 1, 2)))
-    assert [report.is_prepared for report in said(actions)] == [False]
+    assert [report.prepared_by for report in said(actions)] == [0]

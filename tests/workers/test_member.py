@@ -51,7 +51,7 @@ def test_a_survivor_that_missed_the_vote_rolls_forward_to_the_same_bits(rigs):
     behind.form(generation=2, step=2, vote=fields["vote"], payload=payload)
     assert behind.step().committed, "the step counts although its block was cancelled"
     suspended, _ = behind.link.of("suspended")[-1]
-    assert (suspended["step"], suspended["is_prepared"]) == (1, True)
+    assert (suspended["step"], suspended["prepared_by"]) == (1, 1)
     assert behind.session.step == 2
     for rig in rigs:
         assert rig.step().committed
@@ -98,9 +98,9 @@ def test_who_is_recalled_from_a_generation_it_was_never_told_of_answers_and_roll
     behind.form(generation=3, step=2, vote=fields["vote"], payload=payload)
     assert behind.step().committed
     said = [fields for fields, _ in behind.link.of("suspended")]
-    assert [(f["generation"], f["rank"], f["step"], f["is_prepared"]) for f in said] == [
-        (1, 0, 1, True),
-        (2, 1, 1, True),
+    assert [(f["generation"], f["rank"], f["step"], f["prepared_by"]) for f in said] == [
+        (1, 0, 1, 1),
+        (2, 1, 1, 1),
     ]
     assert weights_sha256(committed.train_state.model) == weights_sha256(behind.train_state.model)
 
@@ -113,7 +113,7 @@ def test_who_rolls_forward_comes_to_its_evaluation_before_it_pauses(rigs):
     assert behind.step().committed
     assert (behind.link.of("paused"), behind.session.generation) == ([], 2)
     behind.step()
-    assert behind.link.of("paused") == [({"generation": 2, "rank": 0, "step": 2}, b"")]
+    assert behind.link.of("paused") == [({"generation": 2, "rank": 0, "step": 2, "origin": 1}, b"")]
 
 
 def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
@@ -133,7 +133,7 @@ def test_a_cancelled_step_leaves_the_state_and_is_done_again(rigs):
     assert not step.committed
     assert weights_sha256(cancelled.train_state.model) == before
     suspended, _ = cancelled.link.of("suspended")[-1]
-    assert (suspended["step"], suspended["is_prepared"]) == (1, False)
+    assert (suspended["step"], suspended["prepared_by"]) == (1, 0)
     for rig in rigs:
         rig.step()
     assert weights_sha256(cancelled.train_state.model) == weights_sha256(calm.train_state.model)
@@ -178,7 +178,7 @@ def test_a_vote_of_a_generation_that_was_given_up_meanwhile_commits_nothing(rigs
     assert not rig.step().committed
     assert (rig.session.step, weights_sha256(rig.train_state.model)) == (1, before)
     suspended, _ = rig.link.of("suspended")[-1]
-    assert (suspended["step"], suspended["is_prepared"]) == (1, True), "others may have seen it"
+    assert (suspended["step"], suspended["prepared_by"]) == (1, 1), "others may have seen it"
 
 
 def test_gradients_of_a_generation_are_not_those_of_the_next(rigs):
@@ -192,8 +192,8 @@ def test_gradients_of_a_generation_are_not_those_of_the_next(rigs):
     assert not rig.step().committed
     assert rig.session.generation == 2
     obey(rig.member, abort(2))
-    said = [(f["generation"], f["is_prepared"]) for f, _ in rig.link.of("suspended")]
-    assert said == [(1, True), (2, False)]
+    said = [(f["generation"], f["prepared_by"]) for f, _ in rig.link.of("suspended")]
+    assert said == [(1, 1), (2, 0)]
 
 
 def test_a_save_is_given_up_with_its_generation(rigs, tmp_path):
@@ -302,7 +302,7 @@ def test_a_pause_is_taken_at_the_next_boundary_by_the_vote(rigs):
     assert rig.link.of("paused") == []
     rig.form(generation=2, step=2)
     assert rig.step().committed
-    assert rig.link.of("paused") == [({"generation": 1, "rank": 0, "step": 2}, b"")]
+    assert rig.link.of("paused") == [({"generation": 1, "rank": 0, "step": 2, "origin": 1}, b"")]
 
 
 def test_the_block_says_what_is_wrong_with_a_loop(rigs):

@@ -201,7 +201,7 @@ def test_a_newcomer_that_copies_and_follows_has_the_bits_of_its_source(reduction
         time.sleep(0.001)  # polling, bounded by the deadline
     for _ in range(STEPS):
         assert source.step().committed
-    newcomer.member._copying.catch_up(1 + STEPS, lambda: False)
+    newcomer.member._copying.catch_up(1 + STEPS, 1, lambda: False)
     assert strides_of(newcomer.train_state) == strides_of(source.train_state)
     newcomer.form(generation=2, step=1 + STEPS)
     for rig in (newcomer, source):

@@ -104,9 +104,11 @@ class DropGradients:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """With the source, up to this step. Ends with CaughtUp or CatchUpFailed."""
+    """With the source, up to this state. Ends with CaughtUp or CatchUpFailed."""
 
     step: int
+    origin: int = 0
+    """The generation that computed the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class CatchUpLate:
     """While the others, formed already, wait. Ends with StateEntered or CatchUpFailed."""
 
     step: int
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,11 +129,14 @@ class StateReplaced:
     """By the source's state of this step."""
 
     step: int
+    origin: int = 0
+    """The generation that computed the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFollowed:
     step: int
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ class StateLoaded:
     step: int
     damaged: tuple[tuple[int, str], ...] = ()
     """Checkpoints that could not be used: step, and what is wrong."""
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,13 +86,13 @@ class Copying:
                     self._is_lagging = False
                     self._records.forget()
                     self._records.take(said.records)
-                    self._tell(e.StateReplaced(train_state.step))
+                    self._tell(e.StateReplaced(train_state.step, train_state.origin))
                 case peer.Lags():
                     self._is_lagging = True
                 case peer.Update() if said.step == train_state.step + 1:
                     train_state.apply(Update.from_message(said, tensors, self._device))
                     self._records.take(said.records)
-                    self._tell(e.StepFollowed(train_state.step))
+                    self._tell(e.StepFollowed(train_state.step, train_state.origin))
                     following.memory.give(tensors)
                 case peer.Update():
                     pass  # it is part of the state that came
@@ -100,10 +100,11 @@ class Copying:
             if said.queued == 0:
                 self._tell(e.CopyLevel())
 
-    def catch_up(self, step: int, is_over: Callable[[], bool]) -> None:
-        """Wait until the state stands at `step`, lags, or is_over(). PeerLost if it never will."""
+    def catch_up(self, step: int, origin: int, is_over: Callable[[], bool]) -> None:
+        """Wait until the state is that generation's of `step`, lags, or is_over(). PeerLost if it
+        never will be."""
         deadline = time.monotonic() + self._spec.join_timeout_s
-        while self._replica.step != step and not self._is_lagging:
+        while not (self._stands_at(step, origin) or self._is_lagging):
             left_s = deadline - time.monotonic()
             if not self._has_more(step, is_late=left_s <= 0):
                 if is_over():
@@ -111,11 +112,14 @@ class Copying:
                 assert self._following is not None
                 self._following.arrived.wait(min(left_s, 0.05))
 
-    def catch_up_late(self, step: int, pieces: Pieces) -> None:
+    def _stands_at(self, step: int, origin: int) -> bool:
+        return (self._replica.step, self._replica.origin) == (step, origin)
+
+    def catch_up_late(self, step: int, origin: int, pieces: Pieces) -> None:
         """Who lags gets the state of `step` while the others, formed already, wait for it: as long
         as it gets further. PeerLost if the source is gone or the generation given up."""
         num_tensors = -1
-        while self._replica.step != step:
+        while not self._stands_at(step, origin):
             if self._has_more(step, is_late=False):
                 continue
             following = self._following
@@ -135,9 +139,10 @@ class Copying:
                 self.apply_received()
                 return True
         is_lost = following is None or following.failure or is_late
-        if is_lost or (self._replica.step > step and not self._is_lagging):
+        if is_lost or (self._replica.step >= step and not self._is_lagging):
             raise PeerLost(
-                f"{worker_name(self._spec.worker)} stands at step {self._replica.step} and "
-                f"cannot reach step {step}"
+                f"{worker_name(self._spec.worker)} stands at step {self._replica.step} of "
+                f"generation {self._replica.origin} and cannot reach step {step} as the others "
+                "have it"
             )
         return False

@@ -70,9 +70,9 @@ def transition(state: State, event: Event) -> Outcome:  # noqa: C901
         case e.LoopReturned():
             return return_from_loop(replace(state, loop=Loop.RETURNED))
         case e.StepPrepared() if isinstance(state.phase, Working):
-            return Outcome(replace(state, is_prepared=True))
+            return Outcome(replace(state, prepared_by=state.seat.generation))
         case e.GradientsDropped():
-            return Outcome(replace(state, is_prepared=False))
+            return Outcome(replace(state, prepared_by=0))
         case e.StepCommitted() if state.is_prepared:
             return Outcome(commit(state, event))
         case e.PeersLost():
@@ -98,9 +98,9 @@ def transition(state: State, event: Event) -> Outcome:  # noqa: C901
             return begin_work(state, state.phase.should_pause)
         case e.StateReplaced() | e.StepFollowed() | e.CopyLevel() | e.SourceLost():
             return follow(state, event)
-        case e.StateLoaded(step, damaged) if isinstance(state.phase, Lobby):
-            state = replace(state, step=step, holding=Holding.STATE, is_prepared=False)
-            return Outcome(state, (a.Say(r.Loaded(step, damaged)),))
+        case e.StateLoaded(step, damaged, origin) if isinstance(state.phase, Lobby):
+            state = with_copy(state, step, origin)
+            return Outcome(state, (a.Say(r.Loaded(step, damaged, origin)),))
         case e.FinalWritten(sha256) if isinstance(state.phase, Ended):
             ended = r.Ended(state.seat.generation, state.seat.rank, sha256)
             return Outcome(state, (a.Say(ended),))
@@ -180,8 +180,13 @@ def is_over(state: State) -> bool:
     return isinstance(state.phase, Ended) or state.is_given_up
 
 
+def with_copy(state: State, step: int, origin: int) -> State:
+    """It holds the state that another one has made."""
+    return replace(state, step=step, origin=origin, holding=Holding.STATE, prepared_by=0)
+
+
 def without_part(state: State) -> State:
-    return replace(state, holding=Holding.PROMISED, is_prepared=False)
+    return replace(state, holding=Holding.PROMISED, prepared_by=0)
 
 
 def say_suspended(state: State) -> Outcome:
@@ -190,7 +195,8 @@ def say_suspended(state: State) -> Outcome:
         generation=state.seat.generation,
         rank=state.seat.rank,
         step=state.step if state.holding is Holding.STATE else -1,
-        is_prepared=state.is_prepared,
+        origin=state.origin,
+        prepared_by=state.prepared_by,
         is_between_steps=state.is_between_steps,
         vote=None,
         evaluation=None,
@@ -214,12 +220,12 @@ def form(state: State, command: Form) -> Outcome:
         return Outcome(replace(state, phase=Broken()), (leave,))
     state = replace(state, phase=Forming(command))
     if not state.is_whole:
-        state = replace(state, is_prepared=False)
+        state = replace(state, prepared_by=0)
         return Outcome(state, (leave, a.BeginGroup(command), a.DropGradients(), a.Meet()))
-    catch_up = (a.DropGradients(), a.CatchUp(command.step))
-    if command.vote is not None and state.is_prepared:
+    catch_up = (a.DropGradients(), a.CatchUp(command.step, command.origin))
+    if command.vote is not None and state.prepared_by == command.origin:
         return Outcome(state, (leave, a.BeginGroup(command), a.RollForward(command), *catch_up))
-    state = replace(state, is_prepared=False)
+    state = replace(state, prepared_by=0)
     return Outcome(state, (leave, a.BeginGroup(command), *catch_up))
 
 
@@ -235,9 +241,10 @@ def meet(state: State, command: Form) -> Outcome:
         return Outcome(replace(state, phase=Broken()), (a.Abandon(command.generation),))
     if not state.is_whole:
         return Outcome(state, (a.AssembleState(command),))
-    if state.step == command.step:
+    if (state.step, state.origin) == (command.step, command.origin):
         return join(state, command, state.step)
-    return Outcome(state, (connected(state), a.CatchUpLate(command.step)))
+    late = a.CatchUpLate(command.step, command.origin)
+    return Outcome(state, (connected(state), late))
 
 
 def connected(state: State) -> a.Say:
@@ -253,7 +260,7 @@ def join(state: State, command: Form, step: int) -> Outcome:
         holding=Holding.STATE,
         source=Source.NONE,
         step=step,
-        is_prepared=False,
+        prepared_by=0,
     )
     joined = a.Say(r.Joined(generation, rank, 0.0, step))
     said = (a.StopCopy(), joined, a.TakeEvaluation(command.evaluation))
@@ -275,7 +282,7 @@ def begin_work(state: State, should_pause: bool) -> Outcome:
 def reach_boundary(state: State) -> Outcome:
     if not state.is_at_work or state.phase != Working(should_pause=True):
         return Outcome(state)
-    paused = r.Paused(state.seat.generation, state.seat.rank, state.step)
+    paused = r.Paused(state.seat.generation, state.seat.rank, state.step, state.origin)
     actions = (a.ProtectState(is_pausing=True), a.Say(paused))
     return Outcome(replace(state, phase=Paused()), actions)
 
@@ -283,14 +290,14 @@ def reach_boundary(state: State) -> Outcome:
 def return_from_loop(state: State) -> Outcome:
     if not state.is_at_work:
         return Outcome(state)  # it returns again in the next generation
-    done = r.Done(state.seat.generation, state.seat.rank, state.step)
+    done = r.Done(state.seat.generation, state.seat.rank, state.step, state.origin)
     actions = (a.ProtectState(is_pausing=False), a.Say(done))
     return Outcome(replace(state, phase=Done()), actions)
 
 
 def commit(state: State, event: e.StepCommitted) -> State:
     """With its vote; or, when a generation forms, with that of others."""
-    state = replace(state, step=event.step, is_prepared=False)
+    state = replace(state, step=event.step, origin=state.prepared_by, prepared_by=0)
     match state.phase:
         case Working(should_pause):
             return replace(state, phase=Working(should_pause or event.should_pause))
@@ -323,11 +330,8 @@ def follow(
     if state.source is Source.NONE:
         raise UnexpectedEvent(state, event)
     match event:
-        case e.StateReplaced(step):
-            state = replace(state, step=step, holding=Holding.STATE, is_prepared=False)
-            return Outcome(state)
-        case e.StepFollowed(step):
-            return Outcome(replace(state, step=step, is_prepared=False))
+        case e.StateReplaced(step, origin) | e.StepFollowed(step, origin):
+            return Outcome(with_copy(state, step, origin))
         case e.CopyLevel() if state.source is Source.LEVEL:
             return Outcome(state)
         case e.CopyLevel():

@@ -144,8 +144,8 @@ class Member:
             case a.DropGradients():
                 self.prepared = None
                 self.train_state.forget_unagreed()
-            case a.CatchUp(step):
-                return self._catch_up(step)
+            case a.CatchUp():
+                return self._catch_up(action)
             case a.RenewFollowers():
                 self.followers.renew(self._state_and_records)
             case a.Meet():
@@ -338,7 +338,8 @@ class Member:
             self.records.go_back(step)
             self.records.repeat(self, recorded_step)
         self.vitals.step = step
-        return e.StateLoaded(step, tuple((d.step, d.what) for d in damaged))
+        said = tuple((d.step, d.what) for d in damaged)
+        return e.StateLoaded(step, said, self.train_state.origin)
 
     def _write_final(self, generation: int, log_folder: str | None) -> e.Event:
         """The state, and its hash; once more if a member was lost meanwhile."""
@@ -383,10 +384,10 @@ class Member:
         self.prepared(vote)
         self._state_s += time.monotonic() - began
 
-    def _catch_up(self, step: int) -> e.Event:
+    def _catch_up(self, to: a.CatchUp) -> e.Event:
         began = time.monotonic()
         try:
-            self._copying.catch_up(step, lambda: self.standing.is_given_up)
+            self._copying.catch_up(to.step, to.origin, lambda: self.standing.is_given_up)
         except PeerLost as error:
             return e.CatchUpFailed(str(error))
         self._state_s += time.monotonic() - began
@@ -406,17 +407,17 @@ class Member:
     def _enter(self, action: a.CatchUpLate | a.AssembleState) -> e.Event:
         began = time.monotonic()
         match action:
-            case a.CatchUpLate(step):
-                failed = self._catch_up_late(step)
+            case a.CatchUpLate():
+                failed = self._catch_up_late(action)
             case a.AssembleState(form):
                 failed = self._assemble(form)
         self._state_s += time.monotonic() - began
         return failed or e.StateEntered(self.train_state.step)
 
-    def _catch_up_late(self, step: int) -> e.Event | None:
+    def _catch_up_late(self, to: a.CatchUpLate) -> e.Event | None:
         assert self._pieces is not None
         try:
-            self._copying.catch_up_late(step, self._pieces)
+            self._copying.catch_up_late(to.step, to.origin, self._pieces)
         except PeerLost as error:
             return e.CatchUpFailed(str(error))
         return None

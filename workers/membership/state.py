@@ -136,8 +136,14 @@ class State:
     source: Source = Source.NONE
     step: int = 0
     """Committed steps of the state."""
-    is_prepared: bool = False
-    """The reduced gradients of the next step are here."""
+    origin: int = 0
+    """The generation that computed `step`: another one's state of it is another state."""
+    prepared_by: int = 0
+    """The generation whose reduced gradients of the next step are here; 0: none are."""
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.prepared_by > 0
 
     @property
     def is_given_up(self) -> bool:
@@ -202,6 +208,7 @@ def invariants(state: State) -> tuple[tuple[str, bool], ...]:
         ("nothing obeyed is newer than what was heard", seat.generation <= word.told.generation),
         ("a rank is one of its generation", is_new or 0 <= seat.rank < seat.world_size),
         ("who forms obeys the newest Form", not isinstance(phase, Forming) or is_form_of(state)),
+        ("gradients are of no later generation", state.prepared_by <= seat.generation),
         ("gradients are of a state that is held", not state.is_prepared or holds),
         ("who ends follows nobody", not isinstance(phase, Ended) or not follows),
         ("who is level holds what it follows", is_level_with_state(state)),

@@ -39,6 +39,8 @@ class Update:
     """The new value of each tracked integer buffer."""
     log_names: tuple[str, ...]
     """See `TrainState.log_names`."""
+    origin: int = 0
+    """The generation that computed it: another one's sums may be rounded otherwise."""
     squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Of each gradient's rows, of all ranks, for the norm; empty: the gradients are whole here."""
 
@@ -54,6 +56,7 @@ class Update:
             buffers=prepared.reduced.buffers,
             integers=before.buffers.integers,
             log_names=prepared.layout.log_names,
+            origin=prepared.generation,
             squares=prepared.reduced.squares,
         )
 
@@ -66,6 +69,7 @@ class Update:
             num_microbatches=self.num_microbatches,
             log_names=self.log_names,
             records=records,
+            origin=self.origin,
         )
         kinds = {"gradient": self.gradients, "buffer": self.buffers, "integer": self.integers}
         return message, {f"{kind}/{n}": t for kind, of in kinds.items() for n, t in of.items()}
@@ -87,6 +91,7 @@ class Update:
             buffers=found["buffer"],
             integers=found["integer"],
             log_names=said.log_names,
+            origin=said.origin,
         )
 
 
@@ -117,7 +122,7 @@ class TrainState:
         self.casting = casting or Casting(model, None)
         self.loss_scale = loss_scale
         self.buffers = TrackedBuffers(model)
-        self.step = 0
+        self.step, self.origin = 0, 0
         self.skipped_in_a_row = 0
         self.first_nonfinite = ""
         """Of the step that stops the run: where, and what to do (workers/nonfinite.py)."""
@@ -147,7 +152,7 @@ class TrainState:
             self.scheduler.step()
         self.log_names = update.log_names
         self._agreed = (self.buffers.tracked, self.log_names)
-        self.step = update.step
+        self.step, self.origin = update.step, update.origin
         self._count_skipped(update.is_finite)
         if self.skipped_in_a_row > self.max_nonfinite:
             raise FloatingPointError(
@@ -218,6 +223,7 @@ class TrainState:
         header = {
             "type": "snapshot",
             "step": self.step,
+            "origin": self.origin,
             "values": values,
             "weights": serialization.weight_names(self.model),
             "tracked": list(self._agreed[0]),
@@ -246,6 +252,7 @@ class TrainState:
             self.model, self.optimizer, self.scheduler, values, tensors, is_owned=True
         )
         self.step, self.skipped_in_a_row = step, skipped
+        self.origin = entry(header, "origin", int) if "origin" in header else 0
         if self.loss_scale is not None and header.get("loss_scale"):  # else keep the first one
             self.loss_scale = LossScale(*header["loss_scale"])
         self.log_names = tuple(log_names)

@@ -21,8 +21,8 @@ class Commits:
         self._generation, self._world_size = 0, 0
         self._lines: list[dict[str, Any]] = []
         self._held: dict[int, int] = {}  # rank -> step
-        self.vote: tuple[int, dict[str, Any], bytes] | None = None
-        """The newest completed one: step, layout, content."""
+        self.vote: tuple[tuple[int, int], dict[str, Any], bytes] | None = None
+        """The newest completed one: step and the generation that did it, layout, content."""
         self.formed = 0
         """The newest generation that has said so."""
         self._given_up = 0
@@ -30,23 +30,26 @@ class Commits:
         self._ending = 0
         """The generation whose members write the final state."""
 
-    def keep_vote(self, step: int, layout: dict[str, Any] | None, content: bytes) -> None:
-        if layout is not None and (self.vote is None or step >= self.vote[0]):
-            self.vote = (step, layout, content)
+    def keep_vote(
+        self, step: int, origin: int, layout: dict[str, Any] | None, content: bytes
+    ) -> None:
+        if layout is not None and (self.vote is None or (step, origin) >= self.vote[0]):
+            self.vote = ((step, origin), layout, content)
 
     def is_news(self, generation: int) -> bool:
         """What is said of it is not older than what others have said of a later one."""
         return generation >= max(self.formed, self._given_up)
 
-    def vote_of(self, step: int) -> tuple[dict[str, Any], bytes]:
+    def vote_of(self, step: int, origin: int) -> tuple[dict[str, Any], bytes]:
         """What rolls those forward to `step` who did not see its vote complete."""
         assert self.vote is not None
-        assert self.vote[0] == step, (self.vote[0], step)
+        assert self.vote[0] == (step, origin), (self.vote[0], step, origin)
         return self.vote[1:]
 
     def hear(self, report: Committed) -> None:
         """Some of the steps may have been said before."""
-        self.keep_vote(report.steps[-1]["metrics"]["step"], report.vote, report.payload)
+        last = report.steps[-1]["metrics"]
+        self.keep_vote(last["step"], last["generation"], report.vote, report.payload)
         generation = report.generation
         if generation > self._given_up:  # whoever says Joined later does not begin it again
             self.formed = max(self.formed, generation)

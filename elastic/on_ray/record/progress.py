@@ -44,7 +44,7 @@ class Progress:
             self._roll_back(report.step)
 
     def hear_suspended(self, worker: int, report: r.Suspended) -> None:
-        self.commits.keep_vote(report.step, report.vote, report.payload)
+        self.commits.keep_vote(report.step, report.origin, report.vote, report.payload)
         self.evaluations.hear_last(worker, report.evaluation)
 
     def _record_step(self, generation: int, line: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Progress:
         if step == self.recorded_step + 1:
             self.recorded_step, self.recorded_generation = step, done_by
             self._record.record_step(line)
-            self._say(e.Committed(generation, step, step_s, self._now()))
+            self._say(e.Committed(generation, step, step_s, self._now(), done_by))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 

@@ -36,6 +36,8 @@ class Update:
     num_microbatches: int
     log_names: tuple[str, ...]
     records: dict[str, Any]
+    origin: int = 0
+    """The generation that computed it."""
     queued: int = 0
     tensors: TensorShapes = ()
 

@@ -43,6 +43,8 @@ class Introduction:
     step: int = 0
     process: Process | None = None
     """None while it is starting."""
+    origin: int = 0
+    """The generation that computed `step`; 0: the run, or a launch of it, began with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Loaded:
     step: int
     damaged: tuple[tuple[int, str], ...]
     """Checkpoints that could not be used: step, and what is wrong."""
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Paused:
     generation: int
     rank: int
     step: int
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,9 @@ class Suspended:
     rank: int
     step: int
     """-1: it holds nothing that could be said to be of a step."""
-    is_prepared: bool
+    origin: int
+    prepared_by: int
+    """The generation whose reduced gradients of the next step are here; 0: none are."""
     is_between_steps: bool
     vote: dict[str, Any] | None
     """Layout of the vote of the last committed step, whose content is the payload."""
@@ -204,6 +210,7 @@ class Done:
     generation: int
     rank: int
     step: int
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

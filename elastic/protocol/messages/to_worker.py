@@ -79,6 +79,8 @@ class Form:
     holders: tuple[tuple[str, str, int], ...]
     order: tuple[int, ...] = ()
     """Of each rank its position in the mesh; empty: its rank."""
+    origin: int = 0
+    """The generation that computed `step`: another one's state of it is another state."""
     payload: bytes = b""
 
 
