@@ -67,7 +67,7 @@ MUTATIONS = (
         MACHINE,
         "    state = replace(state, prepared_by=0)\n    return Outcome(state, (leave,",
         "    return Outcome(state, (leave,",
-        "tests/workers/test_member.py",
+        "tests/workers/test_machine.py",
     ),
     Mutation(
         "a step that is not on record is said once only",
@@ -144,6 +144,13 @@ MUTATIONS = (
         RECOVERY,
         "if (camp.step, camp.origin) == newest)",
         "if camp.step == newest[0])",
+        "tests/control/test_failover.py",
+    ),
+    Mutation(
+        "who has copied a step takes part in what others do after it",
+        RECOVERY,
+        "usable = usable - (phase.copied - phase.between - rollers)",
+        "pass",
         "tests/control/test_failover.py",
     ),
     Mutation(

@@ -164,6 +164,8 @@ class Suspended:
     """The generation that computed `step`: two may have computed it, with other bits."""
     prepared_by: int = 0
     """The generation that computed that gradient."""
+    is_copied: bool = False
+    """It has copied its state, and has taken part in nothing since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +303,9 @@ def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
             return Paused(generation, rank, step, at, origin)
         case r.Kept(generation, rank):
             return Kept(generation, rank, at)
-        case r.Suspended(generation, rank, step, origin, by, is_between_steps):
-            return Suspended(generation, rank, step, by > 0, is_between_steps, at, origin, by)
+        case r.Suspended(generation, rank, step, origin, by, is_between, is_copied=is_copied):
+            known = origin, by, is_copied
+            return Suspended(generation, rank, step, by > 0, is_between, at, *known)
         case r.CollectiveFailed(generation, rank, message, is_refused):
             return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
         case r.Done(generation, rank, step, origin):

@@ -305,7 +305,8 @@ def ranks_of(camps: Iterable[Camp]) -> NumberSet:
 def without_answer(phase: Suspending, rank: int) -> Suspending:
     kept = (replace(camp, ranks=camp.ranks.remove(rank)) for camp in phase.answers)
     answers = tuple(camp for camp in kept if camp.ranks)
-    return replace(phase, answers=answers, between=phase.between.remove(rank))
+    between, copied = phase.between.remove(rank), phase.copied.remove(rank)
+    return replace(phase, answers=answers, between=between, copied=copied)
 
 
 def with_answer(phase: Suspending, event: Suspended) -> Suspending:
@@ -313,6 +314,8 @@ def with_answer(phase: Suspending, event: Suspended) -> Suspending:
     said = Camp(event.step, event.origin, prepared_by, NumberSet.of((event.rank,)))
     if event.is_between_steps:
         phase = replace(phase, between=phase.between.add(event.rank))
+    if event.is_copied:
+        phase = replace(phase, copied=phase.copied.add(event.rank))
     for i, camp in enumerate(phase.answers):
         if replace(camp, ranks=said.ranks) == said:
             camp = replace(camp, ranks=camp.ranks.add(event.rank))
@@ -402,6 +405,9 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         fallen += f"{camp.step}; " if camp.step < ledger.step else f"generation {camp.origin}'s; "
         ledger = replace(ledger, step=camp.step, origin=camp.origin)
         usable = level(ledger, phase, limits)
+    if limits.is_whole and (rollers or usable & phase.between):
+        # what follows the step, like an evaluation, would wait for who has not made it
+        usable = usable - (phase.copied - phase.between - rollers)
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
     with_state = NumberSet.of(workers[rank] for rank in ranks_of(near) - usable)
     ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)

@@ -216,6 +216,7 @@ class Suspending:
     may be inside a piece of its state, or the user's code, and answers later."""
     answers: tuple[Camp, ...] = ()
     between: NumberSet = NOBODY  # ranks between steps: inside session.evaluate, or done
+    copied: NumberSet = NOBODY  # ranks whose loop has not come to the step that they have copied
     standbys_by: float = 0.0
     """Until then those who were called to take a lost one's place may still copy the state."""
 
