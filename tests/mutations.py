@@ -424,7 +424,7 @@ def plant(mutation: Mutation, tree: Path) -> str:
         return f"not found within {TIMEOUT_S} s"
     finally:
         path.write_text(before)
-    if done.returncode == 1 and " failed" in done.stdout:
+    if done.returncode == 1:  # a fixture's look at the device counts; a file that is no test is 2
         return "found"
     return "survived" if done.returncode == 0 else f"no test ran: {done.stdout[-500:]}"
 

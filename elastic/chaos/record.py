@@ -6,10 +6,15 @@ Written whole each time, so that it works where a filesystem cannot append.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.store.files import Folder, encode
-from elastic.store.journal import read_lines
+from elastic.store.files import Folder, Kinds, encode
+from elastic.store.journal import read_records
 
 CHAOS = "chaos.jsonl"
+KINDS: Kinds = {
+    **dict.fromkeys(("strike", "what", "whom", "phase"), str),
+    **{"at": float, "step": int, "generation": int, "scenario": str, "note": str},
+    **{"worker": str | None, "rank": int | None, "for_s": float | int | None},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,7 @@ def write_done(folder: Folder, done: list[Done]) -> None:
 
 def read_done(folder: Folder) -> list[Done]:
     """Everything that was done to the run so far; empty without a file."""
-    return [Done(**line) for line in map(known, read_lines(folder, CHAOS))]
+    return [Done(**line) for line in map(known, read_records(folder, CHAOS, KINDS))]
 
 
 def known(line: dict[str, Any]) -> dict[str, Any]:

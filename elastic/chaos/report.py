@@ -11,18 +11,18 @@ from elastic.chaos.record import Done, read_done
 from elastic.chaos.timeline import PRODUCTIVE, WAITING, Episode, Timeline, follow
 from elastic.control.events import WorkerLost
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
-from elastic.control.transition import UnexpectedEvent
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.store.files import Folder, read_json
-from elastic.store.journal import read_lines
+from elastic.store.files import Folder, Kinds, read_json
+from elastic.store.journal import read_lines, read_records
 from elastic.store.run_directory import ROLLED_BACK
 
 ABOUT = ("at", "scenario", "for_s")
 """Fields of a fault that have no column of their own."""
 NOTICED = 10
 """A loss more than so many times `detect_s` after a fault has another cause."""
+METRICS_KINDS: Kinds = {"step": int, "time": float, "loss": float | int | None}
 CLOCKS_S = 0.02
 """A loss may seem to precede its fault by so much: another process read the clock."""
 
@@ -41,27 +41,25 @@ class Story:
 
 
 def read_story(folder: Folder) -> Story:
-    """WrongInput if there is no journal, or one that this version cannot follow."""
+    """WrongInput if there is no journal. A decision takes the types of its event's fields for
+    granted: a journal that is damaged, or of another version, raises whatever that makes of it."""
     lines = read_lines(folder, "journal.jsonl")
     entries = [line["entry"] for line in lines if "entry" in line]
     if not entries:
         raise WrongInput(f"{folder} has no decision in its journal yet: nothing to report")
     parts: list[list[Started | Entry]] = []
-    try:
-        for entry in entries:
-            value = decode(entry, JOURNAL_TYPES)
-            if isinstance(value, Started) or not parts:
-                parts.append([])
-            parts[-1].append(value)
-        timeline = follow(parts, float(lines[-1]["at"]))
-    except (ValueError, UnexpectedEvent) as error:
-        raise WrongInput(f"{folder}: the journal cannot be followed: {error}") from error
+    for entry in entries:
+        value = decode(entry, JOURNAL_TYPES)
+        if isinstance(value, Started) or not parts:
+            parts.append([])
+        parts[-1].append(value)
+    timeline = follow(parts, float(lines[-1]["at"]))
     if not timeline.spans:
         raise WrongInput(f"{folder}: the run has only begun: nothing to report")
     name = folder.path.rstrip("/").rpartition("/")[2]
     detect_s = (read_json(folder, "config.json") or {}).get("detect_s")
-    metrics = read_lines(folder, "metrics.jsonl")
-    rolled_back = read_lines(folder, ROLLED_BACK)
+    metrics = read_records(folder, "metrics.jsonl", METRICS_KINDS)
+    rolled_back = read_records(folder, ROLLED_BACK, METRICS_KINDS)
     return Story(name, timeline, metrics, rolled_back, read_done(folder), detect_s)
 
 

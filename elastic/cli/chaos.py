@@ -15,8 +15,10 @@ from elastic.chaos.page import page
 from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
+from elastic.cli.journal import config_of, followed
+from elastic.config import as_bounds
 from elastic.protocol.errors import WrongInput
-from elastic.store.files import Folder, open_folder, read_json
+from elastic.store.files import Folder, open_folder
 
 
 class ScenarioFirst(TyperGroup):
@@ -88,11 +90,11 @@ def list_scenarios() -> int:
 
 def num_workers_of(folder: Folder, run_dir: str) -> int:
     """The most workers the run may have. WrongInput if this is no run directory."""
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
-    workers: Any = config["workers"]
-    return int(workers if isinstance(workers, int) else workers[1])
+    try:
+        bounds = as_bounds(config_of(folder, run_dir).get("workers"))
+    except ValueError as error:
+        raise WrongInput(f"{run_dir}/config.json is damaged: {error}") from error
+    return bounds if isinstance(bounds, int) else bounds[1]
 
 
 def refuse_impossible(
@@ -106,13 +108,15 @@ def refuse_impossible(
 
 def write_report(folder: Folder, report_path: str | None) -> int:
     """PATH.json and PATH.html, by default in the run directory; prints the faults in short."""
-    story = read_story(folder)
-    found = report(story)
+    with followed(str(folder)):
+        story = read_story(folder)
+        found = report(story)
+        drawn = page(story, found)
     base = report_path or str((folder.local or Path()) / DEFAULT_REPORT)
     base = base.removesuffix(".json").removesuffix(".html")
     try:
         Path(f"{base}.json").write_text(json.dumps(found, indent=1) + "\n")
-        Path(f"{base}.html").write_text(page(story, found))
+        Path(f"{base}.html").write_text(drawn)
     except OSError as error:
         raise WrongInput(f"the report cannot be written to {base}.json: {error}") from error
     for fault in found["faults"]:

@@ -54,7 +54,8 @@ def checkpoints_at(place: str, step: int | None = None) -> tuple[Catalogue, int 
     if own is None:
         catalogue = Catalogue(folder.at(CHECKPOINTS))
         if not catalogue.folder.folders():
-            raise WrongInput(f"{place} has no checkpoints")
+            what = "has no checkpoints" if folder.is_there else "does not exist"
+            raise WrongInput(f"{place} {what}")
         return catalogue, step
     if step not in (None, own):
         raise WrongInput(f"{place} is the checkpoint of step {own}; leave out --step {step}")

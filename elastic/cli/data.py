@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from elastic.cli.journal import config_of
 from elastic.cli.progress import printable
 from elastic.driver.redaction import hidden_in, other_secrets
 from elastic.driver.resume import plain
 from elastic.protocol.errors import BadData, WrongInput
-from elastic.store.files import Folder, check_kinds, open_folder, read_json
+from elastic.store.files import Folder, check_kinds, open_folder
 from elastic.store.journal import read_records
 from elastic.store.remote import shown_uri
 
@@ -113,9 +114,7 @@ def check(
     from elastic.driver.target import load_target, parse_arguments
 
     folder = open_folder(run_dir)
-    config = read_json(folder, "config.json")
-    if config is None:
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+    config = config_of(folder, run_dir)
     check_kinds(config, CONFIG_KINDS, f"{run_dir}/config.json")
     committed = read_records(folder, "metrics.jsonl", {"step": int})  # first: a live run writes on
     lines = read_records(folder, "samples.jsonl", SAMPLES_KINDS)

@@ -17,8 +17,9 @@ from elastic.control.story import story as story_of
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput, in_words
 from elastic.protocol.membership import worker_name
-from elastic.store.files import Folder, open_folder
+from elastic.store.files import Folder, open_folder, read_json
 from elastic.store.journal import read_lines
+from elastic.store.remote import shown_uri
 
 FAILED = 1
 RunDir = Annotated[
@@ -63,6 +64,8 @@ def followed(run_dir: str) -> Generator[None]:
     granted."""
     try:
         yield
+    except (OSError, WrongInput):
+        raise
     except Exception as error:
         what = in_words(error) if not isinstance(error, ValueError) else str(error)
         raise WrongInput(f"{run_dir}: the journal cannot be replayed: {what}") from error
@@ -111,7 +114,21 @@ def entries_in(run_dir: str) -> list[dict[str, Any]]:
 
 
 def open_run(run_dir: str) -> Folder:
+    """WrongInput if this is no run directory."""
     folder = open_folder(run_dir)
     if not folder.exists("config.json"):
-        raise WrongInput(f"{run_dir} is no run directory: it has no config.json")
+        raise no_run(run_dir, folder)
     return folder
+
+
+def config_of(folder: Folder, run_dir: str) -> dict[str, Any]:
+    """WrongInput if this is no run directory."""
+    config = read_json(folder, "config.json")
+    if config is None:
+        raise no_run(run_dir, folder)
+    return config
+
+
+def no_run(run_dir: str, folder: Folder) -> WrongInput:
+    why = "it has no config.json" if folder.is_there else "there is no such folder"
+    return WrongInput(f"{shown_uri(run_dir)} is no run directory: {why}")

@@ -272,5 +272,5 @@ def drawing(view: View, decisions: tuple[str, ...]) -> Group:
         f"{view.metrics.get('step_s') or 0.0:.3f} s/step",
         f"{view.status['phase']}, {counted(num_workers, 'worker')}",
     )
-    lines = [Text(line, style="dim", overflow="ellipsis", no_wrap=True) for line in decisions]
+    lines = [Text(line, style="dim", overflow="fold") for line in decisions]
     return Group(head, worker_table(view.status), *lines)

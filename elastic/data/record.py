@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from elastic.data.plan import Plan, PlannedFile, differences, told
 from elastic.data.source import is_uri
 from elastic.data.stream import WindowKey
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, reach_folder, read_json, write_json
+from elastic.store.remote import shown_uri
 
 NAME = "data.json"
 
@@ -108,10 +109,19 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
 
     WrongInput if the run began with another plan: says what changed. OSError if the store is away.
     """
-    folder = reach_folder(place)
+    folder, shown = reach_folder(place), shown_uri(place)
     found = read_json(folder, NAME)
     if found is None:
         return FeedRecord(plan, folder, began_in=plan.source.place(""))
+    try:
+        return _record_of(plan, folder, shown, found)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"is damaged: it has no sound {error.args[0]!r:.60}"
+        raise WrongInput(f"{shown}/{NAME} {what}; bring it back, or use another --name") from error
+
+
+def _record_of(plan: Plan, folder: Folder, place: str, found: dict[str, Any]) -> FeedRecord:
+    """Raises whatever a damaged one makes of it."""
     if "plan_sha256" not in found:
         raise WrongInput(
             f"the run {place} began with other data than Parquet files; use another --name"
@@ -131,11 +141,31 @@ def open_record(plan: Plan, place: str) -> FeedRecord:
             'on_bad_file="skip", or use another --name'
         )
     record = FeedRecord(plan, folder, began_in=found.get("began_in"))
-    record.counts = {WindowKey(epoch, window): n for epoch, window, n in found["counts"]}
-    record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in found["skipped"]}
-    record.checksums = {unit: checksum for unit, checksum in found.get("checksums", [])}
+    record.counts = {WindowKey(e, w): n for e, w, n in rows_in(found, "counts")}
+    record.skipped = {WindowKey(e, w): tuple(units) for e, w, *units in rows_in(found, "skipped")}
+    checksums = rows_in({"checksums": [], **found}, "checksums")  # records of before have none
+    record.checksums = {unit: checksum for unit, checksum in checksums}
     record.written = record.version
     return record
+
+
+def file_of(
+    path: str, inside: str, root: int, size_bytes: int, row_groups: list[list[int]], problem: str
+) -> PlannedFile:
+    """A row of the record. ValueError or TypeError for one that none of ours is."""
+    if not all(isinstance(text, str) for text in cast("list[object]", [path, inside, problem])):
+        raise ValueError("files")
+    rows_in({"files": [[root, size_bytes], *row_groups]}, "files")
+    groups = tuple((rows, size) for rows, size in row_groups)
+    return PlannedFile(path, inside, root, size_bytes, groups, problem)
+
+
+def rows_in(found: dict[str, Any], name: str) -> list[list[int]]:
+    """ValueError if they are no lists of numbers, as all of them are."""
+    rows: list[list[int]] = found[name]
+    if not all(type(number) is int and number >= 0 for row in rows for number in row):
+        raise ValueError(name)
+    return rows
 
 
 def named_as_before(plan: Plan, found: Mapping[str, Any]) -> Plan:
@@ -161,12 +191,7 @@ def named_as_before(plan: Plan, found: Mapping[str, Any]) -> Plan:
 def as_it_was(plan: Plan, found: dict[str, Any]) -> Plan:
     """The plan that the record tells of, if files that are gone or changed are all that differs."""
     now = {f.path: f for f in plan.files}
-    files = tuple(
-        PlannedFile(
-            *first, row_groups=tuple((rows, size) for rows, size in groups), problem=problem
-        )
-        for *first, groups, problem in found["files"]
-    )
+    files = tuple(file_of(*row) for row in found["files"])
     files = tuple(
         replace(f, inside=now[f.path].inside, root=now[f.path].root) if f.path in now else f
         for f in files

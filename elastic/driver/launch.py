@@ -39,7 +39,7 @@ from elastic.store.files import (
     remove_empty,
     remove_probe,
 )
-from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri
+from elastic.store.remote import AWAY_PAUSES_S, patiently, shown_uri, unknown_host
 from elastic.workload import Workload
 
 T = TypeVar("T")
@@ -145,11 +145,11 @@ def run_config(
     storage = config.storage or tempfile.mkdtemp(prefix="elastic-runs-")
     name = config.name or f"{type(workload).__name__.lower()}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     named = {**config.to_json(), "storage": storage, "name": name}
-    content = resume.config_json(named, target, arguments, versions(), source)
     place = place_of(storage, name)
     missing = [Path(storage)] if config.storage is None else missing_folders(storage)
     folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
     past = asked(storage, partial(resume.await_last_processes, folder_of_run))
+    content = resume.config_json(named, target, arguments, versions(), source, past=past)
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
@@ -196,11 +196,27 @@ def run_config(
 
 def asked(storage: str, read: Callable[[], T]) -> T:
     """What storage says before the run begins; RunFailed if it is away for as long as workers wait
-    for it, too."""
+    for it, too. WrongInput at once if its host has no address."""
+    shown, told = shown_uri(storage), list[str]()
+
+    def tell(error: OSError, _: float) -> None:
+        if host := unknown_host(error):
+            raise WrongInput(
+                f"storage {shown!r} cannot be used: there is no host {host!r}; mend its name, "
+                "or the name service of this machine"
+            ) from None
+        told.append(first_line(error).replace(storage, shown))
+        if len(told) == 1:
+            wait_s = sum(AWAY_PAUSES_S)
+            print(
+                f"elastic: storage {shown!r} does not answer: {told[0]}; it is asked again for "
+                f"{wait_s:.0f} s",
+                file=sys.stderr,
+            )
+
     try:
-        return patiently(read, pauses_s=AWAY_PAUSES_S)
+        return patiently(read, pauses_s=AWAY_PAUSES_S, tell=tell)
     except OSError as error:
-        shown = shown_uri(storage)
         why = first_line(error).replace(storage, shown)
         raise RunFailed(
             f"storage {shown!r} does not answer: {why}; start the same run again when it does",
@@ -244,7 +260,11 @@ def run_on_ray(
             "token": secrets.token_hex(16),
             "config": config,
             **record,
-            "content": record["content"] | nccl_settings.recorded(driver.device),
+            "content": {
+                **record["content"],
+                **nccl_settings.recorded(driver.device),
+                "driver": driver.whereabouts,
+            },
             "device": driver.device,
             "folder": driver.folder_on_nodes,
             "detach": detach,

@@ -6,6 +6,7 @@ Which names and URIs hold some is said in elastic/store/remote.py.
 import hashlib
 import json
 import re
+import secrets
 from typing import Any, cast
 
 from elastic.store.remote import HIDDEN, is_secret, shown_uri
@@ -17,9 +18,21 @@ URI = re.compile(r"(?<![\w+.-])[\w+.-]+://(?:(?!,[\w+.-]+://)\S)*")
 HIDDEN_IN_URI = (f"://{HIDDEN}@", f"={HIDDEN}")
 
 
-def redacted(config: dict[str, Any]) -> dict[str, Any]:
+def salt_of(config: dict[str, Any]) -> str:
+    """What the secrets of the run are hashed with whose config.json it is; if it has none, what a
+    new one's are to be: the same secret looks different in every run."""
+    salt: object = config.get("secrets_salt")
+    if isinstance(salt, str) and salt:
+        return salt
+    return f"elastic:{config.get('target')}" if config.get("secrets") else secrets.token_hex(16)
+
+
+def redacted(config: dict[str, Any], salt: str | None = None) -> dict[str, Any]:
     """The content of config.json without its secrets; under `secrets` a hash of each argument that
-    was one or had some in its URIs. What is redacted already stays as it is."""
+    was one or had some in its URIs. What is redacted already stays as it is.
+
+    salt: of the run that it may belong to.
+    """
     found = dict(config)
     if isinstance(found.get("storage"), str):
         found["storage"] = shown_uri(found["storage"])
@@ -27,7 +40,7 @@ def redacted(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("arguments"), dict):
         found["arguments"] = _without_secrets(found["arguments"], "", hidden)
     if hidden:
-        salt = f"elastic:{found.get('target')}"
+        found["secrets_salt"] = salt = salt or salt_of(found)
         hashes = {path: _hash(values, f"{salt}:{path}") for path, values in hidden.items()}
         found["secrets"] = {**found.get("secrets", {}), **hashes}
     return found
@@ -86,7 +99,7 @@ def hidden_in(arguments: dict[str, Any]) -> list[str]:
 
 def other_secrets(config: dict[str, Any], arguments: dict[str, Any]) -> list[str]:
     """Secrets among `arguments` (JSON) that are not those of the run whose config.json it is."""
-    new = redacted({"target": config.get("target"), "arguments": arguments}).get("secrets", {})
+    new = redacted({"arguments": arguments}, salt_of(config)).get("secrets", {})
     return changed_secrets(config.get("secrets"), new)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from elastic.driver.redaction import changed_secrets, redacted
+from elastic.driver.redaction import changed_secrets, redacted, salt_of
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.timeouts import timeouts_of
 from elastic.store.claim import has_ended, is_gone
@@ -40,7 +40,9 @@ DECIDES_BITS = frozenset(("cpus_per_worker",))
 another number of threads."""
 LAST_PROCESSES_S = 3.0
 """How long a run that seems to be alive may take to end."""
-WHERE_IT_IS = frozenset(("storage", "name", "versions", "target_file", "target_sha256", "secrets"))
+WHERE_IT_IS = frozenset(
+    (*("storage", "name", "versions", "target_file", "target_sha256"), "secrets", "secrets_salt")
+)
 SILENT_AFTER_S = 10.0
 """A local status.json is written at least once a second."""
 REMOTE_SILENT_AFTER_S = 45.0
@@ -126,17 +128,21 @@ def config_json(
     arguments: dict[str, Any],
     versions: dict[str, str],
     source: Path | None = None,
+    *,
+    past: PastRun | None = None,
 ) -> dict[str, Any]:
     """The content of config.json: the fields of RunConfig, and what was run with them.
 
     Exactly what reading it back gives; an argument that JSON cannot hold is its type. source: the
-    target's file, if there is one. Secrets are not in it, only what tells that they are the same.
+    target's file, if there is one. Secrets are not in it, only what tells that they are the same
+    as those of the past run.
     """
     values = {**config, "target": target, "arguments": plain(arguments), "versions": versions}
     if source is not None and source.is_file():
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
         values |= {"target_file": str(source), "target_sha256": sha256}
-    return redacted(json.loads(encode(values)))
+    salt = None if past is None else salt_of(past.config)
+    return redacted(json.loads(encode(values)), salt)
 
 
 def plain(value: object) -> object:
@@ -158,7 +164,7 @@ def plain(value: object) -> object:
 def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Settings that may not change between two parts of one run, each with both values."""
     found: list[str] = []
-    past = redacted(past)  # of an earlier version it may have all
+    past = redacted(past, new.get("secrets_salt"))  # of an earlier version it may have all
     names = changed_secrets(past.get("secrets"), new.get("secrets", {}))
     found += [f"the argument {name!r}, a secret, is another one now" for name in names]
     may_differ = MAY_DIFFER

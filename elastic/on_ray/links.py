@@ -12,7 +12,7 @@ from elastic.protocol import wire
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.direction import pack
-from elastic.protocol.messages.hello import GREETING, Hello, Leave, other_version
+from elastic.protocol.messages.hello import Hello, Leave, hello_in, other_version
 from elastic.protocol.messages.pulse import FROM_PULSE, Question, Said
 from elastic.protocol.messages.to_controller import TO_CONTROLLER, LastWords, Report
 from elastic.protocol.messages.to_worker import ToWorker, Word
@@ -126,7 +126,7 @@ class LinkServer:
             writer.write(pack(Leave(why)))
             self._on_report(worker, LastWords(why))  # else only its death would be known
             return None
-        return GREETING.read(header)
+        return hello_in(header)
 
     async def _serve_pulse(
         self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -26,6 +26,16 @@ _WORD = re.compile(
 )
 
 
+def _what_else(word: str) -> str:
+    """There is than a word that is none."""
+    if word.partition(":")[0] != "hsdp":
+        return f" is unknown: choose one of {AVAILABLE}"
+    return (
+        ": give hsdp:S, where S is the number of ranks in a replica, a whole number of at least 1, "
+        "such as hsdp:4"
+    )
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -62,7 +72,7 @@ class Parallel:
         for word in text.split(","):
             found = _WORD.fullmatch(word)
             if found is None:
-                raise ValueError(f"parallel={text!r} is unknown: choose one of {AVAILABLE}")
+                raise ValueError(f"parallel={text!r}{_what_else(word)}")
             axis, size, schedule = found["axis"], found["size"], found["schedule"]
             new: dict[str, Any] = {"data": found["data"] or "hsdp"}
             if found["strategy"] is not None:

@@ -70,6 +70,11 @@ class Folder:
         files = (i for i in found if i.type == arrow_fs.FileType.File)
         return {i.base_name: (i.mtime_ns or 0) / 1e9 for i in files}
 
+    @property
+    def is_there(self) -> bool:
+        """In an object store: something in it is."""
+        return self.filesystem.get_file_info(self.path).type == arrow_fs.FileType.Directory
+
     def exists(self, name: str) -> bool:
         return self._stat(name).type != arrow_fs.FileType.NotFound
 

@@ -5,6 +5,7 @@ Folders and files are files.py's.
 
 import errno
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,9 @@ AWAY = (
 """What a mount says whose server is away."""
 AWAY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Half a minute: nothing trains meanwhile, and what follows is the end of the run."""
+
+UNRESOLVED = re.compile(r"[Rr]esolve host: ([\w.-]+)")
+"""What curl says, whichever library uses it."""
 
 HIDDEN = "***"
 QUALIFIERS = (
@@ -119,20 +123,34 @@ def is_refused(error: OSError) -> bool:
     return is_own or any(words in text for words in REFUSALS)
 
 
+def unknown_host(error: OSError) -> str:
+    """The host of a store that has no address, if that is why it does not answer; else empty. A
+    name server that does not answer either may know it later."""
+    found = UNRESOLVED.search(str(error))
+    if found is None:
+        return ""
+    try:
+        socket.getaddrinfo(found[1], None)
+    except socket.gaierror as refusal:
+        return "" if refusal.errno == socket.EAI_AGAIN else found[1]
+    return ""
+
+
 def patiently(
     read: Callable[[], T],
     rest: Callable[[float], None] = time.sleep,
     pauses_s: Sequence[float] = AWAY_PAUSES_S,
+    tell: Callable[[OSError, float], None] | None = None,
 ) -> T:
     """`read()`, once more after each pause while the storage does not answer; then its OSError.
 
-    rest: makes a pause of so many seconds.
+    rest: makes a pause of so many seconds. tell: told of each error, and of the pause after it.
     """
     for pause_s in pauses_s:
         try:
             return read()
         except OSError as error:
-            tell_away(error, pause_s)
+            (tell or tell_away)(error, pause_s)
             rest(pause_s)
     return read()
 

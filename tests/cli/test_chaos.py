@@ -513,6 +513,10 @@ def test_wrong_input_is_one_line_and_status_2(tmp_path, capsys):
     assert "there is no scenario 'nonsense'" in capsys.readouterr().err
     assert main(["chaos", "double-fault", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
+    for workers in ({}, {"workers": "two"}, {"workers": [1]}, {"workers": [1, 2**70, 3]}):
+        (tmp_path / "config.json").write_text(json.dumps(workers))
+        assert main(["chaos", "report", str(tmp_path)]) == 2
+        assert "config.json is damaged: workers must be" in capsys.readouterr().err
     (tmp_path / "run" / "result.json").write_text("{}")
     assert main(["chaos", "double-fault", str(tmp_path / "run")]) == 2
     assert "the run has ended" in capsys.readouterr().err

@@ -120,7 +120,11 @@ def test_verify_names_the_damage_and_exits_with_1(run_dir, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["ls"], "has no checkpoints"), (["show", "--step", "3"], "there is no checkpoint of step 3")],
+    [
+        (["ls"], "nothing does not exist"),
+        (["verify"], "nothing does not exist"),
+        (["show", "--step", "3"], "there is no checkpoint of step 3"),
+    ],
 )
 def test_wrong_input_is_one_line(run_dir, tmp_path, capsys, arguments, said):
     place = str(run_dir) if "--step" in arguments else str(tmp_path / "nothing")

@@ -102,7 +102,7 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
         ),
         ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
         ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),
-        ({"parallel": "hsdp:0"}, "parallel='hsdp:0' is unknown"),
+        ({"parallel": "hsdp:0"}, "parallel='hsdp:0': give hsdp:S, where S is the number of ranks"),
         (
             {"offload": True},
             "offload=True moves shards to host memory, and parallel='ddp' has none",

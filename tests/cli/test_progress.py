@@ -120,6 +120,17 @@ def test_the_live_view_shows_numbers_workers_and_decisions(tmp_path):
         assert part in shown
 
 
+def test_the_live_view_shows_all_of_a_reason_in_a_narrow_terminal(tmp_path):
+    write_json(open_folder(str(tmp_path)), "status.json", STATUS)
+    reason = "w1 lost (SIGKILL): " + ", ".join(f"word{n}" for n in range(30))
+    (tmp_path / "journal.jsonl").write_text(decision(0, reason, 0, 1))
+    text = io.StringIO()
+    progress = Progress(Console(file=text, force_terminal=True, width=40, height=50))
+    look(progress, tmp_path)
+    progress.close()
+    assert all(f"word{n}" in text.getvalue() for n in range(30))
+
+
 def test_looking_again_at_once_reads_nothing(tmp_path):
     progress = Progress(Console(file=io.StringIO(), force_terminal=False))
     assert progress(str(tmp_path)) is None

@@ -25,8 +25,20 @@ ARGUMENTS = {
 STORAGE = "s3://AKIA:hunter2@bucket/runs?region=eu&access_key=hunter2&endpoint_override=h:1"
 
 
-def config(**arguments) -> dict:
-    return config_json({"storage": STORAGE, "steps": 9}, "m:C", {**ARGUMENTS, **arguments}, {})
+def config(*, past: PastRun | None = None, **arguments) -> dict:
+    settings = {"storage": STORAGE, "steps": 9}
+    return config_json(settings, "m:C", {**ARGUMENTS, **arguments}, {}, past=past)
+
+
+def past_run(content: dict) -> PastRun:
+    return PastRun(content, None, None, 99.0, True)
+
+
+def without_salt(content: dict) -> dict:
+    """As it was written when the salt was the target's name."""
+    found = redacted({**content, "arguments": ARGUMENTS}, f"elastic:{content['target']}")
+    del found["secrets_salt"]
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +61,28 @@ def test_no_secret_is_in_config_json():
     assert len(set(found["secrets"].values())) == 3, "one secret in two places looks like two"
 
 
-@pytest.mark.parametrize("early", [{}, {"secrets": {}, "arguments": ARGUMENTS}])
+def test_the_same_secret_looks_different_in_each_run():
+    one, other = (config()["secrets"] for _ in range(2))
+    assert one.keys() == other.keys()
+    assert not set(one.values()) & set(other.values()), "whoever has guessed one has them all"
+
+
+@pytest.mark.parametrize(
+    "early", [dict, lambda c: {**c, "secrets": {}, "arguments": ARGUMENTS}, without_salt]
+)
 def test_a_resume_with_the_same_secrets_goes_on_and_with_others_is_refused(early):
-    past = {**config(), **early}
-    run = PastRun(past, None, None, 99.0, True)
-    assert compare("here", run, config()) == Resumed()
+    past = early(config())
+    run = past_run(past)
+    assert compare("here", run, config(past=run)) == Resumed()
     with pytest.raises(
         WrongInput, match=r"the argument 'hf_token', a secret, is another"
     ) as caught:
-        compare("here", run, config(hf_token="other"))
+        compare("here", run, config(past=run, hf_token="other"))
     assert "hunter2" not in str(caught.value)
     assert "other" not in str(caught.value).replace("another", "")
-    assert differences(past, config(width=4)) == [
-        f"arguments was {redacted(past)['arguments']!r} and now is {config(width=4)['arguments']!r}"
+    wider = config(past=run, width=4)
+    assert differences(past, wider) == [
+        f"arguments was {redacted(past)['arguments']!r} and now is {wider['arguments']!r}"
     ]
 
 
@@ -114,13 +135,14 @@ def test_all_of_a_secret_is_hidden_and_the_uris_of_every_other_argument():
     assert set(found["secrets"]) == {*config()["secrets"], *hidden}
     assert redacted(found) == found
     others = json.loads(json.dumps(secret).replace("hunter2", "hunter3"))
-    assert differences(found, config(**others)) == [
+    assert differences(found, config(past=past_run(found), **others)) == [
         f"the argument {name!r}, a secret, is another one now" for name in sorted(hidden)
     ]
 
 
 def test_a_resume_names_both_values_of_an_argument_that_is_no_secret():
-    (told,) = differences(config(text_key="caption"), config(text_key="title"))
+    past = config(text_key="caption")
+    (told,) = differences(past, config(past=past_run(past), text_key="title"))
     assert "caption" in told
     assert "title" in told
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from elastic.cli.app import main
 from elastic.controller.storage_health import StorageTrouble
 from elastic.driver import launch
 from elastic.store.files import leave_probe, place_of, remove_probe, sees_probe
+from elastic.store.remote import unknown_host
 
 
 def test_a_run_without_trouble_says_nothing():
@@ -89,7 +91,7 @@ def test_storage_that_is_away_before_a_run_fails_it_after_a_while(away, capsys):
     with pytest.raises(elastic.RunFailed, match=r"does not answer.* start the same run") as caught:
         elastic.run(Digits(), **SIZES, storage=away, name="r")
     assert (caught.value.result.outcome, caught.value.result.steps) == ("failed", 0)
-    assert capsys.readouterr().err.count("storage is away") == 1
+    assert capsys.readouterr().err.count("does not answer") == 1
 
 
 def test_the_command_says_so_in_a_line(away, capsys):
@@ -97,8 +99,32 @@ def test_the_command_says_so_in_a_line(away, capsys):
     arguments = ["workers.workloads.digits:Digits", *sizes, "--storage", away, "--name", "r"]
     assert main(["run", *arguments]) == 1
     told, failed = capsys.readouterr().err.splitlines()
-    assert told.startswith("storage is away")
+    assert told.startswith(f"elastic: storage {away!r} does not answer: ")
     assert failed.startswith(f"elastic: the run failed: storage {away!r} does not answer: ")
+
+
+def test_a_host_without_an_address_is_wrong_input_at_once(away, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "AWAY_PAUSES_S", (600.0,))
+    place = away.replace("127.0.0.1:9", "no-such-host.invalid")
+    sizes = [x for name, n in SIZES.items() for x in (f"--{name.replace('_', '-')}", str(n))]
+    arguments = ["workers.workloads.digits:Digits", *sizes, "--storage", place, "--name", "r"]
+    assert main(["run", *arguments]) == 2
+    assert capsys.readouterr().err == (
+        f"elastic: storage {place!r} cannot be used: there is no host 'no-such-host.invalid'; mend "
+        "its name, or the name service of this machine\n"
+    )
+
+
+def test_a_name_service_that_does_not_answer_is_waited_for(monkeypatch):
+    error = OSError("curlCode: 6, Could not resolve hostname; Details: Could not resolve host: h.x")
+    for number, host in ((socket.EAI_AGAIN, ""), (socket.EAI_NONAME, "h.x")):
+
+        def refuse(*_: object, number: int = number) -> None:
+            raise socket.gaierror(number, "no")
+
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+        assert unknown_host(error) == host
+        assert unknown_host(OSError("connection refused")) == ""
 
 
 def test_the_name_of_a_place_is_known_while_its_store_is_away():

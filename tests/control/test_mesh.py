@@ -34,8 +34,10 @@ def test_the_same_axes_are_the_same_value_in_whatever_order_they_are_given():
     ("text", "says"),
     [
         ("", "parallel='' is unknown: choose one of ddp, fsdp, fsdp-grad-op, hsdp:S"),
-        ("hsdp", "parallel='hsdp' is unknown"),
-        ("hsdp:04", "parallel='hsdp:04' is unknown"),
+        ("hsdp", "parallel='hsdp': give hsdp:S, where S is the number of ranks in a replica"),
+        ("hsdp:0", "parallel='hsdp:0': give hsdp:S, where S is the number of ranks in a replica"),
+        ("tp:2,hsdp:04", "parallel='tp:2,hsdp:04': give hsdp:S, where S is the number of ranks in"),
+        ("hsdps:4,x", "parallel='hsdps:4,x' is unknown"),
         ("fsdp, tp:2", "parallel='fsdp, tp:2' is unknown"),
         ("ddp,fsdp", "parallel='ddp,fsdp' says twice what the data axis is: leave one word out"),
         ("tp:2,tp:4", "parallel='tp:2,tp:4' says twice what tp is: leave one word out"),

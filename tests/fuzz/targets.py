@@ -1,19 +1,12 @@
-"""What reads files and frames that others may have written, each with a real one to damage.
+"""What reads files that others may have written, each with a real one to damage; frames are
+frames.py's."""
 
-A target's attempt raises one of REFUSALS or nothing; AssertionError where it took wrong data for
-right ones.
-"""
-
-import asyncio
 import contextlib
 import hashlib
 import io
 import json
 import random
-import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +17,7 @@ import torch
 from torch import nn
 
 from elastic import checkpoint
+from elastic.chaos.record import Done, write_done
 from elastic.cli import app
 from elastic.config import RunConfig
 from elastic.control.accounting import open_account
@@ -34,10 +28,11 @@ from elastic.data import parquet
 from elastic.data.checking import check
 from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
+from elastic.data.record import NAME, open_record
+from elastic.data.stream import WindowKey
 from elastic.driver import resume
-from elastic.on_ray import links
-from elastic.protocol import encoding, wire
-from elastic.protocol.errors import BadData, DamagedCheckpoint, WrongInput
+from elastic.protocol import encoding
+from elastic.protocol.errors import BadData, WrongInput
 from elastic.protocol.manifest import MANIFEST, decode
 from elastic.store.catalogue import Catalogue
 from elastic.store.checkpoint_reading import PartReader
@@ -45,7 +40,9 @@ from elastic.store.files import open_folder
 from elastic.store.journal import LineTail, read_lines
 from elastic.store.run_directory import RunDirectory
 from tests.control.test_controller import run as simulated
+from tests.fuzz import frames
 from tests.fuzz.mutations import damaged_bytes, damaged_json, damaged_lines, damaged_value
+from tests.fuzz.target import REFUSALS, Target
 from tests.store.saves import save
 from tests.store.test_run_directory import metrics, samples
 from tests.workers import checkpoint_samples
@@ -53,20 +50,7 @@ from workers.checkpoint import diff, foreign_weights, stream
 from workers.checkpoint.load import checkpoint_sha256
 from workers.train_state import serialization
 
-REFUSALS = (WrongInput, DamagedCheckpoint, BadData)
-TOKEN = "0123456789abcdef"
 STEPS = 12
-
-
-@dataclass(frozen=True)
-class Target:
-    """content: of the real thing. attempt: is given what became of it."""
-
-    content: bytes
-    damage: Callable[[random.Random, bytes], bytes]
-    attempt: Callable[[bytes], object]
-    crashed: Callable[[bytes], bool] | None = None
-    """Where the attempt may end its process: whether a wary reader names this file."""
 
 
 # --- checkpoints ------------------------------------------------------------------------
@@ -213,6 +197,12 @@ def run_directory(folder: Path) -> Path:
         "recoveries": [{"cause": "SIGKILL", **recovery}],
     }
     (place / "result.json").write_text(json.dumps(result))
+    (place / "journal.jsonl").write_bytes(journal_lines())
+    strike = Done(
+        strike="1.1", what="kill", whom="a random rank", at=3.0, step=2, generation=1,
+        phase="running", worker="w0", rank=0, node_ip="h", pid=3, scenario="s",
+    )  # fmt: skip
+    write_done(open_folder(str(place)), [strike])
     return place
 
 
@@ -234,8 +224,6 @@ def file_of_run(
 ) -> Callable[[Path], Target]:
     def target(folder: Path) -> Target:
         place = run_directory(folder)
-        if name == "journal.jsonl":
-            (place / name).write_bytes(journal_lines())
 
         def write(content: bytes) -> None:
             (place / name).write_bytes(content)
@@ -256,6 +244,8 @@ def look_at_config(place: Path) -> None:
     new = {"steps": STEPS, "workers": 2, "target": "m:C", "arguments": {"a": 1}, "seed": 0}
     resume.compare("here", past, new)
     command("stop", str(place))
+    command("chaos", "double-fault", str(place), "--dry-run")
+    command("data", "check", str(place))
 
 
 def look_at_result(place: Path) -> None:
@@ -271,6 +261,7 @@ def look_at_metrics(place: Path) -> None:
         checkpoint.names_in(folder)
     with contextlib.suppress(*REFUSALS), contextlib.closing(RunDirectory(folder, ".")) as run:
         assert run.last_step <= STEPS + 1 or b"step" in (place / "metrics.jsonl").read_bytes()
+    command("chaos", "report", str(place))
 
 
 def look_at_samples(place: Path) -> None:
@@ -301,7 +292,8 @@ LIMITS = limits_of(RunConfig(workers=2, steps=9, global_batch=4, micro_batch=1))
 
 
 def look_at_journal(place: Path) -> None:
-    command("replay", str(place))
+    for words in (["replay"], ["story"], ["chaos", "report"]):
+        command(*words, str(place), *(["w1"] if words == ["story"] else []))
     folder = open_folder(str(place))
     resume.newest_generation(folder, resume.read_past_run(folder))
     with contextlib.suppress(*REFUSALS):
@@ -309,6 +301,10 @@ def look_at_journal(place: Path) -> None:
     with contextlib.suppress(*REFUSALS):
         read_past(place, "r", LIMITS)
     read_lines(folder, "journal.jsonl")
+
+
+def look_at_faults(place: Path) -> None:
+    command("chaos", "report", str(place))
 
 
 # --- data ---------------------------------------------------------------------------------
@@ -349,6 +345,31 @@ def parquet_file(folder: Path, *, has_checksums: bool = False) -> Target:
     return Target(path.read_bytes(), damaged_bytes, attempt, crashed)
 
 
+def feed_record(folder: Path) -> Target:
+    """What was read and what was left out: a later start of the run believes it."""
+    parquet_file(folder)
+    source = parquet(folder / "p.parquet", window_bytes=1, on_bad_file="skip", transform=half)
+    plan = make_plan(source, 3)
+    record = open_record(plan, str(folder))
+    (folder / "config.json").write_text("{}")
+    for window in range(2):
+        record.add(WindowKey(0, window), 30 - window, range(window))
+        record.keep({window: 5})
+    record.write()
+
+    def attempt(content: bytes) -> None:
+        (folder / NAME).write_bytes(content)
+        found = open_record(plan, str(folder))
+        assert found.plan.hash == plan.hash, "another plan was accepted"
+        found.checksums_of(WindowKey(0, 0)), found.num_left_out, found.to_json()
+
+    return Target((folder / NAME).read_bytes(), damaged_json, attempt)
+
+
+def half(table: pa.Table) -> pa.Table:
+    return table.slice(0, len(table) // 2)
+
+
 def checksummed_parquet(folder: Path) -> Target:
     """The first reading: what is in a page is verified, whatever else is damaged is not known."""
     target = parquet_file(folder, has_checksums=True)
@@ -371,49 +392,7 @@ def checksummed_parquet(folder: Path) -> Target:
     return Target(target.content, damage, attempt)
 
 
-# --- frames -------------------------------------------------------------------------------
-HELLO = wire.pack({"type": "hello", "worker": 3, "token": TOKEN, "session": "ab", "step": 7})
-
-
-def hello(_: Path) -> Target:
-    """What a worker or a holder reads of a stranger."""
-
-    def attempt(content: bytes) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            theirs.sendall(content)
-            theirs.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(OSError):
-                wire.has_token(wire.receive_hello(ours, time.monotonic() + wire.HELLO_S), TOKEN)
-
-    return Target(HELLO, damaged_frame, attempt)
-
-
-def controllers_hello(_: Path) -> Target:
-    """What the controller reads of a stranger."""
-    loop = asyncio.new_event_loop()
-
-    async def receive(content: bytes) -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(content)
-        reader.feed_eof()
-        with contextlib.suppress(OSError, EOFError):
-            wire.has_token((await links.receive(reader, is_hello=True))[0], TOKEN)
-
-    return Target(HELLO, damaged_frame, lambda content: loop.run_until_complete(receive(content)))
-
-
-def damaged_frame(dice: random.Random, content: bytes) -> bytes:
-    kind = dice.randrange(3)
-    if kind == 0:
-        return damaged_bytes(dice, content)
-    header = json.dumps(damaged_value(dice, json.loads(content[wire.LENGTHS.size :]))).encode()
-    if kind == 1:
-        return wire.LENGTHS.pack(len(header), 0) + header
-    lengths = (dice.choice((0, 5, 2**20, 2**32 - 1)), dice.choice((0, 2**20, 2**62, 2**64 - 1)))
-    return wire.LENGTHS.pack(*lengths) + header
-
-
+# --- decisions -----------------------------------------------------------------------------
 def events(_: Path) -> Target:
     """Decisions, events and members as they come over links and out of journals."""
     _, entries, _ = simulated(1)
@@ -441,9 +420,12 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "metrics": file_of_run("metrics.jsonl", damaged_lines, look_at_metrics),
     "samples": file_of_run("samples.jsonl", damaged_lines, look_at_samples),
     "journal": file_of_run("journal.jsonl", damaged_lines, look_at_journal),
+    "faults": file_of_run("chaos.jsonl", damaged_lines, look_at_faults),
+    "feed-record": feed_record,
     "parquet": parquet_file,
     "parquet-pages": checksummed_parquet,
-    "hello": hello,
-    "controllers-hello": controllers_hello,
+    "hello": frames.hello,
+    "controllers-hello": frames.controllers_hello,
+    "messages": frames.messages,
     "events": events,
 }

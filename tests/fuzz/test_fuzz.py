@@ -17,7 +17,8 @@ from typing import NoReturn
 import pytest
 
 from elastic.data.crashing import CRASHES
-from tests.fuzz.targets import REFUSALS, TARGETS, Target
+from tests.fuzz.target import REFUSALS, Target
+from tests.fuzz.targets import TARGETS
 
 MAX_S = 3.0
 """Of this process's own time, which other load on the machine does not change."""
@@ -36,10 +37,13 @@ MANY = {
     "metrics": 1_500,
     "samples": 1_500,
     "journal": 600,
+    "faults": 600,
+    "feed-record": 2_000,
     "parquet": 4_000,
     "parquet-pages": 4_000,
-    "hello": 60_000,
-    "controllers-hello": 60_000,
+    "hello": 40_000,
+    "controllers-hello": 40_000,
+    "messages": 40_000,
     "events": 10_000,
 }
 

@@ -143,7 +143,8 @@ class Rig:
         self.train_state = self.strategy.train_state
         self.member = Member(
             self.spec, self.strategy, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-            Saver(self.link, self.spec), Vitals(), CPU, on_load=lambda place, step: [],
+            saver=Saver(self.link, self.spec), vitals=Vitals(), device=CPU,
+            on_load=lambda place, step: [],
             on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip
         self.link.commands.hear = self.member.hear

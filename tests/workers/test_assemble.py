@@ -1,7 +1,6 @@
 """A state put together again when what was there a moment ago is gone."""
 
 import pytest
-import torch
 
 from elastic.protocol.backup_assignment import BackupAddress
 from elastic.protocol.errors import PeerLost
@@ -51,8 +50,8 @@ def test_the_last_copy_gone_between_two_questions_is_a_shard_lost(kind):
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [BackupAddress("n", *server.address)]
     pieces = Pieces(Alone(), lambda: None, 30.0)
-    mesh, device = Mesh(Parallel.of("fsdp"), 1), torch.device("cpu")
-    search = Regather(Alone(), mesh, [], where, "t", device, HostMemory(), pieces)
+    mesh = Mesh(Parallel.of("fsdp"), 1)
+    search = Regather(Alone(), mesh, [], where, "t", memory=HostMemory(), pieces=pieces)
     with pytest.raises(ShardLost):
         search.run(7, 7, dict)
     server.close()
@@ -74,10 +73,10 @@ def test_a_generation_given_up_while_copies_are_read_is_left():
     group, content = Alone(), bytearray(4)
     server, piece = Abandoning(group), Slice(LAYOUT, whole((1,)), 4)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
-    where, device = [BackupAddress("n", *server.address)], torch.device("cpu")
+    where = [BackupAddress("n", *server.address)]
     pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
-        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", memory=HostMemory(), pieces=pieces
     )
     with pytest.raises(PeerLost):
         search.run(7, 7, dict)
@@ -90,10 +89,10 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     piece = Slice(LAYOUT, whole((1,)), 4)
     sums = (crc32(memoryview(content)),)
     server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
-    group, where, device = Alone(), [BackupAddress("n", *server.address)], torch.device("cpu")
+    group, where = Alone(), [BackupAddress("n", *server.address)]
     pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
-        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", device, HostMemory(), pieces
+        group, Mesh(Parallel.of("fsdp"), 1), [], where, "t", memory=HostMemory(), pieces=pieces
     )
     with pytest.raises(ShardLost, match="up to step 6"):
         search.run(7, 6, dict)

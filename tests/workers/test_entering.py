@@ -48,7 +48,8 @@ def member_of(work: Looking, place: str) -> Member:
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     peers = PeerServer("127.0.0.1", "t", lambda: None, 3.0)
     return Member(
-        settings, strategy, link, peers, Saver(link, settings), work.vitals, CPU,
+        settings, strategy, link, peers,
+        saver=Saver(link, settings), vitals=work.vitals, device=CPU,
         on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip

@@ -29,6 +29,10 @@ class Counting:
         self.num_launched += 1
         return self._group.all_gather_flat(*arguments)
 
+    def all_reduce(self, *arguments: Any) -> Any:
+        self.num_launched += 1
+        return self._group.all_reduce(*arguments)
+
 
 class Net(nn.Module):
     """The middle layer is used by odd micro-batches only, one parameter by none."""
@@ -99,9 +103,12 @@ def test_what_travels_during_the_backward_has_the_bits_of_one_rank(
             assert of_rank == alone
 
 
-def test_pieces_leave_before_the_backward_ends_and_their_gradients_are_freed(monkeypatch) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pieces_leave_before_the_backward_ends_and_their_gradients_are_freed(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("workers.reduction.tree_reduction.PIECE_ELEMENTS", {"cpu": 8})
-    for of_rank in run_threads(2, on_the_way):
+    for of_rank in run_threads(world_size, on_the_way):
         assert all(launched > 0 and are_free for launched, are_free in of_rank[1:]), of_rank
 
 
@@ -110,7 +117,7 @@ def on_the_way(group: ThreadGroup) -> list[tuple[int, bool]]:
     freed by then."""
     model = filled(nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))))
     counting = Counting(group)
-    reducer, ids = reducer_of(model, counting, 4)
+    reducer, ids = reducer_of(model, counting, 8)
     done = []
     for step in range(3):
         reducer.begin()

@@ -141,7 +141,7 @@ def test_few_pieces_travel_at_a_time_however_large_the_buffers_are(
         counting = InFlight(group)
         return _reduced(counting, 7), counting.now, counting.most <= 6
 
-    assert run_threads(2, body) == [(expected, 0, True)] * 2
+    assert run_threads(3, body) == [(expected, 0, True)] * 3
 
 
 def test_an_attempt_that_was_given_up_leaves_nothing_behind() -> None:

@@ -50,7 +50,7 @@ def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
         settings, strategy, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-        Saver(link, settings), vitals, CPU,
+        saver=Saver(link, settings), vitals=vitals, device=CPU,
         on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
         on_log_to=lambda place: None, on_finish=lambda member, place: strategy.weights_sha256(),
     )  # fmt: skip

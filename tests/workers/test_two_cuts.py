@@ -91,7 +91,7 @@ class Rank:
         group = self.ranks.form(generation, members)
         new = mesh_of(group.size())
         pieces = Pieces(group, lambda: None, round_s=60.0)
-        search = Regather(group, new, self.offers, holders, "t", CPU, self.memory, pieces)
+        search = Regather(group, new, self.offers, holders, "t", memory=self.memory, pieces=pieces)
         live = dict(self.offers[0].tensors) if self.offers else {}
         found = search.run(STEP, STEP, lambda: live)
         assert found.header == HEADER

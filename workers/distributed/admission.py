@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from elastic.protocol import wire
-from elastic.protocol.messages.hello import GREETING, Hello, other_version
+from elastic.protocol.messages.hello import Hello, hello_in, other_version
 
 MAX_STRANGERS = 64
 """Connections at a time that have not shown the token: the oldest one makes room for another."""
@@ -103,9 +103,8 @@ class Admission:
             return None
         if why := other_version(header):
             print(
-                f'{self._name} refused worker={header.get("worker")} reason="{why}"',
+                f'{self._name} refused worker={header.get("worker")!r:.40} reason="{why}"',
                 file=sys.stderr,
             )
             return None
-        hello = GREETING.read(header)
-        return hello if isinstance(hello, Hello) else None
+        return hello_in(header)

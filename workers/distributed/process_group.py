@@ -208,9 +208,9 @@ class Group(C10dGroup):
     ) -> Settling:
         """Both flat and cut into `world_size` stretches, of these sizes or else equal: stretch r of
         `output` becomes rank r's stretch `rank` of `tensor`."""
-        sizes = list(out_sizes), list(in_sizes)
-        what = ("all_to_all", 0 if in_sizes else tensor.numel())
-        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, *sizes))
+        out, in_ = list(out_sizes), list(in_sizes)
+        what = ("all_to_all", 0 if in_ else tensor.numel())
+        return self._launch(what, lambda: self.backend.alltoall_base(output, tensor, out, in_))
 
     def _launch(
         self,

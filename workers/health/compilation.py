@@ -43,6 +43,6 @@ class Compilation:
             return
         num_graphs = dynamo.counters["stats"]["unique_graphs"]
         if num_graphs != self._num_graphs:
-            where = (generation, step, num_graphs - self._num_graphs)
-            log.info("generation=%d step=%d compiled graphs=%d", *where)
+            more = num_graphs - self._num_graphs
+            log.info("generation=%d step=%d compiled graphs=%d", generation, step, more)
             self._num_graphs = num_graphs

@@ -33,14 +33,14 @@ class FsdpReducer:
     def __init__(
         self,
         model: ShardedModel,
-        collectives: Collectives,
-        replicas: AnyGroup,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         group: AnyGroup,
         mesh: Mesh,
         num_microbatches: int,
         *,
+        collectives: Collectives,
+        replicas: AnyGroup,
         is_bitwise: bool,
     ) -> None:
         """collectives: over the shard axis. replicas: who holds the same rows. group: all."""

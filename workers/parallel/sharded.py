@@ -158,13 +158,13 @@ class Sharded:
         assert self._replicas is not None
         return FsdpReducer(
             self.model,
-            self.collectives,
-            self._replicas,
             parameters,
             buffers,
             group,
             mesh,
             num_microbatches,
+            collectives=self.collectives,
+            replicas=self._replicas,
             is_bitwise=is_bitwise,
         )
 

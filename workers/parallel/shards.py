@@ -83,8 +83,8 @@ class Shards:
         checkpoints; WrongInput if all are."""
         held = None
         if recorded_step and not self._distrusts_copies:
-            where = self._backup.holders, self._spec.token, self._spec.parallel
-            held = newest_whole(*where, recorded_step)
+            token, parallel = self._spec.token, self._spec.parallel
+            held = newest_whole(self._backup.holders, token, parallel, recorded_step)
         step, damaged = (None, []) if held == recorded_step else find_newest(catalogue, begin_piece)
         self.holding = Ownership("initial") if step is None else Ownership("checkpoint", step)
         if held is not None and held > self.holding.step:
@@ -199,9 +199,8 @@ class Shards:
         if claims == [replace(shards, position=mesh.position(r)) for r in range(mesh.world_size)]:
             taken = StateVersion(first.step, first.origin)
             return taken, False  # the same members in the same order
-        device, holders = self._model.device, self._backup.holders
-        offers, token = self._offers(), self._spec.token
-        gather = Regather(group, mesh, offers, holders, token, device, self._memory, pieces)
+        holders, offers, token = self._backup.holders, self._offers(), self._spec.token
+        gather = Regather(group, mesh, offers, holders, token, memory=self._memory, pieces=pieces)
         found = gather.run(formed.step, formed.known_step, self._give_up)
         pieces.begin()  # the last exchange is over, and what came is no garbage of an abort
         self._live, self._memory = {}, found.memory

@@ -1,8 +1,9 @@
 """The canonical tree over all ranks: each sends every owner its slice of each of its nodes, owners
 fold, then all gather. Piece by piece, so that few are on their way and a backward may go on beside.
 
-Where that costs no more bytes, or few, all ranks get all nodes and fold them themselves: one
-collective instead of two, each of which waits for the slowest rank.
+Small pieces go to all ranks, who fold them themselves: one collective instead of two, each of which
+waits for the slowest rank. Two ranks with a node each let the backend add: a sum of two numbers has
+the same bits in either order.
 """
 
 from collections import deque
@@ -31,8 +32,8 @@ PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 SHARED_ELEMENTS = {"cpu": 1 << 14, "cuda": 1 << 16}
 """All ranks fold a piece up to this size, however many they are."""
 PIECES_IN_FLIGHT = 2
-"""Of each kind of collective; every piece on its way takes several times its own memory. What is
-not folded when a backward ends is waited for."""
+"""Of each kind of collective; every piece on its way takes several times its own memory, but for
+that of a pair of ranks. What is not folded when a backward ends is waited for."""
 
 
 def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
@@ -64,9 +65,10 @@ class TreeReduction:
         assert list(self._blocks[group.rank()]) == [block for block, _ in sums]
         self._partials = [flats for _, flats in sums]
         self._result = fold.release_first()
+        self._is_pair = [len(of_rank) for of_rank in self._blocks] == [1, 1]
         self.pieces = pieces_of(fold.layout, world_size)
         self._num_launched = 0
-        self._exchanges: deque[_Exchange | _Sharing] = deque()
+        self._exchanges: deque[_Exchange | _Sharing | _Pair] = deque()
         self._gathering: deque[Pending] = deque()
 
     def launch(self, count: int) -> None:
@@ -86,18 +88,27 @@ class TreeReduction:
 
     def _has_room(self) -> bool:
         exchanges, gathering = self._exchanges, self._gathering
-        return len(exchanges) < PIECES_IN_FLIGHT or (
-            exchanges[0].pending.is_settled
-            and (len(gathering) < PIECES_IN_FLIGHT or gathering[0].is_settled)
+        return (
+            self._is_pair
+            or len(exchanges) < PIECES_IN_FLIGHT
+            or (
+                exchanges[0].pending.is_settled
+                and (len(gathering) < PIECES_IN_FLIGHT or gathering[0].is_settled)
+            )
         )
 
     def _launch_next(self) -> None:
-        if len(self._exchanges) == PIECES_IN_FLIGHT:
+        if not self._is_pair and len(self._exchanges) == PIECES_IN_FLIGHT:
             self._fold_next()
         part, at, size = self.pieces[self._num_launched]
         partials = [flats[part][at : at + size] for flats in self._partials]
         result = self._result[part][at : at + size]
-        kind = _Sharing if _is_shared(self._blocks, size, result.device.type) else _Exchange
+        if self._is_pair:
+            kind = _Pair
+        elif _is_shared(self._blocks, size, result.device.type):
+            kind = _Sharing
+        else:
+            kind = _Exchange
         self._exchanges.append(kind(self._group, self._blocks, partials, result))
         self._num_launched += 1
 
@@ -155,19 +166,30 @@ class _Sharing:
         """Raises PeerLost. What was sent is free from here on."""
         self.pending.wait()
         received = self._received.split(self._result.numel())
-        if len(received) == 2:
-            left, right = received
-            torch.add(left, right, out=self._result)
-            return
         blocks = (block for of_rank in self._blocks for block in of_rank)
         self._result.copy_(fold_blocks(zip(blocks, received, strict=True)))
 
 
+class _Pair:
+    """One piece of a flat buffer on its way, of two ranks that have one block each."""
+
+    def __init__(
+        self, group: Group, blocks: list[tuple[Block, ...]], partials: list[Tensor], result: Tensor
+    ) -> None:
+        """partials: one, which is where the result goes."""
+        (partial,) = partials
+        assert partial.data_ptr() == result.data_ptr()
+        self.pending = group.all_reduce(result)
+
+    def fold(self) -> None:
+        """Raises PeerLost."""
+        self.pending.wait()
+
+
 def _is_shared(blocks: list[tuple[Block, ...]], size: int, device_type: str) -> bool:
     """Whether every rank folds a piece alone; the same on all ranks."""
-    counts = {len(of_rank) for of_rank in blocks}
     is_small = size <= SHARED_ELEMENTS.get(device_type, 0)
-    return len(counts) == 1 and (is_small or (len(blocks) == 2 and counts == {1}))
+    return is_small and len({len(of_rank) for of_rank in blocks}) == 1
 
 
 def pieces_of(layout: FlatLayout, world_size: int) -> list[Piece]:

@@ -106,14 +106,14 @@ class Regather:
         offers: Sequence[Offer],
         holders: Sequence[BackupAddress],
         token: str,
-        device: torch.device,
+        *,
         memory: ShardMemory,
         pieces: Pieces,
     ) -> None:
         """holders: all that this rank knows; rank 0 asks them. memory: of this rank's live shards,
         or unused. pieces: of this search."""
         self._group, self._new, self._offers = group, new, offers
-        self._holders, self._token, self._device = holders, token, device
+        self._holders, self._token, self._device = holders, token, memory.device
         self._memory, self._pieces = memory, pieces
         self._sources: list[_Source] = []
         self._damaged: set[int] = set()

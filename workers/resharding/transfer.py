@@ -76,7 +76,7 @@ def exchange(
         begin_piece()
         for layout, _ in batch if freed is not None else ():
             found[layout.name] = memory.take_one(layout, to)
-        _exchange_batch(batch, sources, to, group, rooms, found, wanted)
+        _exchange_batch(batch, sources, to, group, rooms=rooms, found=found, wanted=wanted)
         if freed is not None:
             memory.drop([local(freed.pop(t.name)) for t, _ in batch if t.name in freed])
     for source, of_source in wanted.items():
@@ -120,6 +120,7 @@ def _exchange_batch(
     sources: Sources,
     to: Position,
     group: AnyGroup,
+    *,
     rooms: tuple[_Room, _Room],
     found: dict[str, Tensor],
     wanted: dict[int, list[Wanted]],

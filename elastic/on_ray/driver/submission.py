@@ -24,6 +24,7 @@ from elastic.on_ray.driver.raylet_words import hush_deaths
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
+from elastic.store.claim import this_machine
 
 REACH_TIMEOUT_S = 10.0
 EMBEDDED_SPARE_CPUS = 2
@@ -179,6 +180,17 @@ class RayDriver:
         if note:
             print(note, file=sys.stderr)
         return device
+
+    @property
+    def whereabouts(self) -> dict[str, Any]:
+        """For config.json: whoever wants to stop the run learns who can."""
+        address: str = ray.get_runtime_context().gcs_address
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "machine": this_machine(),
+            "ray": "embedded" if self.is_embedded else address,
+        }
 
     def pickle(self, workload: Any, loop: Any) -> bytes:
         """By name where a module holds them, by value for `__main__` and notebooks."""

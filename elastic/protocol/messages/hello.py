@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from elastic.protocol.messages.direction import Direction
-from elastic.protocol.wire import Header
+from elastic.protocol.wire import BadFrame, Header
 
 VERSION = 2
 """Of all messages. Who hears another one in a hello says so and has nothing else to say."""
@@ -33,6 +33,14 @@ class Leave:
 GREETING: Direction[Hello] = Direction(Hello)
 
 
+def hello_in(header: Header) -> Hello:
+    """Of our own version. Raises BadFrame."""
+    kinds = {"token": str, "worker": int, "role": str, "number": int}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(header.get(name), kind)]:
+        raise BadFrame(f"a hello without a sound {wrong[0]!r}")
+    return GREETING.read(header)
+
+
 def other_version(header: Header) -> str:
     """Why one of another version cannot be talked to; empty if it can. Asked before anything else
     is read: another version's hello may have other fields."""
@@ -40,6 +48,6 @@ def other_version(header: Header) -> str:
     if said == VERSION:
         return ""
     return (
-        f"it speaks version {said} of the protocol and this process version {VERSION}: "
+        f"it speaks version {said!r:.40} of the protocol and this process version {VERSION}: "
         "install the same elastic-ray-trainer on every node"
     )
