@@ -303,9 +303,18 @@ def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
             return Paused(generation, rank, step, at, origin)
         case r.Kept(generation, rank):
             return Kept(generation, rank, at)
-        case r.Suspended(generation, rank, step, origin, by, is_between, is_copied=is_copied):
-            known = origin, by, is_copied
-            return Suspended(generation, rank, step, by > 0, is_between, at, *known)
+        case r.Suspended() as said:
+            return Suspended(
+                generation=said.generation,
+                rank=said.rank,
+                step=said.step,
+                is_prepared=said.prepared_by > 0,
+                is_between_steps=said.is_between_steps,
+                at=at,
+                origin=said.origin,
+                prepared_by=said.prepared_by,
+                is_copied=said.is_copied,
+            )
         case r.CollectiveFailed(generation, rank, message, is_refused):
             return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
         case r.Done(generation, rank, step, origin):
