@@ -133,6 +133,8 @@ class Ledger:
     origin: int = 0
     """The generation that computed `step`; 0: none of this run. Where every member holds the whole
     state, only those whose step is of this origin are members of one mesh."""
+    has_vote: bool = False
+    """The vote of `step` was heard: who has prepared the step can roll forward to it."""
 
     @property
     def num_generations(self) -> int:

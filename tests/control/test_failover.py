@@ -264,6 +264,22 @@ def test_nor_of_those_who_roll_forward_to_the_step_that_it_has():
     assert commands == [Recall(CALLED), form]
 
 
+def test_nobody_rolls_forward_to_a_step_whose_vote_nobody_has_brought():
+    """Its holder has loaded it, from a checkpoint that has no vote."""
+    loaded = replace(stands(0, 41, 7), has_vote=False)
+    behind = stands(1, 40, 7, prepared_by=7), stands(2, 40, 7, prepared_by=7)
+    before = tuple(replace(s, step=40 + (s.worker == 1), origin=7) for s in AGAIN)
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted((*before, replace(FOLLOWER, step=40)), 9.0),
+        *(loaded, *behind),
+        limits=ONE,
+    )
+    assert commands == [Recall(CALLED), Form(Membership(11, (1,)), 41, origin=7)]
+    assert ledger.outdated == some(2, 3)
+
+
 def test_if_all_with_the_newer_state_are_lost_the_older_one_of_the_same_step_counts():
     ledger, _, commands = play(
         LEDGER,
