@@ -147,6 +147,13 @@ MUTATIONS = (
         "tests/control/test_failover.py",
     ),
     Mutation(
+        "who has copied a step takes part in what others do after it",
+        RECOVERY,
+        "usable = usable - (phase.copied - phase.between - rollers)",
+        "pass",
+        "tests/control/test_failover.py",
+    ),
+    Mutation(
         "the gradients of one generation become the step of another",
         RECOVERY,
         "camp.step == ledger.step - 1 and camp.prepared_by == ledger.origin",
