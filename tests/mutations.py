@@ -147,6 +147,13 @@ MUTATIONS = (
         "tests/control/test_failover.py",
     ),
     Mutation(
+        "who has copied a step takes part in what others do after it",
+        RECOVERY,
+        "usable = usable - (phase.copied - phase.between - rollers)",
+        "pass",
+        "tests/control/test_failover.py",
+    ),
+    Mutation(
         "the gradients of one generation become the step of another",
         RECOVERY,
         "camp.step == ledger.step - 1 and camp.prepared_by == ledger.origin",
@@ -177,8 +184,8 @@ MUTATIONS = (
     Mutation(
         "the budget of losses begins anew with no step",
         "elastic/control/pool.py",
-        "step=step, origin=origin, failures=0, in_vain=0,",
-        "step=step, origin=origin, in_vain=0,",
+        "        failures=0,\n        in_vain=0,",
+        "        in_vain=0,",
         "tests/control/test_transition.py",
     ),
     Mutation(

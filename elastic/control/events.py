@@ -108,7 +108,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Sent by the lowest rank, repeated after a regroup if unsure. Brings the step's vote."""
+    """Sent by the lowest rank, repeated after a regroup if unsure."""
 
     generation: int
     step: int
@@ -116,6 +116,7 @@ class Committed:
     at: float
     origin: int = 0
     """The generation that computed the step; 0 in old journals."""
+    has_vote: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """Every member's answer to Abort, newcomers included. Brings its last vote."""
+    """Every member's answer to Abort, newcomers included."""
 
     generation: int
     rank: int
@@ -164,6 +165,10 @@ class Suspended:
     """The generation that computed `step`: two may have computed it, with other bits."""
     prepared_by: int = 0
     """The generation that computed that gradient."""
+    is_copied: bool = False
+    """It has copied its state, and has taken part in nothing since."""
+    has_vote: bool = True
+    """It has brought the vote of `step`; it knows none of a state that was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +306,19 @@ def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
             return Paused(generation, rank, step, at, origin)
         case r.Kept(generation, rank):
             return Kept(generation, rank, at)
-        case r.Suspended(generation, rank, step, origin, by, is_between_steps):
-            return Suspended(generation, rank, step, by > 0, is_between_steps, at, origin, by)
+        case r.Suspended() as said:
+            return Suspended(
+                generation=said.generation,
+                rank=said.rank,
+                step=said.step,
+                is_prepared=said.prepared_by > 0,
+                is_between_steps=said.is_between_steps,
+                at=at,
+                origin=said.origin,
+                prepared_by=said.prepared_by,
+                is_copied=said.is_copied,
+                has_vote=said.vote is not None,
+            )
         case r.CollectiveFailed(generation, rank, message, is_refused):
             return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
         case r.Done(generation, rank, step, origin):

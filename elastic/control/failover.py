@@ -53,7 +53,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
         step, origin = proven_state(holding, limits)
-        ledger = replace(ledger, step=step, origin=origin)
+        ledger = replace(ledger, step=step, origin=origin, has_vote=False)
     found = f"a new controller: {counted(len(standings), 'worker')} found"
     beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):
@@ -213,6 +213,7 @@ def end_again(
         generation=membership.generation,
         step=step,
         origin=origin,
+        has_vote=False,
         ready=ledger.ready | others,
     )
     ledger, dropped = drop_save(ledger)

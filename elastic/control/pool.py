@@ -62,11 +62,18 @@ def lobby(ledger: Ledger) -> NumberSet:
     return reduce(NumberSet.__or__, others, spawned)
 
 
-def commit(ledger: Ledger, step: int, origin: int) -> Ledger:
+def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
     falls = ledger.falls if step <= ledger.fallen_from else 0
     costly = forget(ledger.costly, step)
     return replace(
-        ledger, step=step, origin=origin, failures=0, in_vain=0, falls=falls, costly=costly
+        ledger,
+        step=step,
+        origin=origin,
+        has_vote=has_vote,
+        failures=0,
+        in_vain=0,
+        falls=falls,
+        costly=costly,
     )
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 
 from elastic.control.commands import Abort, Retire
 from elastic.control.detection.patience import lost_at, remember
-from elastic.control.events import CollectiveFailed, Suspended, WorkerLost
+from elastic.control.events import CollectiveFailed, Committed, Suspended, WorkerLost
 from elastic.control.pool import explain, leave, names, num_members, top_up
 from elastic.control.scaling import regroup, staff, sync
 from elastic.control.shutdown import finish
@@ -305,7 +305,8 @@ def ranks_of(camps: Iterable[Camp]) -> NumberSet:
 def without_answer(phase: Suspending, rank: int) -> Suspending:
     kept = (replace(camp, ranks=camp.ranks.remove(rank)) for camp in phase.answers)
     answers = tuple(camp for camp in kept if camp.ranks)
-    return replace(phase, answers=answers, between=phase.between.remove(rank))
+    between, copied = phase.between.remove(rank), phase.copied.remove(rank)
+    return replace(phase, answers=answers, between=between, copied=copied)
 
 
 def with_answer(phase: Suspending, event: Suspended) -> Suspending:
@@ -313,6 +314,8 @@ def with_answer(phase: Suspending, event: Suspended) -> Suspending:
     said = Camp(event.step, event.origin, prepared_by, NumberSet.of((event.rank,)))
     if event.is_between_steps:
         phase = replace(phase, between=phase.between.add(event.rank))
+    if event.is_copied:
+        phase = replace(phase, copied=phase.copied.add(event.rank))
     for i, camp in enumerate(phase.answers):
         if replace(camp, ranks=said.ranks) == said:
             camp = replace(camp, ranks=camp.ranks.add(event.rank))
@@ -320,12 +323,15 @@ def with_answer(phase: Suspending, event: Suspended) -> Suspending:
     return replace(phase, answers=(*phase.answers, said))
 
 
-def learn_step(ledger: Ledger, step: int, origin: int) -> Ledger:
-    """Somebody has committed `step`. Of one that two generations have done, the later counts: the
+def learn_step(ledger: Ledger, event: Committed | Suspended) -> Ledger:
+    """Somebody has committed a step. Of one that two generations have done, the later counts: the
     earlier one's was lost with its members, but for those who followed them."""
-    if (step, origin) <= (ledger.step, ledger.origin):
-        return ledger
-    return replace(ledger, step=step, origin=origin)
+    said, known = (event.step, event.origin), (ledger.step, ledger.origin)
+    if said > known:
+        return replace(ledger, step=event.step, origin=event.origin, has_vote=event.has_vote)
+    if said == known:
+        return replace(ledger, has_vote=ledger.has_vote or event.has_vote)
+    return ledger
 
 
 def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Limits) -> Decision:
@@ -334,7 +340,7 @@ def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Lim
     if phase.standbys_by:  # the source serves nobody before it is out of its step
         phase = replace(phase, standbys_by=event.at + STANDBYS_S)
     if limits.is_whole:
-        ledger = learn_step(ledger, event.step, event.origin)
+        ledger = learn_step(ledger, event)
     else:
         ledger = replace(ledger, step=max(ledger.step, event.step))
     return settle(Decision(ledger, with_answer(phase, event)), event.at, limits)
@@ -351,6 +357,8 @@ def level(ledger: Ledger, phase: Suspending, limits: Limits) -> NumberSet:
 
 def rolling(ledger: Ledger, phase: Suspending) -> NumberSet:
     """Ranks one step behind that hold the gradient which `Ledger.step` was made with."""
+    if not ledger.has_vote:
+        return NOBODY
     return ranks_of(
         camp
         for camp in phase.answers
@@ -400,8 +408,11 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         camp = max(near, key=lambda camp: (camp.step, camp.origin))
         fallen = f"whoever held step {ledger.step} is lost: back to "
         fallen += f"{camp.step}; " if camp.step < ledger.step else f"generation {camp.origin}'s; "
-        ledger = replace(ledger, step=camp.step, origin=camp.origin)
+        ledger = replace(ledger, step=camp.step, origin=camp.origin, has_vote=False)
         usable = level(ledger, phase, limits)
+    if limits.is_whole and (rollers or usable & phase.between):
+        # what follows the step, like an evaluation, would wait for who has not made it
+        usable = usable - (phase.copied - phase.between - rollers)
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
     with_state = NumberSet.of(workers[rank] for rank in ranks_of(near) - usable)
     ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)

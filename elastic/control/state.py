@@ -133,6 +133,8 @@ class Ledger:
     origin: int = 0
     """The generation that computed `step`; 0: none of this run. Where every member holds the whole
     state, only those whose step is of this origin are members of one mesh."""
+    has_vote: bool = False
+    """The vote of `step` was heard: who has prepared the step can roll forward to it."""
 
     @property
     def num_generations(self) -> int:
@@ -216,6 +218,7 @@ class Suspending:
     may be inside a piece of its state, or the user's code, and answers later."""
     answers: tuple[Camp, ...] = ()
     between: NumberSet = NOBODY  # ranks between steps: inside session.evaluate, or done
+    copied: NumberSet = NOBODY  # ranks whose loop has not come to the step that they have copied
     standbys_by: float = 0.0
     """Until then those who were called to take a lost one's place may still copy the state."""
 

@@ -202,8 +202,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return hear_answer(ledger, phase, event, limits)
         case Suspending(), Committed(step=step) if not limits.is_whole:
             return Decision(replace(ledger, step=max(step, ledger.step)), phase)
-        case Suspending(), Committed(step=step, origin=origin):
-            return Decision(learn_step(ledger, step, origin), phase)
+        case Suspending(), Committed() as committed:
+            return Decision(learn_step(ledger, committed), phase)
         # --- a generation at work
         case Forming(), Connected(rank=rank):
             return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
@@ -219,10 +219,10 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             after = transition(before.ledger, before.phase, event, limits)
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
-        case ((Running() | Pausing() | Ending()), Committed(step=step, at=at, origin=origin)):
+        case ((Running() | Pausing() | Ending()), Committed(step=step, at=at) as done):
             if step <= ledger.step:
                 return Decision(ledger, phase)  # repeated after a regroup: no progress
-            ledger = commit(ledger, step, origin)
+            ledger = commit(ledger, step, done.origin, has_vote=done.has_vote)
             return ask_to_save(publish_if_whole(Decision(ledger, phase), at, limits), at, limits)
         case Running(), Paused(rank=rank) as left:
             # only a vote pauses, so all members will
@@ -331,6 +331,7 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
         ledger,
         step=event.step,
         origin=event.origin,
+        has_vote=False,
         loading=NOBODY,
         ready=others,
         outdated=NOBODY,
@@ -372,7 +373,7 @@ def left_step(
     if num_left < membership.world_size:
         return Decision(ledger, phase)
     if event.step > ledger.step:
-        ledger = commit(ledger, event.step, event.origin)
+        ledger = commit(ledger, event.step, event.origin, has_vote=False)
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)

@@ -351,7 +351,9 @@ class FakeCluster:
             self.roll_back(step - 1)
         if step == self.recorded + 1:
             self.recorded, self.recorded_generation = step, done_by
-            self.to_emit.append(ev.Committed(generation, step, 0.1, self.now, done_by))
+            has_vote = self.commits.knows_vote_of(step, done_by)
+            said = ev.Committed(generation, step, 0.1, self.now, done_by, has_vote)
+            self.to_emit.append(said)
         is_gap = step > self.recorded
         assert not is_gap or self.num_adopted, f"{step} comes, {self.recorded} is on record"
 

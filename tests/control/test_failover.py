@@ -191,8 +191,17 @@ CALLED = Membership(10, (1, 2, 3))
 ONE = replace(LIMITS, min_workers=1)
 
 
-def stands(rank: int, step: int, origin: int, *, prepared_by: int = 0) -> Suspended:
-    return Suspended(10, rank, step, prepared_by > 0, False, 10.0, origin, prepared_by)
+def stands(
+    rank: int,
+    step: int,
+    origin: int,
+    *,
+    prepared_by: int = 0,
+    between: bool = False,
+    copied: bool = False,
+) -> Suspended:
+    is_prepared = prepared_by > 0
+    return Suspended(10, rank, step, is_prepared, between, 10.0, origin, prepared_by, copied)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -227,6 +236,48 @@ def test_the_gradients_of_the_same_generation_do():
     _, _, commands = play(LEDGER, Running(ABC), Adopted((*before, FOLLOWER), 9.0), *answers)
     form = Form(Membership(11, (1, 2, 3)), 41, (1, 2), vote_of=3, origin=7)
     assert commands == [Recall(CALLED), form]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_who_followed_a_lost_member_is_no_member_of_those_who_evaluate_after_the_step(order):
+    """They would wait for it in the evaluation, and it at the boundary for them."""
+    evaluating = tuple(replace(s, origin=7) for s in AGAIN)
+    answers = stands(0, 41, 7, between=True), stands(1, 41, 7), stands(2, 41, 7, copied=True)
+    ledger, _, commands = play(
+        LEDGER, Running(ABC), Adopted((*evaluating, FOLLOWER), 9.0), *(answers[i] for i in order)
+    )
+    form = Form(Membership(11, (1, 2)), 41, then_pause=True, origin=7)
+    assert commands == [Recall(CALLED), form]
+    assert (ledger.ready, ledger.outdated) == (some(3), some(3))
+
+
+def test_nor_of_those_who_roll_forward_to_the_step_that_it_has():
+    before = tuple(replace(s, step=40, origin=7) for s in AGAIN)
+    answers = (stands(0, 40, 7, prepared_by=7), stands(1, 40, 7, prepared_by=7))
+    _, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted((*before, FOLLOWER), 9.0),
+        *(*answers, stands(2, 41, 7, copied=True)),
+    )
+    form = Form(Membership(11, (1, 2)), 41, (1, 2), vote_of=None, origin=7)
+    assert commands == [Recall(CALLED), form]
+
+
+def test_nobody_rolls_forward_to_a_step_whose_vote_nobody_has_brought():
+    """Its holder has loaded it, from a checkpoint that has no vote."""
+    loaded = replace(stands(0, 41, 7), has_vote=False)
+    behind = stands(1, 40, 7, prepared_by=7), stands(2, 40, 7, prepared_by=7)
+    before = tuple(replace(s, step=40 + (s.worker == 1), origin=7) for s in AGAIN)
+    ledger, _, commands = play(
+        LEDGER,
+        Running(ABC),
+        Adopted((*before, replace(FOLLOWER, step=40)), 9.0),
+        *(loaded, *behind),
+        limits=ONE,
+    )
+    assert commands == [Recall(CALLED), Form(Membership(11, (1,)), 41, origin=7)]
+    assert ledger.outdated == some(2, 3)
 
 
 def test_if_all_with_the_newer_state_are_lost_the_older_one_of_the_same_step_counts():

@@ -153,7 +153,7 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Form(two, 40)]
     assert phase == Forming(two, 39.0)
-    assert ledger == Ledger(8, 40, failures=1, next_worker=3)
+    assert ledger == Ledger(8, 40, failures=1, next_worker=3, has_vote=True)
     healed = [Joined(8, 0, 0.0, 9.1), Joined(8, 1, 0.0, 9.1), Committed(8, 41, 0.1, 9.5)]
     ledger, phase, commands = play(ledger, phase, *healed, Tick(9.6))
     assert commands == [Spawn((3,))], "not before the survivors have committed a step"
@@ -295,7 +295,8 @@ def test_below_min_the_survivors_wait_and_keep_the_state():
     assert phase == Waiting("1 of at least 2 workers left, step 40")
     assert commands == [Abort(ABC), Spawn((3, 4))]
     spawned, holders = some(3, 4), some(1)
-    assert ledger == Ledger(7, 40, 2, next_worker=5, spawned=spawned, holders=holders)
+    known = Ledger(7, 40, 2, next_worker=5, spawned=spawned, holders=holders, has_vote=True)
+    assert ledger == known
     _, phase, commands = play(ledger, phase, WorkerReady(4, 10.0), Synced(4, 11.0))
     assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
 

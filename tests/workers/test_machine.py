@@ -144,6 +144,16 @@ def test_who_followed_a_lost_generation_does_not_join_with_its_state_of_the_same
     assert said(actions) == [r.Joined(3, 1, 0.0, 40)]
 
 
+def test_a_copied_state_is_said_to_be_one_until_the_loop_comes_to_a_boundary_with_it():
+    """Others may be evaluating after the step: it does not know of that."""
+    state, _ = play(State(), *obeyed(Sync(0, ("h", 1))), e.StateReplaced(40), e.CopyLevel())
+    _, actions = play(replace(state, source=Source.NONE), *obeyed(RECALL))
+    assert [report.is_copied for report in said(actions)] == [True]
+    state, _ = play(state, *obeyed(FORM), e.CaughtUp(), e.Met(), e.EverybodyEntered())
+    _, actions = play(state, e.BoundaryReached(), *obeyed(ABORT))
+    assert [report.is_copied for report in said(actions)] == [False]
+
+
 def test_gradients_do_not_outlive_a_generation_that_does_not_roll_them_forward():
     prepared = replace(WORKING, prepared_by=WORKING.seat.generation)
     state, actions = play(prepared, *obeyed(ABORT, replace(FORM, generation=4)))

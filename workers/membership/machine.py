@@ -182,7 +182,8 @@ def is_over(state: State) -> bool:
 
 def with_copy(state: State, step: int, origin: int) -> State:
     """It holds the state that another one has made."""
-    return replace(state, step=step, origin=origin, holding=Holding.STATE, prepared_by=0)
+    state = replace(state, step=step, origin=origin, holding=Holding.STATE, prepared_by=0)
+    return replace(state, is_copied=True)
 
 
 def without_part(state: State) -> State:
@@ -200,6 +201,7 @@ def say_suspended(state: State) -> Outcome:
         is_between_steps=state.is_between_steps,
         vote=None,
         evaluation=None,
+        is_copied=state.is_copied,
     )
     return Outcome(state, (a.Say(report),))
 
@@ -280,6 +282,8 @@ def begin_work(state: State, should_pause: bool) -> Outcome:
 
 # --- working --------------------------------------------------------------------------
 def reach_boundary(state: State) -> Outcome:
+    if state.is_at_work:
+        state = replace(state, is_copied=False)
     if not state.is_at_work or state.phase != Working(should_pause=True):
         return Outcome(state)
     paused = r.Paused(state.seat.generation, state.seat.rank, state.step, state.origin)
@@ -298,6 +302,7 @@ def return_from_loop(state: State) -> Outcome:
 def commit(state: State, event: e.StepCommitted) -> State:
     """With its vote; or, when a generation forms, with that of others."""
     state = replace(state, step=event.step, origin=state.prepared_by, prepared_by=0)
+    state = replace(state, is_copied=False)
     match state.phase:
         case Working(should_pause):
             return replace(state, phase=Working(should_pause or event.should_pause))

@@ -140,6 +140,8 @@ class State:
     """The generation that computed `step`: another one's state of it is another state."""
     prepared_by: int = 0
     """The generation whose reduced gradients of the next step are here; 0: none are."""
+    is_copied: bool = False
+    """The state is another one's, and the loop has come to no boundary with it."""
 
     @property
     def is_prepared(self) -> bool:

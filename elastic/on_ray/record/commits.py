@@ -40,6 +40,9 @@ class Commits:
         """What is said of it is not older than what others have said of a later one."""
         return generation >= max(self.formed, self._given_up)
 
+    def knows_vote_of(self, step: int, origin: int) -> bool:
+        return self.vote is not None and self.vote[0] == (step, origin)
+
     def vote_of(self, step: int, origin: int) -> tuple[dict[str, Any], bytes]:
         """What rolls those forward to `step` who did not see its vote complete."""
         assert self.vote is not None

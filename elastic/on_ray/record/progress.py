@@ -55,7 +55,8 @@ class Progress:
         if step == self.recorded_step + 1:
             self.recorded_step, self.recorded_generation = step, done_by
             self._record.record_step(line)
-            self._say(e.Committed(generation, step, step_s, self._now(), done_by))
+            has_vote = self.commits.knows_vote_of(step, done_by)
+            self._say(e.Committed(generation, step, step_s, self._now(), done_by, has_vote))
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 

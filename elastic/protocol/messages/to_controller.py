@@ -116,6 +116,9 @@ class Suspended:
     """Layout of the vote of the last committed step, whose content is the payload."""
     evaluation: Evaluation | None
     """The last one that it has completed."""
+    is_copied: bool = False
+    """Its state is another one's, and its loop has come to no boundary with it: what the others do
+    after that step, it does not do."""
     payload: bytes = b""
 
 
