@@ -12,7 +12,7 @@ from elastic.on_ray.driver.remnants import lives, stat_of
 PATIENCE_S = 60.0
 RAYLET = """
 import subprocess, sys, time
-for name in ("ray::DashboardAgent", "runtime_env/agent/main.py", "ray::Worker"):
+for name in ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Worker"):
     print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", name]).pid)
 print(flush=True)
 time.sleep(600)
@@ -20,7 +20,7 @@ time.sleep(600)
 DRIVER = """
 import subprocess, sys, time
 from elastic.on_ray.driver.remnants import Remnants
-command = [sys.executable, "-c", "import time; time.sleep(600)", "my_agent.py"]
+command = [sys.executable, "-c", "import time; time.sleep(600)", "my own agent"]
 pids = [subprocess.Popen(command).pid]  # the user's own
 raylet = subprocess.Popen([sys.executable, "-c", sys.argv[1], "raylet"], stdout=subprocess.PIPE)
 pids += [raylet.pid, *(int(raylet.stdout.readline()) for _ in range(3))]
