@@ -16,6 +16,7 @@ from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
 from elastic.cli.journal import config_of, followed
+from elastic.cli.progress import printable
 from elastic.config import as_bounds
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, open_folder
@@ -138,4 +139,5 @@ def fault_line(fault: dict[str, Any]) -> str:
     )
     whom = fault["worker"] or fault["whom"]
     result = fault["note"] or fault["result"]
-    return f"  {fault['strike']} {fault['what']} {whom} at step {fault['step']}: {result} {times}"
+    line = f"{fault['strike']} {fault['what']} {whom} at step {fault['step']}: {result} {times}"
+    return f"  {printable(line)}"

@@ -8,6 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from elastic.protocol import wire
+from elastic.protocol.messages.direction import header_of, pack
+from elastic.protocol.messages.hello import Hello
+from elastic.protocol.messages.store import Set
 
 LISTENS = "0A"
 """A socket's state in /proc/net/tcp."""
@@ -35,11 +38,11 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
 def frames() -> list[bytes]:
     """First words that are none of ours, or announce more than anybody has."""
     nested = b"[" * 100_000
-    wrong = wire.pack({"type": "hello", "token": "guessed", "worker": 0})
+    wrong = pack(Hello("guessed", worker=0, role="worker"))
     return [
         wrong,
-        wrong + wire.pack({"type": "set", "key": "0/0"}, b"mine"),
-        wire.pack({"type": "hello", "token": ["a", "list"], "worker": []}),
+        wrong + pack(Set("0/0", b"mine")),
+        wire.pack({**header_of(Hello("")), "token": ["a", "list"], "worker": []}),
         wire.LENGTHS.pack(len(nested), 0) + nested,
         wire.LENGTHS.pack(2**32 - 1, HUGE),
         wire.LENGTHS.pack(2, HUGE) + b"{}",

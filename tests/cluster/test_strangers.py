@@ -39,7 +39,7 @@ def test_whoever_has_no_token_costs_no_step_no_worker_and_little_memory(start, r
             generation = run.status()["generation"]
             run.kill(rank=1)
             run.wait_for_step(lambda s: s["generation"] > generation and s["world_size"] == 2)
-            run.wait_for(lambda s: s["step"] > 150)
+            run.wait_for(lambda s: s["step"] > 150, 300)
         end = run.finish()
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0

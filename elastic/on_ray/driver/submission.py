@@ -25,9 +25,17 @@ from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
+from elastic.protocol.membership import counted
 from elastic.store.claim import this_machine
 
 REACH_TIMEOUT_S = 10.0
+ANSWER_S = 30.0
+"""How long a head may be busy that takes connections."""
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""A client's first words, and that it has no settings (RFC 9113, section 3.4)."""
+HTTP2_FRAME_BYTES = 9
+"""Of a frame's head; the fourth is its type."""
+HTTP2_SETTINGS = b"\x04"
 EMBEDDED_SPARE_CPUS = 2
 RENEW_EVERY_S = 0.5
 KEEP_ALIVE_S = 2.0
@@ -119,7 +127,8 @@ class RayDriver:
             )
             address = None
         if address is not None:
-            refuse_unreachable(address)
+            with request.slow_step(f"looking for the Ray cluster at {address}"):
+                refuse_unreachable(address)
             runtime_env = self._runtime_env(request.folder)
             ships = f" and sending it {request.folder}" if runtime_env else ""
             try:
@@ -181,7 +190,8 @@ class RayDriver:
         device, note = choose_device(request.device, num_gpus, torches, can_add)
         if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
             raise WrongInput(
-                f"{request.min_workers} workers need as many GPUs, this machine has {num_gpus}; "
+                f"a GPU for each of {counted(request.min_workers, 'worker')} is needed, and this "
+                f"machine has {num_gpus}; "
                 "lower --workers, or use --device cpu"
             )
         if not self.is_embedded:
@@ -312,17 +322,35 @@ def is_stale(address: str, asked_for: str | None) -> bool:
 
 
 def refuse_unreachable(address: str) -> None:
-    """Ray tries an address for minutes; a connection that is refused says the same at once."""
+    """Ray tries an address for minutes; a connection that is refused, or on which nobody speaks as
+    its head does, says the same soon."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S) as connection:
+            has_tls = os.environ.get("RAY_USE_TLS", "0") != "0"
+            why = "" if has_tls or speaks_http2(connection) else "what listens there is no Ray"
+    except TimeoutError:
+        why = "timed out"
     except OSError as error:
+        why = str(error)
+    if why:
         raise WrongInput(
-            f"no Ray cluster answers at address {address!r}: {error}; check it with "
+            f"no Ray cluster answers at address {address!r}: {why}; check it with "
             "`ray status --address ...`, or leave --address out"
-        ) from error
+        )
+
+
+def speaks_http2(connection: socket.socket) -> bool:
+    """Whether the other side begins with its settings, as every server of gRPC does. TimeoutError
+    if it says nothing."""
+    connection.settimeout(ANSWER_S)
+    connection.sendall(HTTP2_HELLO)
+    head = b""
+    while len(head) < HTTP2_FRAME_BYTES and (piece := connection.recv(HTTP2_FRAME_BYTES)):
+        head += piece
+    return head[3:4] == HTTP2_SETTINGS
 
 
 def find_cluster() -> str | None:
