@@ -37,18 +37,19 @@ def print_failure(failure: BaseException, folder: Path | None = None) -> None:
 
 
 def of_user(text: str, folder: Path | None) -> list[str]:
-    """The lines of a traceback without our own frames; all of them if it has no others."""
+    """The lines of a traceback without our own frames; none if it has no others: the reason tells
+    what we refuse, and the worker's log has all of it."""
     kept: list[str] = []
-    is_kept, has_others = True, False
+    is_kept, has_ours, has_others = True, False, False
     for line in text.rstrip().splitlines():
         if frame := FRAME.match(line):
             is_kept = OURS.search(frame[1]) is None
-            has_others = has_others or is_kept
+            has_others, has_ours = has_others or is_kept, has_ours or not is_kept
         elif not line.startswith("    "):
             is_kept = True
         if is_kept:
             kept.append(line)
-    lines = kept if has_others else text.rstrip().splitlines()
+    lines = kept if has_others or not has_ours else []
     return lines if folder is None else [SHIPPED.sub(str(folder), line) for line in lines]
 
 

@@ -207,7 +207,7 @@ def test_the_outcome_is_a_few_lines_for_a_person(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "succeeded: 10 of 10 steps, loss 0.5000",
         "  weights_sha256  ab12",
-        "  since its last start: 3 generations, 1 recoveries, 0 lost steps, goodput 97.5 %",
+        "  since its last start: 3 generations, 1 recovery, 0 lost steps, goodput 97.5 %",
         "  recovery from process_died: detect 10 ms fence 20 ms form 30 ms state 0 ms "
         "first_step 100 ms total 160 ms",
         "  run directory   /s/r",
@@ -256,6 +256,20 @@ def test_a_failure_shows_no_frame_of_ours_and_says_the_exception_once(capsys):
         '    raise RuntimeError("no such layer")',
         "elastic: the run failed: w0: before its first step: RuntimeError: no such layer",
     ]
+
+
+def test_a_failure_that_we_have_found_is_one_line(capsys):
+    ours = Path(elastic.cli.outcome.__file__).parents[2] / "workers/step/vote.py"
+    text = (
+        "w0: rank 0 in step 9: FloatingPointError: not finite\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{ours}", line 112, in vote\n    raise FloatingPointError(\n'
+        "FloatingPointError: not finite\n"
+    )
+    print_failure(RunFailed(text, Result(outcome="failed", badput={}, recoveries=[])))
+    assert capsys.readouterr().err == (
+        "elastic: the run failed: w0: rank 0 in step 9: FloatingPointError: not finite\n"
+    )
 
 
 def test_wrong_input_leaves_no_folder_behind(tmp_path, capsys):

@@ -11,7 +11,15 @@ from ray._private import worker
 from elastic.on_ray.driver.raylet_words import DEATH, hush_deaths
 
 PARAGRAPH = f"{DEATH} by an unexpected system error. Worker PID: 7. (1) killed by the OOM killer"
-OTHERS = ["1 Workers (tasks / actors) killed due to memory pressure (OOM)", f"no task: {DEATH}"]
+RETRIED = (
+    "Task RendezvousActor.ping failed. There are infinite retries remaining, so the task will be "
+    "retried. Error: The actor is dead because it was killed by `ray.kill`."
+)
+OTHERS = [
+    "1 Workers (tasks / actors) killed due to memory pressure (OOM)",
+    f"no task: {DEATH}",
+    RETRIED.replace("RendezvousActor", "users_own"),
+]
 JOB = JobID.from_int(1)
 
 
@@ -36,7 +44,7 @@ def hushed():
 
 
 def test_only_ray_s_paragraph_about_a_death_is_hushed(hushed, capsys):
-    for message in [PARAGRAPH, *OTHERS]:
+    for message in [PARAGRAPH, RETRIED, *OTHERS]:
         told(message)
     printed = capsys.readouterr().out
     assert PARAGRAPH not in printed

@@ -64,6 +64,7 @@ def test_the_start_line_says_how_far_the_workers_are():
         "waiting for 2 workers to start: 1 ready, 1 loading TARGET and its model, "
         "1 importing torch, 1 without a process yet"
     )
+    assert start_line(slots, 1, {2, 3}.__contains__) == ""
 
 
 def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:

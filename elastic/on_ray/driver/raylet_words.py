@@ -6,10 +6,14 @@ Ray's paragraph about it says that it may have been out of memory, whatever it w
 raylets say, as that they end a process for want of memory, and what workers print, stays as it is.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 DEATH = "A worker died or was killed while executing a task"
+RETRY = re.compile(r"Task (Controller|Rendezvous|Worker)Actor\.\w+ failed\. There are ")
+"""So begins what it says of a call to one of our actors that it will make again: we have ended the
+actor, or tell of its death ourselves."""
 
 
 def hush_deaths() -> Callable[[], None]:
@@ -23,8 +27,9 @@ def hush_deaths() -> Callable[[], None]:
     say: Any = worker.print_to_stdstream
 
     def say_others(data: dict[str, Any], *arguments: Any, **named: Any) -> None:
-        is_death = data["pid"] == "raylet" and "".join(data["lines"]).startswith(DEATH)
-        if not is_death:
+        text = "".join(data["lines"])
+        is_known = text.startswith(DEATH) or RETRY.match(text) is not None
+        if data["pid"] != "raylet" or not is_known:
             say(data, *arguments, **named)
 
     def undo() -> None:

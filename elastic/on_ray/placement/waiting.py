@@ -72,7 +72,7 @@ def inventory(offer: Offer, need: Need) -> str:
 def start_line(
     workers: Mapping[int, Slot], min_workers: int, is_connected: Callable[[int], bool]
 ) -> str:
-    """How far the workers are that a run needs to begin.
+    """How far the workers are that a run needs to begin; empty once enough are ready.
 
     is_connected: whether a worker's process has a link, which it makes once torch is there.
     """
@@ -85,6 +85,8 @@ def start_line(
         else:
             what = "loading TARGET and its model" if is_connected(worker) else "importing torch"
             stages[what] += 1
+    if stages["ready"] >= min_workers:
+        return ""
     counts = ", ".join(f"{stages[stage]} {stage}" for stage in STAGES if stages[stage])
     needed = "1 worker" if min_workers == 1 else f"{min_workers} workers"
     return f"waiting for {needed} to start: {counts or 'none is asked for yet'}"
