@@ -299,6 +299,11 @@ class RunConfig:
     def _check_parallel(self) -> None:
         if not isinstance(self.parallel, Parallel):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"parallel must be words or a Parallel, got {self.parallel!r}")
+        if self.offload and self.parallel.pp > 1:
+            raise ValueError(
+                f"offload=True moves shards to host memory, and the stages of parallel="
+                f"'{self.parallel}' are none: leave one of them out"
+            )
         if not self.parallel.is_available:
             raise ValueError(
                 f"parallel='{self.parallel}' is not available yet: choose one of {AVAILABLE}"

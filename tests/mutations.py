@@ -198,8 +198,8 @@ MUTATIONS = (
     Mutation(
         "the budget of losses begins anew with no step",
         "elastic/control/pool.py",
-        "step=step, origin=origin, failures=0, in_vain=0,",
-        "step=step, origin=origin, in_vain=0,",
+        "        failures=0,\n        in_vain=0,",
+        "        in_vain=0,",
         "tests/control/test_transition.py",
     ),
     Mutation(

@@ -16,6 +16,8 @@ AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_WORDS = ("ddp", "fsdp", "fsdp-grad-op", "hsdp")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """torch's names."""
+_SPELLINGS = {name.lower(): name for name in (*SCHEDULES, "LoopedBFS")}
+"""In any case, as torch takes them."""
 AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S, package.module:function"
 """What is built, and a strategy of one's own; the grammar also knows what is to come."""
 MODEL_AXES = ("pp", "tp", "cp", "ep")
@@ -28,7 +30,13 @@ _WORD = re.compile(
 
 def _what_else(word: str) -> str:
     """There is than a word that is none."""
-    if word.partition(":")[0] != "hsdp":
+    axis = word.partition(":")[0]
+    if axis == "pp":
+        return (
+            ": give pp:S or pp:S/Schedule, where S is the number of stages, a whole number of at "
+            f"least 2, such as pp:4, and Schedule one of {', '.join(SCHEDULES)}"
+        )
+    if axis != "hsdp":
         return f" is unknown: choose one of {AVAILABLE}"
     return (
         ": give hsdp:S, where S is the number of ranks in a replica, a whole number of at least 1, "
@@ -82,7 +90,7 @@ class Parallel:
             elif found["shards"] is not None:
                 new["dp_shard"] = int(found["shards"])
             if schedule is not None:
-                new["schedule"] = schedule
+                new["schedule"] = _SPELLINGS.get(schedule.lower(), schedule)
             if new.keys() & values.keys():
                 what = axis or ("the strategy" if found["strategy"] else "the data axis")
                 raise ValueError(f"parallel={text!r} says twice what {what} is: leave one word out")
@@ -109,6 +117,11 @@ class Parallel:
             raise ValueError(f"dp_shard is hsdp's: {self.data} takes the ranks that are there")
         if self.schedule and self.pp == 1:
             raise ValueError(f"schedule {self.schedule!r} is a pipeline's, and there is none")
+        if self.schedule == "LoopedBFS":
+            raise ValueError(
+                "schedule 'LoopedBFS' computes the backwards from the last micro-batch to the "
+                f"first, which no order of addition allows: choose one of {', '.join(SCHEDULES)}"
+            )
         if self.schedule and self.schedule not in SCHEDULES:
             raise ValueError(
                 f"schedule {self.schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}"

@@ -110,6 +110,10 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
         ({"checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1"),
         ({"keep": (1,)}, "keep must be (the last so many, every so many steps)"),
         ({"keep": (1, 0)}, "keep (every) must be a whole number of at least 1"),
+        (
+            {"offload": True, "parallel": "fsdp-grad-op,pp:2"},
+            "offload=True moves shards to host memory, and the stages of parallel=",
+        ),
         ({"on_storage_error": "ignore"}, "on_storage_error='ignore' is unknown"),
     ],
 )

@@ -27,6 +27,7 @@ def test_words_and_value_are_each_other_s_inverse(text):
 
 def test_the_same_axes_are_the_same_value_in_whatever_order_they_are_given():
     assert Parallel.of("tp:2,hsdp:4") == Parallel("hsdp", dp_shard=4, tp=2)
+    assert Parallel.of("pp:2/gpipe") == Parallel(pp=2, schedule="GPipe")
     assert Parallel.of("ddp,pp:2") == Parallel.of("pp:2") == Parallel(pp=2)
 
 
@@ -43,6 +44,14 @@ def test_the_same_axes_are_the_same_value_in_whatever_order_they_are_given():
         ("tp:2,tp:4", "parallel='tp:2,tp:4' says twice what tp is: leave one word out"),
         ("tp:1", "parallel='tp:1': tp:1 is no axis, leave it out"),
         ("pp:2/2F2B", "parallel='pp:2/2F2B': schedule '2F2B' is unknown: choose one of GPipe, "),
+        ("pp:0", "parallel='pp:0': give pp:S or pp:S/Schedule, where S is the number of stages"),
+        ("fsdp,pp:", "parallel='fsdp,pp:': give pp:S or pp:S/Schedule, where S is the number of"),
+        ("pp:1", "parallel='pp:1': pp:1 is no axis, leave it out"),
+        ("pp:2/GPipe,pp:2", "parallel='pp:2/GPipe,pp:2' says twice what pp is: leave one word out"),
+        (
+            "pp:2/loopedbfs",
+            "parallel='pp:2/loopedbfs': schedule 'LoopedBFS' computes the backwards",
+        ),
         ("tp:2/1F1B", "parallel='tp:2/1F1B': schedule '1F1B' is a pipeline's, and there is none"),
     ],
 )

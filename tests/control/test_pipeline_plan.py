@@ -1,0 +1,183 @@
+"""The plan of a pipeline: cuts, depths and shares are the best there are, and are found at once."""
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+
+from elastic.protocol.pipeline import (
+    PipelinePlan,
+    Seat,
+    cuts_of,
+    largest_stages,
+    plan_pipeline,
+)
+
+
+def all_cuts(num_blocks: int, depth: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_blocks), depth - 1):
+        yield (0, *inner, num_blocks)
+
+
+def largest(costs: tuple[float, ...], cuts: tuple[int, ...]) -> float:
+    return max(sum(costs[a:b]) for a, b in pairwise(cuts))
+
+
+def depths_of(num_ranks: int, lowest: int, highest: int) -> Iterator[tuple[int, ...]]:
+    """All ways to make pipelines of so many ranks, some of them left over."""
+    yield ()
+    for depth in range(lowest, min(highest, num_ranks) + 1):
+        for others in depths_of(num_ranks - depth, depth, highest):
+            yield (depth, *others)
+
+
+def best_time(wanted: int, num_ranks: int, costs: tuple[int, ...], num_microbatches: int) -> float:
+    """By trying all depths, all cuts and, micro-batch by micro-batch, all useful shares."""
+    lowest = min(wanted, num_ranks, len(costs))
+    highest = min(max(2 * wanted - 1, lowest), num_ranks, len(costs))
+    least = {
+        d: min(largest(costs, cuts) for cuts in all_cuts(len(costs), d))
+        for d in range(lowest, highest + 1)
+    }
+    found = float("inf")
+    for depths in depths_of(num_ranks, lowest, highest):
+        if not depths:
+            continue
+        shares = [0] * len(depths)
+        ends = lambda i, d, shares=shares: (shares[i] + d) * least[d]  # noqa: E731
+        for _ in range(num_microbatches):
+            quickest = min(range(len(depths)), key=lambda i, ds=depths, e=ends: e(i, ds[i]))
+            shares[quickest] += 1
+        done = [(m + d - 1) * least[d] for m, d in zip(shares, depths, strict=True) if m]
+        found = min(found, max(done))
+    return found
+
+
+def check(plan: PipelinePlan, num_microbatches: int) -> None:
+    """What holds for every plan."""
+    assert plan.num_active <= plan.num_ranks
+    ids = [i for p in plan.pipelines for i in p.ids]
+    assert ids == list(range(num_microbatches))
+    assert all(p.ids for p in plan.pipelines)
+    for pipeline in plan.pipelines:
+        assert pipeline.cuts[0] == 0
+        assert pipeline.cuts[-1] == len(plan.costs)
+        assert all(pipeline.blocks(s) for s in range(pipeline.depth))
+        assert pipeline.largest == pytest.approx(largest(plan.costs, pipeline.cuts))
+    for position in range(plan.num_ranks):
+        seat = plan.seat(position)
+        assert (seat is None) == (position >= plan.num_active) == (not plan.blocks(position))
+        assert seat is None or plan.position(seat) == position
+    assert [b for segment in plan.segments() for b in segment] == list(range(len(plan.costs)))
+    for segment in plan.segments():
+        holders = [p for p in range(plan.num_ranks) if segment.start in plan.blocks(p)]
+        assert all(plan.holders(b) == holders for b in segment)
+        assert len(holders) == len(plan.pipelines)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_is_faster(seed: int):
+    dice = random.Random(seed)
+    costs = tuple(dice.randint(1, 9) for _ in range(dice.randint(1, 7)))
+    num_ranks, wanted = dice.randint(1, 10), dice.randint(1, 5)
+    num_microbatches = dice.randint(1, 20)
+    plan = plan_pipeline(wanted, num_ranks, costs, num_microbatches)
+    check(plan, num_microbatches)
+    assert plan.time == best_time(wanted, num_ranks, costs, num_microbatches)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_that_are_no_whole_numbers_make_a_plan_too(seed: int):
+    dice = random.Random(seed)
+    costs = tuple(dice.uniform(0.1, 1e12) for _ in range(dice.randint(1, 12)))
+    num_microbatches = dice.randint(1, 40)
+    check(plan_pipeline(dice.randint(1, 4), dice.randint(1, 30), costs, num_microbatches),
+          num_microbatches)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_minimise_the_largest_stage(seed: int):
+    dice = random.Random(seed)
+    costs = tuple(dice.randint(1, 20) for _ in range(dice.randint(1, 9)))
+    for depth, least in enumerate(largest_stages(costs, len(costs)), 1):
+        cuts = cuts_of(costs, depth)
+        assert len(cuts) == depth + 1
+        assert largest(costs, cuts) == least
+        assert least == min(largest(costs, c) for c in all_cuts(len(costs), depth))
+
+
+def throughput(plan: PipelinePlan, whole: PipelinePlan) -> float:
+    return round(whole.time / plan.time, 3)
+
+
+def test_a_loss_costs_what_the_design_says():
+    of_four = [plan_pipeline(2, w, (1,) * 12, 16) for w in (4, 3, 2)]
+    assert [throughput(p, of_four[0]) for p in of_four] == [1, 0.75, 0.529]
+    assert [[p.depth for p in plan.pipelines] for plan in of_four] == [[2, 2], [3], [2]]
+    of_eight = [plan_pipeline(2, w, (1,) * 12, 16) for w in (8, 7, 6, 5)]
+    assert [throughput(p, of_eight[0]) for p in of_eight] == [1, 0.833, 0.75, 0.625]
+    assert [sorted(p.depth for p in x.pipelines) for x in of_eight] == [
+        [2, 2, 2, 2],
+        [2, 2, 3],
+        [3, 3],
+        [2, 3],
+    ]
+    of_many = [plan_pipeline(4, w, (1,) * 32, 64) for w in (32, 31, 29)]
+    assert [round(throughput(p, of_many[0]), 2) for p in of_many] == [1, 0.92, 0.90]
+
+
+def test_fewer_ranks_than_wanted_form_one_pipeline_and_more_than_blocks_stand_by():
+    assert [p.depth for p in plan_pipeline(4, 3, (1,) * 8, 8).pipelines] == [3]
+    plan = plan_pipeline(8, 8, (1, 1, 1), 8)
+    assert [p.cuts for p in plan.pipelines] == [(0, 1, 2, 3), (0, 1, 2, 3)]
+    assert plan.num_active == 6
+    assert plan.seat(5) == Seat(1, 2)
+    assert plan.seat(6) is None
+    assert str(plan) == "2 pipelines of 3 stages, 4 micro-batches; 0.33 idle; 2 stand by"
+    assert plan.warnings(8) == [
+        "pp:8: the model has 3 blocks, so a pipeline has at most as many stages, and the rest of "
+        "the ranks stands by",
+        "pp:8: 3 stages, 4 micro-batches: 33% idle; give more micro-batches (a smaller "
+        "micro_batch) or fewer stages",
+    ]
+
+
+def test_shares_are_even_among_equals_and_the_deeper_ones_come_first():
+    plan = plan_pipeline(2, 5, (1,) * 12, 16)
+    assert str(plan) == "2 pipelines of 3 and 2 stages, 9 and 7 micro-batches; 0.20 idle"
+    assert [p.ids for p in plan.pipelines] == [range(9), range(9, 16)]
+    assert [len(p.ids) for p in plan_pipeline(2, 6, (1,) * 2, 8).pipelines] == [3, 3, 2]
+    assert plan_pipeline(2, 4, (1,) * 12, 16).warnings(2) == []
+
+
+def test_16_stages_and_4_micro_batches_are_79_percent_idle():
+    plan = plan_pipeline(16, 16, (1,) * 16, 4)
+    assert plan.idle_share == pytest.approx(15 / 19)
+    assert "16 stages, 4 micro-batches: 79% idle" in plan.warnings(16)[0]
+
+
+@pytest.mark.parametrize("costs", [(), (1, 0), (1, -1), (1, float("nan")), (float("inf"),)])
+def test_costs_that_are_none_are_refused(costs: tuple[float, ...]):
+    with pytest.raises(ValueError, match="every block costs more than 0"):
+        plan_pipeline(2, 4, costs, 8)
+
+
+@pytest.mark.parametrize("wanted", [2, 4, 8, 16])
+def test_ten_thousand_ranks_and_two_hundred_blocks_are_planned_at_once(wanted: int):
+    dice = random.Random(wanted)
+    costs = tuple(dice.randint(10**9, 10**12) for _ in range(200))
+    took = []
+    for num_ranks in (10_000, 9_999, 9_973):
+        began = time.process_time()
+        plan = plan_pipeline(wanted, num_ranks, costs, 20_000)
+        took.append(time.process_time() - began)
+        check_some(plan)
+    assert min(took) < 0.05, took
+
+
+def check_some(plan: PipelinePlan) -> None:
+    assert plan.num_active <= plan.num_ranks
+    assert sum(len(p.ids) for p in plan.pipelines) == 20_000
+    assert plan.idle_share < 0.5
