@@ -115,7 +115,8 @@ def test_a_gpu_that_torch_cannot_use_is_the_nodes_fault_and_one_line(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", bool)
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(
-        UnfitNode, match=r"^torch .* on node 127.0.0.1 can use no GPU, .* --device cpu$"
+        UnfitNode,
+        match=r"^torch .* on node 127.0.0.1 can use no GPU, .* there \(.+\); .* --device cpu$",
     ):
         gpu.prepare(replace(spec("fast"), device="cuda", host="127.0.0.1"))
 
