@@ -205,6 +205,8 @@ HOST_READS = {
     "workers/step/vote.py decode": "numpy's",
     "workers/reduction/tree.py _part": "numpy's",
     "workers/worker.py place_in_stream": "numpy's",
+    "workers/health/preflight.py _keeps": "no group yet",
+    "workers/health/preflight.py _computes": "no group yet",
 }
 """Who looks at tensors on the host, and why what it sees is no garbage. Files and datasets have no
 collectives."""

@@ -40,7 +40,7 @@ from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.health import gpu, stacks
+from workers.health import gpu, preflight, stacks
 from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
 from workers.health.vitals import Vitals
@@ -217,6 +217,7 @@ class Worker:
         self._loader = Supply(workload, spec, self._open_feed, on_stall, loader)
         device = self._device = gpu.prepare(spec)
         self._gpu_name = gpu.name_of(device)
+        preflight.check(device, self._gpu_name, spec.host)
         open_backup = partial(BackupClient, spec, self._link.send)
         self._strategy = build_strategy(workload, spec, device, open_backup)
         self._replica = self._strategy.train_state

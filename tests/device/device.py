@@ -166,6 +166,7 @@ def _module() -> ModuleType:
     sim.synchronize = lambda device=None: SIM.synchronize(_index(device))
     sim.device_count = lambda: NUM_DEVICES
     sim.is_available = sim.is_initialized = lambda: True
+    sim._initialized = True  # else a recomputed block would draw other numbers
     sim._is_in_bad_fork = lambda: False
     sim._lazy_init = lambda: None
     sim.manual_seed = sim.manual_seed_all = _seed_current

@@ -41,10 +41,13 @@ class Flat:
         return self
 
     def read(self, result: Tensor) -> Tensor:
-        return result
+        return result.cpu()
 
     def check(self) -> None:
         assert not self.is_abandoned
+
+    def device_waits_in(self) -> None:
+        self.check()
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
         return self.all_gather(output.chunk(self._size), tensor.clone())
@@ -73,7 +76,8 @@ class ThreadGroup(Flat):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Done:
         for receiver, tensor in enumerate(inputs):
-            self._mailboxes[receiver][self._rank].put(tensor.clone())
+            sent = tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+            self._mailboxes[receiver][self._rank].put(sent)
         for sender, output in enumerate(outputs):
             received = self._mailboxes[self._rank][sender].get(timeout=DEADLINE_S)
             assert received.shape == output.shape

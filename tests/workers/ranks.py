@@ -8,9 +8,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+from tests.workers import where
 from tests.workers.forking import forking
 from workers.distributed import process_group
-from workers.distributed.backends import connect_for
 from workers.distributed.process_group import Alone, Group
 from workers.distributed.rendezvous import StoreServer
 from workers.distributed.store import StoreClient
@@ -33,10 +33,12 @@ def run_ranks(
     context = forking()
     server = StoreServer("127.0.0.1")
     address = ("127.0.0.1", server.port, server.secret)
+    parts = where.store_of_parts()
+    device = where.HERE.type, parts.port if parts else 0
     pickled = cloudpickle.dumps(body)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        context.Process(target=_run, args=(r, address, pickled, pipes[r][1]), daemon=True)
+        context.Process(target=_run, args=(r, device, address, pickled, pipes[r][1]), daemon=True)
         for r in range(num_ranks)
     ]
     for process in processes:
@@ -52,6 +54,7 @@ def run_ranks(
             store.set(f"resume/{rank}", "")
         for rank in paused:
             results[rank] = _next(pipes[rank][0])
+    StoreClient(address, DEADLINE_S).set(OVER, "")
     for process in processes:
         process.join(DEADLINE_S)
     server.close()
@@ -64,13 +67,18 @@ def _next(receiver: Any) -> Any:
 
 
 PAUSED = "paused"
+OVER = "over"
+"""All have told: what a rank still has to send goes with its process."""
 
 
 class Ranks:
     """One process of the test: it forms a group for every generation that it is a member of."""
 
-    def __init__(self, index: int, address: tuple[str, int, str], sender: Any) -> None:
+    def __init__(
+        self, index: int, address: tuple[str, int, str], sender: Any, parts_port: int = 0
+    ) -> None:
         self.index, self.address, self._sender = index, address, sender
+        self._parts_port = parts_port
 
     def pause(self) -> None:
         """Wait until the test has done something."""
@@ -117,12 +125,25 @@ class Ranks:
             prefix=f"{generation}",
             rank=members.index(self.index),
             world_size=len(members),
-            connect=connect_for(torch.device("cpu"), "127.0.0.1"),
+            connect=where.connect_here(self._parts_port),
             join_timeout_s=DEADLINE_S,
             operation_timeout_s=operation_timeout_s,
         ).wait(DEADLINE_S)
 
 
-def _run(index: int, address: tuple[str, int, str], pickled: bytes, sender: Any) -> None:
+def _run(
+    index: int,
+    device: tuple[str, int],
+    address: tuple[str, int, str],
+    pickled: bytes,
+    sender: Any,
+) -> None:
+    """device: the kind of the test's, and a port (where.py)."""
     torch.set_num_threads(1)
-    sender.send(cloudpickle.loads(pickled)(Ranks(index, address, sender)))
+    kind, parts_port = device
+    where.go_to(kind)
+    result = cloudpickle.loads(pickled)(Ranks(index, address, sender, parts_port))
+    where.leave()
+    sender.send(result)
+    if kind != "cpu":
+        StoreClient(address, DEADLINE_S).wait([OVER])

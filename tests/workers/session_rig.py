@@ -11,6 +11,7 @@ from torch import nn
 from elastic.protocol.mesh import Parallel
 from elastic.protocol.messages.to_worker import Abort, Form
 from elastic.protocol.worker_spec import WorkerSpec
+from tests.workers import where
 from tests.workers.fake_groups import ThreadGroup
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
@@ -20,7 +21,7 @@ from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
 from workers.session import Session
 
-CPU = torch.device("cpu")
+CPU = where.CPU
 
 
 class Tiny:
@@ -135,15 +136,17 @@ class InThread(ThreadGroup):
 class Rig:
     """See above. `form` scripts the controller's command, `step` makes one."""
 
-    def __init__(self, reduction, workload=None, **changes):
+    def __init__(self, reduction, workload=None, *, thread=0, **changes):
+        """thread: the rank's that this one will be, where ranks are threads."""
+        self.device = where.of_rank(thread)
         self.spec, self.link = spec(reduction, **changes), FakeLink()
         self.workload = workload or Tiny()
         self.loader = Loader(self.workload, 3, 12, 3)
-        self.strategy = build_strategy(self.workload, self.spec, CPU)
+        self.strategy = build_strategy(self.workload, self.spec, self.device)
         self.train_state = self.strategy.train_state
         self.member = Member(
             self.spec, self.strategy, self.link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-            saver=Saver(self.link, self.spec), vitals=Vitals(), device=CPU,
+            saver=Saver(self.link, self.spec), vitals=Vitals(), device=self.device,
             on_load=lambda place, step: [],
             on_log_to=lambda place: None, on_finish=lambda member, place: "hash",
         )  # fmt: skip
@@ -162,7 +165,8 @@ class Rig:
         return step
 
     def join(self, group):
-        """Be a rank of `group` from now on."""
+        """Be a rank of `group` from now on, in this thread."""
+        where.use(self.device)
         assert self.session.step == 0  # waits for the first generation
         self.member.own.group = group
         self.sit(group.rank(), group.size())

@@ -13,6 +13,7 @@ from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, file_name
 from elastic.store.checkpoint_files import write_part
 from elastic.store.files import open_folder
+from tests.workers import where
 from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
 from workers.data.placement import to_device
@@ -22,11 +23,10 @@ from workers.parallel.build import build_strategy
 from workers.parallel.sharded import Sharded
 from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
-from workers.step.randomness import seed_microbatch
 from workers.tensors.local import as_bytes
 from workers.train_state.train_state import TrainState, Update
 
-CPU = torch.device("cpu")
+CPU = where.CPU
 NUM_MICROBATCHES = 8
 
 
@@ -118,13 +118,14 @@ def build(
     reduction: str = "bitwise",
     workload: Work | None = None,
     open_backup: Callable[[], Backup] = NoBackup,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     **options: Any,
 ) -> Any:
-    """The strategy of a loading worker, which stands for the initial state."""
+    """The strategy of a loading worker, which stands for the initial state. device: of its own
+    (where.py)."""
     torch.set_num_threads(1)
     config = spec(parallel, reduction, **options)
-    strategy = build_strategy(workload or Work(), config, device, open_backup)
+    strategy = build_strategy(workload or Work(), config, device or where.HERE, open_backup)
     if isinstance(strategy, Sharded):
         strategy.shards.holding = Ownership("initial")
     return strategy
@@ -170,8 +171,8 @@ def train(
     reduction: str = "bitwise",
     work: Work | None = None,
     after_step: Callable[[TrainState], None] = lambda train_state: None,
-    device: torch.device = CPU,
-    seed: Callable[[int, int, int], None] = seed_microbatch,
+    device: torch.device | None = None,
+    seed: Callable[[int, int, int], None] = where.seed,
 ) -> None:
     """As a session does it, with a vote of what was used."""
     train_state, work = strategy.train_state, work or Work()
@@ -191,7 +192,7 @@ def train(
             i = ids[index]
             train_state.buffers.begin_microbatch()
             seed(3, train_state.step, i)
-            batch = to_device(work.batch(train_state.step, i), device)
+            batch = to_device(work.batch(train_state.step, i), device or where.HERE)
             loss = train_state.model(batch, i).square().mean()
             reducer.before_backward(index == num_passes - 1)
             (loss * scale).backward()

@@ -7,7 +7,8 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages.to_worker import Load
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.session_rig import CPU, FakeLink, Tiny, abort, spec
+from tests.workers import where
+from tests.workers.session_rig import FakeLink, Tiny, abort, spec
 from tests.workers.test_member import LosesVote
 from tests.workers.test_rolled_back import form
 from workers.checkpoint.saver import Saver
@@ -18,13 +19,15 @@ from workers.membership.state_stream import PeerServer
 from workers.parallel.build import build_strategy
 from workers.session import Session
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 @pytest.fixture(params=["ddp", "fsdp"])
 def made(request, tmp_path):
     """A session whose replica has the initial state, and no generation yet."""
     torch.set_num_threads(1)
     settings = spec(parallel=request.param)
-    strategy, link = build_strategy(Tiny(), settings, CPU), FakeLink()
+    strategy, link = build_strategy(Tiny(), settings, where.HERE), FakeLink()
     catalogue = Catalogue(open_folder(str(tmp_path)).at("checkpoints"))
 
     def load(place, step):
@@ -32,7 +35,7 @@ def made(request, tmp_path):
 
     member = Member(
         settings, strategy, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-        Saver(link, settings), Vitals(), CPU, on_load=load,
+        saver=Saver(link, settings), vitals=Vitals(), device=where.HERE, on_load=load,
         on_log_to=lambda place: None, on_finish=lambda member, place: "",
     )  # fmt: skip
     link.commands.hear = member.hear

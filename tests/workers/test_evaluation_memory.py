@@ -11,6 +11,8 @@ from tests.workers.session_rig import Rig, abort, obey
 from workers.evaluation import _evaluate_ids
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 @pytest.fixture
 def rig():

@@ -18,6 +18,8 @@ from tests.workers.session_rig import Rig, obey
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 @pytest.fixture
 def pair():

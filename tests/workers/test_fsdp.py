@@ -25,13 +25,14 @@ from workers.resharding.assemble import ShardLost
 from workers.resharding.moves import Move, moves_of
 from workers.tensors.local import local
 
+pytestmark = pytest.mark.usefixtures("place")
 WORLDS = (1, 2, 3)
 SHARDED = ("fsdp", "fsdp-grad-op")
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(place):
     """The hash after so many steps of one rank without sharding."""
     strategy, hashes = build("ddp"), []
     for _ in range(2 * STEPS + 1):
@@ -148,7 +149,10 @@ def test_fast_mode_differs_in_the_order_of_additions_only():
                     rows = cut(wanted.shape[0], 3, rank)
                     wanted = wanted[rows.start : rows.stop]
                 torch.testing.assert_close(
-                    torch.tensor(values).view(wanted.shape), wanted.detach(), rtol=1e-3, atol=1e-5
+                    torch.tensor(values).view(wanted.shape),
+                    wanted.detach().cpu(),
+                    rtol=1e-3,
+                    atol=1e-5,
                 )
 
 

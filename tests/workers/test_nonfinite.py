@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.workers import where
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import InThread, Rig, Tiny
 from tests.workers.sharded_rig import build, enter
 from workers.distributed.process_group import Alone
 from workers.nonfinite import Inspection, told
+
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Poisoned(Tiny):
@@ -31,7 +34,8 @@ class Poisoned(Tiny):
 @pytest.mark.parametrize("reduction", ["bitwise", "fast"])
 def test_rank_micro_batch_and_parameter_are_named_when_the_run_stops(reduction):
     torch.set_num_threads(1)
-    rigs = [Rig(reduction, Poisoned(is_poisoned=rank == 1)) for rank in range(2)]
+    poisoned = [Poisoned(is_poisoned=rank == 1) for rank in range(2)]
+    rigs = [Rig(reduction, work, thread=rank) for rank, work in enumerate(poisoned)]
     for rig in rigs:
         rig.form(generation=1, step=0)
 
@@ -68,7 +72,7 @@ def test_every_strategy_names_the_whole_parameter(parallel):
     for is_asked in (False, True):
         if is_asked:
             inspection.ask(1, strategy.train_state.step)
-        output = strategy.train_state.model(torch.tensor([1, 2, 3, 4]), 1)
+        output = strategy.train_state.model(torch.tensor([1, 2, 3, 4], device=where.HERE), 1)
         inspection.before_backward(5)
         output.sum().backward()
         inspection.after_backward()

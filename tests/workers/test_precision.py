@@ -7,11 +7,14 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import WrongInput
+from tests.workers import where
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import CPU, Microbatched, Work, build, enter, sha256, spec, train
 from workers.distributed.process_group import Alone
 from workers.parallel.ddp import build_replica
 from workers.step.precision import GROWTH_STEPS, LossScale
+
+pytestmark = pytest.mark.usefixtures("place")
 
 KINDS = (("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp-grad-op", 3))
 SETTINGS = (
@@ -113,7 +116,7 @@ def test_a_forward_computes_in_half_precision_but_for_running_statistics(paralle
     strategy = build(parallel, workload=work, precision="bf16")
     enter(strategy, Alone(), 0)
     with strategy.train_state.casting.applied():
-        result = strategy.train_state.model(torch.ones(3, 5))
+        result = strategy.train_state.model(torch.ones(3, 5, device=where.HERE))
     assert result.dtype == torch.float32
     assert work.dtypes == {
         "Linear": (half, half, half),
@@ -125,7 +128,7 @@ def test_a_forward_computes_in_half_precision_but_for_running_statistics(paralle
 def test_a_replica_outside_of_steps_computes_in_single_precision():
     strategy = build("ddp", workload=Counted(), precision="bf16")
     plain = build("ddp", workload=Counted())
-    inputs = torch.rand(4, 5)
+    inputs = torch.rand(4, 5).to(where.HERE)
     results = [each.train_state.model(inputs, 0) for each in (strategy, plain)]
     assert torch.equal(*results)
     with strategy.train_state.casting.applied():

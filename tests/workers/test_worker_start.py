@@ -115,7 +115,8 @@ def test_a_gpu_that_torch_cannot_use_is_the_nodes_fault_and_one_line(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", bool)
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(
-        UnfitNode, match=r"^torch .* on node 127.0.0.1 can use no GPU, .* --device cpu$"
+        UnfitNode,
+        match=r"^torch .* on node 127.0.0.1 can use no GPU, .* there \(.+\); .* --device cpu$",
     ):
         gpu.prepare(replace(spec("fast"), device="cuda", host="127.0.0.1"))
 
@@ -148,12 +149,16 @@ class Racing(Sheet):
         return super().loss(model, batch)
 
 
-def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bits_count():
+def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bits_count(
+    monkeypatch,
+):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     worker, rig = object.__new__(Worker), Rig("bitwise", Racing())
     worker._spec, worker._workload, worker._loader = rig.spec, rig.workload, rig.loader
     worker._strategy, worker._replica, worker._session = rig.strategy, rig.train_state, None
     worker._try_microbatch(0)
-    torch.use_deterministic_algorithms(True)
+    gpu.make_deterministic()
     try:
         with pytest.raises(WrongInput, match=r"^put_ has no deterministic kernel .*'fast'$"):
             worker._try_microbatch(0)

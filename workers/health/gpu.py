@@ -14,6 +14,7 @@ import torch
 from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from elastic.protocol.worker_spec import WorkerSpec
+from elastic.store.files import first_line
 
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
@@ -33,11 +34,21 @@ def prepare(spec: WorkerSpec) -> torch.device:
     if not torch.cuda.is_available():
         raise UnfitNode(
             f"torch {torch.__version__} on node {spec.host} can use no GPU, though Ray has one "
-            "there; install a build with CUDA that fits the driver, or use --device cpu"
+            f"there ({_why_unusable()}); install a build with CUDA that fits the driver, or use "
+            "--device cpu"
         )
     if spec.reduction == "bitwise":
         make_deterministic()
     return torch.device("cuda", 0)
+
+
+def _why_unusable() -> str:
+    """torch's own words: a build without CUDA, a driver that is too old and which one it is."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error).rstrip(".")
+    return "it finds no device"
 
 
 def make_deterministic() -> None:

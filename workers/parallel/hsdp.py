@@ -32,7 +32,7 @@ class ReplicaStack:
     ) -> None:
         """like: of the slice's dtype and device. size: its elements. ids: this replica's."""
         self._size, self._replicas, self._ids = size, replicas, ids
-        self._num_microbatches = num_microbatches
+        self._num_microbatches, self._device = num_microbatches, like.device
         slice_ = {"slice": like.new_empty(1).expand(size)}
         layout = FlatLayout(slice_, world_size=replicas.size())
         self._fold = TreeFold(layout, ids, num_microbatches)
@@ -43,8 +43,9 @@ class ReplicaStack:
         self._fold.begin()
 
     def push(self, microbatch_id: int, leaf: Sequence[Tensor]) -> None:
-        """leaf: the slice, whole or in parts. It is not kept; a missing id counts as zeros."""
-        parts = [part.reshape(-1) for part in leaf]
+        """leaf: the slice, whole or in parts; of offloaded state it may be on the host. It is not
+        kept; a missing id counts as zeros."""
+        parts = [part.reshape(-1).to(self._device) for part in leaf]
         self._skip_to(microbatch_id)
         self._fold.add(microbatch_id, [parts[0] if len(parts) == 1 else torch.cat(parts)])
         self._next_id = microbatch_id + 1

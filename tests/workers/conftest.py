@@ -1,0 +1,15 @@
+"""Fixtures of tests that train."""
+
+import pytest
+
+from tests.device import device  # noqa: F401  autograd counts the devices at its first backward
+from tests.workers import where
+
+
+@pytest.fixture(params=["cpu", "sim"], scope="module")
+def place(request):
+    """A test of training takes it, or its module does: it runs on the CPU and on the simulated
+    device, and where a rule of the device was broken the module's last test fails."""
+    where.go_to(request.param)
+    yield request.param
+    where.leave()

@@ -1,0 +1,99 @@
+"""Where the tests of training train: on the CPU, and again on the simulated device (tests/device),
+in this process and in those of its ranks.
+
+`HERE` is what `place`, the one parameter, says (conftest.py); the rigs take it where a test names
+no device of its own. A hash is compared with one of the same place: the norm that clips has another
+formula on a device (workers/reduction/norm.py). tests/device compares with the CPU's.
+"""
+
+import threading
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from workers.distributed import gloo
+from workers.distributed.backends import connect_for, with_control
+from workers.distributed.nccl import formed
+from workers.distributed.process_group import Connect, Group, Place
+from workers.step.randomness import seed_microbatch
+
+CPU = torch.device("cpu")
+HOST = "127.0.0.1"
+HERE = CPU
+STORE_TIMEOUT = timedelta(seconds=20)
+_host_generator = threading.Lock()
+
+
+def go_to(kind: str) -> None:
+    """From now on HERE is a device of that kind, in this process."""
+    global HERE
+    if kind == "sim":
+        from tests.device import device  # registers it: not where nobody asks for it
+
+        torch.set_num_threads(1)
+        device.reset()
+    HERE = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+    # Module.to() takes tied parameters apart on a device of PrivateUse1, as on no GPU.
+    torch.__future__.set_swap_module_params_on_conversion(kind == "sim")
+
+
+def of_rank(rank: int) -> torch.device:
+    """Of a rank that is a thread of this process: autograd has one thread for each device."""
+    return HERE if HERE.type == "cpu" else torch.device(HERE.type, rank)
+
+
+def use(device: torch.device) -> None:
+    """In this thread."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+
+
+def leave() -> None:
+    """Back to the CPU. AssertionError if a rule of the device was broken: a race, a touch by the
+    host, ranks that have launched different collectives."""
+    if HERE.type == "sim":
+        from tests.device import device
+
+        device.release()
+        device.check()
+    go_to("cpu")
+
+
+def seed(seed: int, step: int, microbatch_id: int) -> None:
+    """As a worker seeds: the device's generator, too, which is of the CPU's kind."""
+    with _host_generator:
+        seed_microbatch(seed, step, microbatch_id)
+        if HERE.type == "sim":
+            from tests.device.device import SIM
+
+            SIM.set_generator_state(HERE.index, torch.get_rng_state())
+
+
+def store_of_parts() -> Any:
+    """Over which the communicators of processes meet, and send; None on the CPU."""
+    if HERE.type == "cpu":
+        return None
+    return TCPStore(HOST, 0, None, True, wait_for_workers=False)
+
+
+def connect_here(port: int) -> Connect:
+    """What connects ranks that are processes. port: of the store of parts."""
+    if HERE.type == "cpu":
+        return connect_for(HERE, HOST)
+    return with_control(partial(_data, port), partial(gloo.connect, HOST))
+
+
+def _data(port: int, place: Place) -> Group:
+    from tests.device.nccl_group import SimulatedNccl
+
+    def connect() -> Any:
+        store = TCPStore(HOST, port, None, False, STORE_TIMEOUT, wait_for_workers=False)
+        return PrefixStore(place.name, store)
+
+    torch.sim.set_device(HERE)
+    nccl = SimulatedNccl(connect, place.rank, place.world_size, device=HERE)
+    nccl.begin_connect(HERE)
+    return formed(nccl, place)
