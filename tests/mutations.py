@@ -166,6 +166,20 @@ MUTATIONS = (
         "tests/control/test_failover.py",
     ),
     Mutation(
+        "who has left with the newest state is forgotten",
+        RECOVERY,
+        "left = ledger.left if limits.is_whole and not usable else NOBODY",
+        "left = NOBODY",
+        "tests/control/test_drain.py",
+    ),
+    Mutation(
+        "newcomers alone begin behind what storage has not taken yet",
+        "elastic/on_ray/record/progress.py",
+        "return self.recorded_step > 0 and not",
+        "return self.recorded_step < 0 and not",
+        "tests/control/test_ray_cluster.py",
+    ),
+    Mutation(
         "who has copied a step takes part in what others do after it",
         RECOVERY,
         "usable = usable - (phase.copied - phase.between - rollers)",

@@ -194,6 +194,10 @@ class FakeCluster:
 
     def tell_form(self, form: c.Form) -> None:
         membership, self.untold = form.membership, None
+        if self.progress.is_unknown_to(membership.workers):
+            for worker in membership.workers:
+                self.workers[worker].hear_word(self.recorded, self.progress.commits.formed)
+        self.progress.members = frozenset(membership.workers)
         for rank, worker in enumerate(membership.workers):
             is_rolling = worker in form.roll_forward
             vote, content = None, b""
