@@ -438,8 +438,10 @@ class FakeCluster:
 
     # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
+        if not self.pending:
+            return
         slots = max((n for at, n in self.faults.slots if at <= self.now), default=0)
-        alive = sum(w.is_alive for w in self.workers.values()) if self.pending else 0
+        alive = sum(w.is_alive for w in self.workers.values())
         while self.pending and alive < slots:
             number = self.pending.popleft()
             self.workers[number] = self.spawned(number)
@@ -504,9 +506,10 @@ class FakeCluster:
             if w.is_alive and w.doomed_at is not None and self.now > w.doomed_at:
                 w.doomed_at = None
                 self.kill(w)
+        if not self.faults.drains or self.rng.random() >= self.chance(self.faults.drain_chance):
+            return
         candidates = [w for w in self.workers.values() if w.is_alive and w.doomed_at is None]
-        chance = self.chance(self.faults.drain_chance)
-        if candidates and self.faults.drains and self.rng.random() < chance:
+        if candidates:
             self.faults.drains -= 1
             self.close_turns = BURST_TURNS
             worker = self.rng.choice(candidates)
