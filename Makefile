@@ -43,6 +43,7 @@ test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulat
 
 test-mutations: $(INSTALLED) ## one-line bugs planted in a copy of the tree: each must turn a test red
 	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.mutations --simulation
 
 test-gpu: $(INSTALLED) ## what one or more GPUs allow
 	$(BIN)/pytest tests/gpu

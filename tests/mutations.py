@@ -2,6 +2,7 @@
 
 `make test-mutations` plants one after another in a copy of the tree. What each of them breaks is
 its name; that their places still exist, tests/test_mutations.py looks at in every `make test`.
+With --simulation those of the protocol are to be found by seeded runs alone.
 """
 
 import os
@@ -16,6 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 COPIED = ("elastic", "workers", "tests")
 TIMEOUT_S = 300
+NUM_SEEDS = 2000
+BY_SIMULATION = "--simulation"
 
 
 class Mutation(NamedTuple):
@@ -26,6 +29,8 @@ class Mutation(NamedTuple):
     new: str
     tests: str
     """Files, one of whose tests must fail."""
+    is_of_protocol: bool = False
+    """The simulation alone finds it as well, within NUM_SEEDS seeds."""
 
 
 ADOPTION = "elastic/control/failover.py"
@@ -159,6 +164,20 @@ MUTATIONS = (
         "    if not ledger.has_vote:\n        return NOBODY\n",
         "",
         "tests/control/test_failover.py",
+    ),
+    Mutation(
+        "who has left with the newest state is forgotten",
+        RECOVERY,
+        "left = ledger.left if limits.is_whole and not usable else NOBODY",
+        "left = NOBODY",
+        "tests/control/test_drain.py",
+    ),
+    Mutation(
+        "newcomers alone begin behind what storage has not taken yet",
+        "elastic/on_ray/record/progress.py",
+        "return self.recorded_step > 0 and not",
+        "return self.recorded_step < 0 and not",
+        "tests/control/test_ray_cluster.py",
     ),
     Mutation(
         "who has copied a step takes part in what others do after it",
@@ -451,35 +470,32 @@ def lacks(mutation: Mutation) -> str:
     return f"{mutation.file} has {mutation.old!r} {count} times; the mutation needs a new place"
 
 
-def plant(mutation: Mutation, tree: Path) -> str:
-    """Run its tests on the mutated tree -> "found", or what happened instead."""
+PYTEST = ("pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+SIMULATION = ("tests.control.seeds", "0", str(NUM_SEEDS), "--first")
+
+
+def plant(mutation: Mutation, tree: Path, *, by_simulation: bool) -> str:
+    """Run its tests, or the simulation, in the mutated tree -> "found", or what happened."""
     path = tree / mutation.file
     before = path.read_text()
     path.write_text(before.replace(mutation.old, mutation.new))
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-    ]
+    arguments = SIMULATION if by_simulation else (*PYTEST, *mutation.tests.split())
+    timeout_s = TIMEOUT_S * 4 if by_simulation else TIMEOUT_S
     try:
         done = subprocess.run(
-            [*pytest, *mutation.tests.split()],
+            [sys.executable, "-m", *arguments],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             capture_output=True,
             text=True,
         )
     except subprocess.TimeoutExpired:
-        return f"not found within {TIMEOUT_S} s"
+        return f"not found within {timeout_s} s"
     finally:
         path.write_text(before)
+    if by_simulation and done.returncode == 1 and done.stdout.startswith("seed "):
+        return f"found, {done.stdout.splitlines()[0]}"
     if done.returncode == 1:  # a fixture's look at the device counts; a file that is no test is 2
         return "found"
     return "survived" if done.returncode == 0 else f"no test ran: {done.stdout[-500:]}"
@@ -487,8 +503,11 @@ def plant(mutation: Mutation, tree: Path) -> str:
 
 def main() -> int:
     """The status is that of the tests: 0 if all were found."""
-    wanted = sys.argv[1:]
+    by_simulation = BY_SIMULATION in sys.argv
+    wanted = [word for word in sys.argv[1:] if word != BY_SIMULATION]
     chosen = [m for m in MUTATIONS if not wanted or any(word in m.name for word in wanted)]
+    if by_simulation and not wanted:
+        chosen = [m for m in MUTATIONS if m.is_of_protocol]
     num_missed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -497,8 +516,8 @@ def main() -> int:
         shutil.copy(ROOT / "pyproject.toml", tree)
         for mutation in chosen:
             began = time.monotonic()
-            outcome = lacks(mutation) or plant(mutation, tree)
-            num_missed += outcome != "found"
+            outcome = lacks(mutation) or plant(mutation, tree, by_simulation=by_simulation)
+            num_missed += not outcome.startswith("found")
             print(f"{time.monotonic() - began:6.1f} s  {mutation.name}: {outcome}", flush=True)
     print(f"{len(chosen) - num_missed} of {len(chosen)} mutations found")
     return int(num_missed > 0)

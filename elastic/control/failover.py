@@ -100,6 +100,7 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         spawned=who("starting"),
         ready=who("ready"),
         outdated=NOBODY,
+        left=NOBODY,
         loading=NOBODY,
         syncing=who("syncing"),
         synced=who("synced"),

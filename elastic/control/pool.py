@@ -62,6 +62,16 @@ def lobby(ledger: Ledger) -> NumberSet:
     return reduce(NumberSet.__or__, others, spawned)
 
 
+def set_aside(ledger: Ledger, workers: NumberSet) -> Ledger:
+    """They hold the state of `step`, and are no members of the next generation."""
+    return replace(
+        ledger,
+        ready=ledger.ready | workers,
+        outdated=ledger.outdated | workers,
+        left=ledger.left | workers,
+    )
+
+
 def record(ledger: Ledger, step: int) -> Ledger:
     """The record ends with `step`."""
     return replace(ledger, recorded=-1 if step >= ledger.step else step)
@@ -75,6 +85,7 @@ def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
         step=step,
         origin=origin,
         has_vote=has_vote,
+        left=NOBODY,
         failures=0,
         in_vain=0,
         falls=falls,
@@ -92,6 +103,7 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
         spawned=ledger.spawned.remove(worker),
         ready=ledger.ready.remove(worker),
         outdated=ledger.outdated.remove(worker),
+        left=ledger.left.remove(worker),
         loading=ledger.loading.remove(worker),
         syncing=ledger.syncing.remove(worker),
         synced=ledger.synced.remove(worker),

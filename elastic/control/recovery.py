@@ -11,7 +11,7 @@ from functools import reduce
 from elastic.control.commands import Abort, Retire
 from elastic.control.detection.patience import lost_at, remember
 from elastic.control.events import CollectiveFailed, Committed, Suspended, WorkerLost
-from elastic.control.pool import explain, leave, names, num_members, top_up
+from elastic.control.pool import explain, leave, move, names, num_members, top_up
 from elastic.control.scaling import regroup, staff, sync
 from elastic.control.shutdown import finish
 from elastic.control.state import (
@@ -332,7 +332,7 @@ def learn_step(ledger: Ledger, event: Committed | Suspended, limits: Limits) -> 
     said, known = (event.step, event.origin), (ledger.step, ledger.origin)
     if said > known:
         ledger = replace(ledger, step=event.step, origin=event.origin, recorded=recorded)
-        return replace(ledger, has_vote=event.has_vote)
+        return replace(ledger, has_vote=event.has_vote, left=NOBODY)
     if said == known:
         return replace(ledger, has_vote=ledger.has_vote or event.has_vote)
     return ledger
@@ -405,7 +405,10 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
     rollers = rolling(ledger, phase) if limits.is_whole else NOBODY
     usable, fallen = level(ledger, phase, limits) | rollers, ""
     near = [camp for camp in phase.answers if camp.step >= max(0, ledger.step - 1)]
-    if not usable and near:
+    left = ledger.left if limits.is_whole and not usable else NOBODY
+    if left:
+        fallen = f"{names(left)} have left with the state of step {ledger.step} and come back; "
+    elif not usable and near:
         camp = max(near, key=lambda camp: (camp.step, camp.origin))
         fallen = f"whoever held step {ledger.step} is lost: back to "
         fallen += f"{camp.step}; " if camp.step < ledger.step else f"generation {camp.origin}'s; "
@@ -417,9 +420,11 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
     with_state = NumberSet.of(workers[rank] for rank in ranks_of(near) - usable)
     ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)
+    for worker in left:
+        ledger = move(ledger, worker)
     decision = regroup(
         ledger,
-        tuple(workers[rank] for rank in usable),
+        (*(workers[rank] for rank in usable), *left),
         NumberSet.of(workers[rank] for rank in rollers),
         bool(usable & phase.between),
         at,

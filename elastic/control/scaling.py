@@ -16,6 +16,7 @@ from elastic.control.pool import (
     lobby,
     move,
     names,
+    set_aside,
     top_up,
 )
 from elastic.control.shutdown import finish
@@ -153,6 +154,7 @@ def sync(
         ledger,
         ready=ledger.ready - moved,
         outdated=ledger.outdated - moved,
+        left=ledger.left - moved,
         syncing=ledger.syncing | moved,
     )
     commands = tuple(Sync(w, sources[(w + int(at)) % len(sources)]) for w in chosen)
@@ -255,8 +257,7 @@ def without_leavers(
     if not leavers or not is_enough or not (staying or may_all_leave):
         return ledger, survivors, ""
     gone = NumberSet.of(leavers)
-    ledger = replace(ledger, ready=ledger.ready | gone, outdated=ledger.outdated | gone)
-    return ledger, staying, f"{names(gone)} leave as planned"
+    return set_aside(ledger, gone), staying, f"{names(gone)} leave as planned"
 
 
 def form(

@@ -80,6 +80,7 @@ def finish(
         spawned=NOBODY,
         ready=NOBODY,
         outdated=NOBODY,
+        left=NOBODY,
         loading=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,

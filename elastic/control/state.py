@@ -135,6 +135,9 @@ class Ledger:
     state, only those whose step is of this origin are members of one mesh."""
     has_vote: bool = False
     """The vote of `step` was heard: who has prepared the step can roll forward to it."""
+    left: NumberSet = NOBODY
+    """Those of `outdated` who hold the state of `step` after all: they left the members with it.
+    If nobody else has it any more, they are members again."""
     recorded: int = -1
     """The newest step on record, if members hold later ones; -1: `step` is."""
 

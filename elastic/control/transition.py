@@ -336,6 +336,7 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
         loading=NOBODY,
         ready=others,
         outdated=NOBODY,
+        left=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,
         holders=holders,

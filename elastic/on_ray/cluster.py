@@ -216,7 +216,8 @@ class RayCluster:
             self.stores.open(membership.generation)
         store = self.stores.opened(membership.generation)
         has_fallen = form.step < self.recorded_step  # its last holder is lost
-        if not has_fallen and (is_alone or store is not None):
+        is_known = not self.progress.is_unknown_to(membership.workers)
+        if not has_fallen and is_known and (is_alone or store is not None):
             await self._tell_form(form, store)
         else:
             self.in_background(self._form_later(form))
@@ -228,6 +229,8 @@ class RayCluster:
             if form.step < self.recorded_step:
                 await self.host.open_at(form.step, [])
                 self.progress.recorded_step = form.step
+            elif self.progress.is_unknown_to(form.membership.workers):
+                await self.progress.settle()
         if self._untold is not form:
             return
         store = None
@@ -247,6 +250,10 @@ class RayCluster:
         if self._untold is not form:
             return
         membership, self._untold = form.membership, None
+        if self.progress.is_unknown_to(membership.workers):
+            for worker in membership.workers:
+                self._send_word(worker)
+        self.progress.members = frozenset(membership.workers)
         self.protection.form(membership.workers, form.step)
         for rank, worker in enumerate(membership.workers):
             vote, payload = None, b""

@@ -9,21 +9,23 @@ cluster asserts on the way what no decision may ever violate.
 import random
 from collections import deque
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from elastic.control import commands as c
 from elastic.control import events as ev
 from elastic.control.commands import interruption
 from elastic.control.events import event_of
 from elastic.control.standing import Standing
-from elastic.on_ray.record.commits import Commits
-from elastic.on_ray.record.evaluations import Evaluations
+from elastic.on_ray.record.progress import Progress
 from elastic.protocol.in_force import CommandsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages import to_worker as t
 from tests.control.fake_group import Group
 from tests.control.fake_process import Copied, Process
+from tests.control.fake_record import FakeRecord
+from tests.control.fake_votes import weights_in
 from tests.control.faults import BURST_TURNS, LATE_S, Faults
+from workers.step.vote import CompletedVote
 
 AT_REST = ("idle", "suspended", "paused", "done")
 CUT_S = (0.05, 0.5, 2.0)
@@ -53,10 +55,11 @@ class FakeCluster:
         """Generations that are never to form."""
         self.untold: c.Form | None = None
         """What waits for its rendezvous."""
-        self.commits, self.evaluations = Commits(self.record), Evaluations(lambda _: None)
-        self.votes: dict[tuple[int, int], int] = {}
-        """(generation, step) -> state, as heard."""
-        self.recorded = self.recorded_generation = self.loaded = 0
+        self.record = FakeRecord()
+        self.progress = self.new_progress()
+        self.votes: set[tuple[int, int]] = set()
+        """Generations and steps of which it was heard."""
+        self.loaded = 0
         self.loading: int | None = None
         self.heard_step = 0
         """The highest that the ledger has called committed."""
@@ -77,6 +80,13 @@ class FakeCluster:
         """So many more, a fault has company."""
         if faults.stop_at is not None:
             self.news.append((faults.stop_at, ev.StopRequested("SIGINT", faults.stop_at)))
+
+    def new_progress(self) -> Progress:
+        return Progress(cast(Any, self.record), self.to_emit.append, lambda: self.now)
+
+    @property
+    def recorded(self) -> int:
+        return self.progress.recorded_step
 
     def spawned(self, number: int) -> Process:
         return Process(number, self)
@@ -121,7 +131,7 @@ class FakeCluster:
         is_unheard = self.untold is not None
         if isinstance(command, c.Abort | c.Recall):
             self.untold = None
-            self.commits.give_up(generation)
+            self.progress.commits.give_up(generation)
         for rank, number in enumerate(membership.workers):
             self.tell(number, interruption(command, rank, is_unheard=is_unheard))
 
@@ -135,7 +145,7 @@ class FakeCluster:
         assert generation >= self.generation, "a generation repeats"
         self.generation = generation
         self.groups.setdefault(generation, Group(members))
-        self.commits.end(generation)
+        self.progress.commits.end(generation)
         for rank, w in enumerate(members):
             told = t.Finish(generation, rank, size, command.outcome, None, self.recorded)
             self.tell(w.number, told)
@@ -174,8 +184,9 @@ class FakeCluster:
         self.groups[self.generation] = Group(members)
         self.check_form(command, members, before)
         self.heard_step = command.step
-        self.recorded = min(self.recorded, command.step)
-        self.evaluations.go_back(command.step)
+        self.progress.evaluations.go_back(command.step)
+        if command.step < self.recorded:
+            self.begin_at(command.step)
         if self.rng.random() < 0.9:
             self.tell_form(command)
         else:  # it waits for its rendezvous
@@ -183,9 +194,15 @@ class FakeCluster:
 
     def tell_form(self, form: c.Form) -> None:
         membership, self.untold = form.membership, None
+        if self.progress.is_unknown_to(membership.workers):
+            for worker in membership.workers:
+                self.workers[worker].hear_word(self.recorded, self.progress.commits.formed)
+        self.progress.members = frozenset(membership.workers)
         for rank, worker in enumerate(membership.workers):
             is_rolling = worker in form.roll_forward
-            vote = self.commits.vote_of(form.step, form.origin)[0] if is_rolling else None
+            vote, content = None, b""
+            if is_rolling:
+                vote, content = self.progress.commits.vote_of(form.step, form.origin)
             told = t.Form(
                 generation=membership.generation,
                 rank=rank,
@@ -195,10 +212,11 @@ class FakeCluster:
                 recorded_step=self.recorded,
                 store=None,
                 vote=vote,
-                evaluation=self.evaluations.newest(membership.workers),
+                evaluation=self.progress.evaluations.newest(membership.workers),
                 holders=(),
                 order=form.order,
                 origin=form.origin,
+                payload=content,
             )
             self.tell(worker, told)
 
@@ -209,10 +227,11 @@ class FakeCluster:
         for w in members:
             if w.number in command.roll_forward:
                 assert w.step == command.step - 1, (w, command)
-                vote = self.commits.vote_of(command.step, command.origin)[0]["weights"]
+                said, content = self.progress.commits.vote_of(command.step, command.origin)
+                vote = weights_in(CompletedVote.from_json(said, content))
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
-            elif not w.follows and w.is_alive:
+            elif not w.follows and not w.has_complained and w.is_alive:  # who has cannot join
                 assert w.step == command.step, (w, command)
                 states.add(w.weights)
             if w.is_alive and not w.follows and w.generation:
@@ -310,32 +329,32 @@ class FakeCluster:
                 if self.loading != w.number:
                     return None  # a controller before this one had asked for it, or said again
                 self.loading = None
-                self.loaded = self.recorded = step
-                self.commits.vote = None
+                self.loaded = step
+                self.begin_at(step)
+                self.progress.commits.vote = None
                 return ev.Loaded(w.number, step, self.now, origin)
             case r.UserFailed(message):
                 return ev.UserFailed(w.number, message, self.now)
             case r.Committed():
-                self.keep_vote(report.generation, report.steps[-1]["metrics"]["step"], report.vote)
-                self.commits.hear(report)
+                last = report.steps[-1]["metrics"]["step"]
+                self.keep_vote(report.generation, last, report.vote)
+                self.progress.commits.hear(report)
                 return None
             case r.Held():
-                self.commits.hear_held(report)
+                self.progress.commits.hear_held(report)
                 return None
             case r.Evaluated(evaluation):
-                self.evaluations.hear(evaluation)
+                self.progress.evaluations.hear(evaluation)
                 return None
             case r.Joined():
-                is_first = self.commits.hear_joined(report.generation)
-                has_recorded = self.recorded_generation >= report.generation
-                if is_first and report.step < self.recorded and not has_recorded:
-                    self.check_return(report.step)
-                    self.roll_back(report.step)
+                before = self.recorded
+                self.progress.hear_joined(report)
+                if self.recorded < before:
+                    self.check_return(before)
             case r.Suspended():
                 self.keep_vote(report.generation, report.step, report.vote)
-                if self.commits.is_news(report.generation):
-                    self.commits.keep_vote(report.step, report.origin, report.vote, b"")
-                    self.evaluations.hear_last(w.number, report.evaluation)
+                if self.progress.commits.is_news(report.generation):
+                    self.progress.hear_suspended(w.number, report)
             case _:
                 pass
         event: Any = report
@@ -343,27 +362,16 @@ class FakeCluster:
 
     def keep_vote(self, generation: int, step: int, vote: dict[str, Any] | None) -> None:
         if generation == self.generation and vote is not None:
-            self.votes[generation, step] = vote["weights"]
+            self.votes.add((generation, step))
 
-    def record(self, generation: int, line: dict[str, Any]) -> None:
-        """A step goes on record once, in order; again if a later generation has done it again."""
-        step, done_by = line["metrics"]["step"], line["metrics"]["generation"]
-        if step <= self.recorded and done_by > self.recorded_generation > 0:
-            self.roll_back(step - 1)
-        if step == self.recorded + 1:
-            self.recorded, self.recorded_generation = step, done_by
-            has_vote = self.commits.knows_vote_of(step, done_by)
-            said = ev.Committed(generation, step, 0.1, self.now, done_by, has_vote)
-            self.to_emit.append(said)
-        is_gap = step > self.recorded
-        assert not is_gap or self.num_adopted, f"{step} comes, {self.recorded} is on record"
+    def begin_at(self, step: int) -> None:
+        """Later steps have come to nothing."""
+        if step < self.recorded:
+            self.record.roll_back(step)
+        self.progress.recorded_step = step
 
-    def roll_back(self, step: int) -> None:
-        self.recorded = step
-        self.evaluations.go_back(step)
-
-    def check_return(self, step: int) -> None:
-        raise AssertionError(f"a generation begins at {step}, {self.recorded} is on record")
+    def check_return(self, before: int) -> None:
+        raise AssertionError(f"a generation begins at {self.recorded}, {before} is on record")
 
     # --- a new controller --------------------------------------------------------------------
     def lose_controller(self) -> ev.Adopted:
@@ -375,7 +383,9 @@ class FakeCluster:
         self.untold = self.loading = None
         self.in_force.clear()
         self.to_emit.clear()
-        self.commits, self.evaluations = Commits(self.record), Evaluations(lambda _: None)
+        self.progress = self.new_progress()
+        self.progress.recorded_step = len(self.record.lines)
+        self.progress.recorded_generation = self.record.generation
         standings: list[Standing] = []
         everybody = sorted(self.workers.items())
         if self.faults.slow_takeover:
@@ -428,8 +438,10 @@ class FakeCluster:
 
     # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
+        if not self.pending:
+            return
         slots = max((n for at, n in self.faults.slots if at <= self.now), default=0)
-        alive = sum(w.is_alive for w in self.workers.values()) if self.pending else 0
+        alive = sum(w.is_alive for w in self.workers.values())
         while self.pending and alive < slots:
             number = self.pending.popleft()
             self.workers[number] = self.spawned(number)
@@ -494,9 +506,10 @@ class FakeCluster:
             if w.is_alive and w.doomed_at is not None and self.now > w.doomed_at:
                 w.doomed_at = None
                 self.kill(w)
+        if not self.faults.drains or self.rng.random() >= self.chance(self.faults.drain_chance):
+            return
         candidates = [w for w in self.workers.values() if w.is_alive and w.doomed_at is None]
-        chance = self.chance(self.faults.drain_chance)
-        if candidates and self.faults.drains and self.rng.random() < chance:
+        if candidates:
             self.faults.drains -= 1
             self.close_turns = BURST_TURNS
             worker = self.rng.choice(candidates)
@@ -524,7 +537,7 @@ class FakeCluster:
             return
         worker = self.rng.choice(alive)
         if self.rng.random() < 0.1:
-            worker.hear_word(self.recorded, self.commits.formed)
+            worker.hear_word(self.recorded, self.progress.commits.formed)
         if not worker.is_up:
             self.boot(worker)
         elif worker.wire and worker.cut_until <= self.now and self.rng.random() < 0.6:

@@ -1,6 +1,6 @@
 """A worker's process whose state is a part, with copies in peer memory: see fake_process.py."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Form
@@ -27,7 +27,7 @@ class PartsProcess(Process):
     cluster: "ShardedCluster"
 
     def __init__(self, number: int, cluster: "ShardedCluster") -> None:
-        super().__init__(number, cluster, is_whole=False)
+        super().__init__(number, cluster, is_whole=False, is_delayed=cluster.every == 1)
         self.live: Rows | None = None
         self.reference: int | None = None
         self.shadows: tuple[Rows, ...] = ()
@@ -40,7 +40,8 @@ class PartsProcess(Process):
 
     def forget(self) -> None:
         self.live, self.reference, self.shadows, self.is_pushed = None, None, (), True
-        self.unrecorded, self.vote, self.gradient = {}, None, None
+        self.records.forget()
+        self.gradient = None
 
     def load(self, recorded: int) -> tuple[int, int]:
         """What holders have of the state on record, else the newest checkpoint, by reference."""
@@ -114,7 +115,7 @@ class PartsProcess(Process):
             return e.PartsMissing("nobody holds row 3")
         if group.found_known is None:
             first = group.members[0]
-            group.found_known = dict(first.unrecorded), first.vote
+            group.found_known = first.records.to_frame()
         known = group.found_known
         yield from self.tell(e.PartBegun())
         if self.cluster.is_large:
@@ -127,17 +128,15 @@ class PartsProcess(Process):
                 return e.PeersLost(str(error))
         return self.enter(form, found, known)
 
-    def enter(self, form: Form, found: Rows, known: tuple[dict[int, int], int | None]) -> e.Event:
-        steps, vote = known
-        self.weights, self.vote, self.gradient = found.state, self.vote or vote, None
+    def enter(self, form: Form, found: Rows, known: dict[str, Any]) -> e.Event:
+        self.weights, self.gradient = found.state, None
         self.live = found._replace(rank=form.rank, size=form.world_size)
         self.reference, self.is_pushed = None, False
         same = [rows for rows in self.shadows if rows[:2] == found[:2]]
         self.shadows = (*same[-1:], self.live)
-        self.unrecorded |= steps  # of a step that both know, the lowest rank's line counts
-        self.go_back(found.step)
-        if found.step < max(self.recorded, form.recorded_step):
+        self.records.learn(known)
+        self.records.go_back(found.step)
+        if found.step < max(self.recorded_step, form.recorded_step):
             self.went_back = form.generation
-            self.recorded = min(self.recorded, found.step)
-        self.drop_recorded()
+            self.recorded_step = min(self.recorded_step, found.step)
         return e.StateEntered(found.step)

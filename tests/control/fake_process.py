@@ -7,12 +7,13 @@ is a generator: wherever it yields, others go on, or the process is killed.
 from collections import deque
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from elastic.protocol.in_force import ReportsInForce
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command, Finish, Form
 from tests.control.fake_group import Group
+from tests.control.fake_votes import VOTE, prepared_by, vector_of, weights_in
 from workers.membership import actions as a
 from workers.membership import events as e
 from workers.membership.machine import transition
@@ -30,7 +31,9 @@ from workers.membership.state import (
     Working,
     validate,
 )
+from workers.membership.step_log import Records
 from workers.step.evaluation_log import EvaluationLog
+from workers.step.vote import CompletedVote
 
 if TYPE_CHECKING:
     from tests.control.fake_cluster import FakeCluster
@@ -72,12 +75,19 @@ class Copied(NamedTuple):
     step: int
     origin: int
     weights: int
-    unrecorded: dict[int, int]
-    vote: int | None
+    records: dict[str, Any]
 
 
 class Process:
-    def __init__(self, number: int, cluster: "FakeCluster", *, is_whole: bool = True) -> None:
+    def __init__(
+        self,
+        number: int,
+        cluster: "FakeCluster",
+        *,
+        is_whole: bool = True,
+        is_delayed: bool = False,
+    ) -> None:
+        """is_delayed: a step is on record once all say that their copy of it is held."""
         self.number, self.cluster, self.rng = number, cluster, cluster.rng
         self.machine = State(is_whole=is_whole)
         self.is_alive, self.is_up, self.is_stuck, self.has_failed = True, False, False, False
@@ -96,10 +106,8 @@ class Process:
         self.in_force = ReportsInForce()
         self.at = "boundary"
         self.weights, self.gradient, self.gradient_of = 0, None, 0
-        self.vote: int | None = None
-        self.unrecorded: dict[int, int] = {}
-        """Step -> generation that computed it."""
-        self.recorded = 0
+        self.records = Records(cast(Any, self), 1, is_delayed=is_delayed)
+        self.recorded_step = 0
         """As the controller has said last."""
         self.went_back = 0
         """The generation that last began behind what is on record."""
@@ -131,6 +139,10 @@ class Process:
     @property
     def rank(self) -> int:
         return self.machine.seat.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.machine.seat.world_size
 
     @property
     def generation(self) -> int:
@@ -174,7 +186,7 @@ class Process:
     def hear_word(self, recorded: int, formed: int) -> None:
         """As workers/membership/link.py: not what was said before it heard of a step back."""
         if formed >= self.went_back:
-            self.recorded = recorded
+            self.recorded_step = recorded
             self.in_force.forget(recorded)
 
     def turn(self) -> None:
@@ -263,7 +275,6 @@ class Process:
                 yield from self.tell(e.PeersLost(str(error)))
                 raise Cancelled from error
         except Cancelled:
-            self.go_back(self.step)
             yield from self.wait()
         finally:
             self.advance(e.LoopMoved(e.Loop.OUTSIDE))
@@ -288,7 +299,8 @@ class Process:
         assert self.gradient is not None
         self.cluster.check_commit(self)
         yield from self.commit(self.gradient, should_pause=should_pause)
-        self.tell_record()
+        if self.rank == 0:
+            self.records.tell(self)
         if self.step % 3 == 0 or (should_save and self.step < self.cluster.steps):
             self.save()
 
@@ -299,12 +311,10 @@ class Process:
         return generation == self.generation and not (begun[0] == generation and begun[1] >= step)
 
     def commit(self, weights: int, *, should_pause: bool) -> Turns:
-        step, self.vote = self.step + 1, weights
-        origin = self.machine.prepared_by
-        self.unrecorded[step] = origin
-        self.drop_recorded()
-        newest = {step: origin}
-        self.cluster.feed(self, Copied(False, step, origin, weights, newest, weights))
+        step, origin = self.step + 1, self.machine.prepared_by
+        self.records.add(step, prepared_by(origin), vector_of(weights), VOTE)
+        newest = self.records.to_frame(is_newest_enough=True)
+        self.cluster.feed(self, Copied(False, step, origin, weights, newest))
         self.is_applying = True
         if self.rng.random() < 0.1:
             yield
@@ -354,41 +364,13 @@ class Process:
             if group.is_complete(key):
                 return list(group.arrived[key].values())
 
-    # --- steps that may not be on record -------------------------------------------------
-    def go_back(self, step: int) -> None:
-        self.unrecorded = {s: g for s, g in self.unrecorded.items() if s <= step}
-
-    def drop_recorded(self) -> None:
-        self.unrecorded = {s: g for s, g in self.unrecorded.items() if s > self.recorded}
-
-    def known_from(self, recorded: int) -> int:
-        while recorded + 1 in self.unrecorded:
-            recorded += 1
-        return recorded
-
-    def tell_record(self) -> None:
-        """The lowest rank's last step."""
-        if self.rank == 0 and self.unrecorded:
-            self.say_steps(sorted(self.unrecorded)[-1:])
-
-    def say_steps(self, steps: list[int]) -> None:
-        if steps:
-            lines = tuple(
-                {"metrics": {"step": s, "step_s": 0.1, "generation": self.unrecorded[s]}}
-                for s in steps
-            )
-            size = self.machine.seat.world_size if self.is_delayed else 0
-            self.send(r.Committed(self.generation, size, lines, {"weights": self.vote}))
-
     is_applying = False
     """In the middle of a commit: followers have been sent the step, the state is the one before."""
-    is_delayed = False
-    """The controller takes a step only once all say that their copy of it is held."""
 
     # --- copies --------------------------------------------------------------------------
     def state_of(self) -> Copied:
         """For whoever follows this worker."""
-        return Copied(True, self.step, self.origin, self.weights, dict(self.unrecorded), self.vote)
+        return Copied(True, self.step, self.origin, self.weights, self.records.to_frame())
 
     def is_source_gone(self) -> bool:
         return self.source is None or not self.source.is_alive
@@ -421,14 +403,14 @@ class Process:
         while self.received:
             copied = self.received.popleft()
             if copied.is_state:
-                self.weights, self.vote = copied.weights, copied.vote
-                self.unrecorded = copied.unrecorded
+                self.weights = copied.weights
+                self.records.forget()
+                self.records.take(copied.records)
                 yield from self.tell(e.StateReplaced(copied.step, copied.origin))
             elif copied.step == self.step + 1:
-                self.weights, self.vote = copied.weights, copied.vote
-                self.unrecorded |= copied.unrecorded
+                self.weights = copied.weights
+                self.records.take(copied.records)
                 yield from self.tell(e.StepFollowed(copied.step, copied.origin))
-            self.drop_recorded()
             if not self.received and not self.is_copying:
                 yield from self.tell(e.CopyLevel())
 
@@ -480,7 +462,7 @@ class Process:
             case a.LeaveGroup(form):
                 self.abandon(form.generation)
                 self.group, self.group_of, self.is_abandoned = None, form.generation, False
-                self.recorded = form.recorded_step
+                self.recorded_step = min(self.recorded_step, form.recorded_step)
             case a.BeginGroup(form):
                 self.group = self.cluster.groups[form.generation]
                 self.group.arrive("form", self.number)
@@ -488,7 +470,9 @@ class Process:
                     self.abandon(form.generation)
             case a.RollForward(form):
                 assert form.vote is not None
-                assert self.gradient == form.vote["weights"], "no vote to roll forward with"
+                vote = CompletedVote.from_json(form.vote, form.payload)
+                assert vote.step == self.step + 1, (vote.step, self)
+                assert self.gradient == weights_in(vote), "it is the vote of other gradients"
                 yield
                 yield from self.commit(self.gradient, should_pause=False)
             case a.DropGradients():
@@ -504,7 +488,7 @@ class Process:
             case a.AssembleState(form):
                 return (yield from self.assemble(form))
             case a.SayUnrecorded(recorded):
-                self.say_steps([s for s in sorted(self.unrecorded) if s > recorded])
+                self.records.repeat(self, min(recorded, self.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.step)
                 self.evaluated.say(self.rank)
@@ -524,8 +508,9 @@ class Process:
         if isinstance(report, r.Suspended):
             has_gradients = self.gradient is not None and self.gradient_of == self.weights
             assert has_gradients or not report.prepared_by, f"{self} has no gradients"
-            vote = None if self.vote is None else {"weights": self.vote}
-            report = replace(report, vote=vote, evaluation=self.evaluated.last)
+            vote, content = self.records.vote_of(report.step)
+            last = self.evaluated.last
+            report = replace(report, vote=vote, evaluation=last, payload=content)
         self.send(report)
 
     def follow(self, address: tuple[str, int] | None) -> e.Event | None:
@@ -540,16 +525,16 @@ class Process:
         """What it has from peers, unless steps before it cannot be reported, or what was saved for
         those who left; there are no other checkpoints."""
         step, origin = self.step, self.origin
-        if not self.holds or step > self.known_from(recorded):
-            step, origin, self.weights, self.vote = 0, 0, 1, None
+        if not self.holds or step > self.records.known_from(recorded):
+            step, origin, self.weights = 0, 0, 1
         published = self.cluster.published
         newest = max((s for s in self.cluster.kept if s in published), default=0)
         if newest > step:
-            step, self.vote = newest, None
+            step = newest
             origin, self.weights = self.cluster.kept[newest]
-        self.go_back(step)
         self.gradient = None
-        self.say_steps([s for s in sorted(self.unrecorded) if s > recorded])
+        self.records.go_back(step)
+        self.records.repeat(self, recorded)
         return step, origin
 
     def save(self) -> None:

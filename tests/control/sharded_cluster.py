@@ -49,8 +49,8 @@ class ShardedCluster(FakeCluster):
             self.lose_holder()
         return super().deliver()
 
-    def check_return(self, step: int) -> None:
-        assert self.has_lost_copies or 1 < self.every >= self.recorded - step
+    def check_return(self, before: int) -> None:
+        assert self.has_lost_copies or 1 < self.every >= before - self.recorded
         self.returns += 1
 
     def lose_holder(self) -> None:
@@ -92,7 +92,7 @@ class ShardedCluster(FakeCluster):
         for w in members:
             if w.reference == form.step:
                 return Rows(form.step, form.generation, w.weights, 0, 1)
-        limit = members[0].known_from(form.recorded_step)
+        limit = members[0].records.known_from(members[0].recorded_step)
         rows = [r for w in members for r in (w.live, *w.shadows) if r is not None]
         rows += [r for of_rank in self.copies.values() for r in of_rank]
         for step, origin in sorted({r[:2] for r in rows}, reverse=True):

@@ -21,6 +21,7 @@ from elastic.control.events import (
     PartFailed,
     PartSaved,
     Paused,
+    Suspended,
     Synced,
     Tick,
     WorkerReady,
@@ -52,6 +53,27 @@ def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
     assert phase == Running(new)
     said = (Notice(0, 25.0, 40.0),)
     assert ledger == replace(LEDGER, generation=8, step=44, next_worker=4, notices=said)
+
+
+def test_who_has_left_comes_back_if_nobody_else_has_its_state_any_more():
+    """Of the two that took its place, the one that had caught up is lost: the other is behind."""
+    alone, two = Membership(7, (0,)), Membership(8, (1, 2))
+    ledger = replace(LEDGER, synced=some(1, 2), next_worker=3)
+    ledger, phase, commands = play(
+        ledger,
+        Running(alone),
+        replace(NOTICE, deadline=1000.0),
+        Paused(7, 0, 44, 15.0, origin=7),
+        limits=ONE,
+    )
+    assert commands == [Pause(alone), Spawn((3,)), Form(two, 44, origin=7)]
+    assert (ledger.ready, ledger.left) == (some(0), some(0))
+    behind = Suspended(8, 1, 43, False, False, 16.1, origin=7, is_copied=True)
+    ledger, phase, commands = play(ledger, phase, lost(1, at=16.0), behind, limits=ONE)
+    assert commands == [Abort(two), Form(Membership(9, (0,)), 44, origin=7)]
+    assert (ledger.step, ledger.ready, ledger.left) == (44, some(2), some())
+    ledger, phase, _ = play(ledger, phase, Joined(9, 0, 0.0, 17.0), limits=ONE)
+    assert phase == Running(Membership(9, (0,)))
 
 
 def test_without_a_replacement_it_leaves_after_half_of_the_notice():

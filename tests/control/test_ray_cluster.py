@@ -134,13 +134,18 @@ class Forming:
     told: list[tuple[int, type, int, Any]] = field(default_factory=list[tuple[int, type, int, Any]])
     """worker, kind, generation, store"""
 
-    def tell(self, worker: int, message: to_worker.OfGeneration) -> None:
+    words: list[tuple[int, to_worker.Word]] = field(default_factory=list[Any])
+
+    def tell(self, worker: int, message: to_worker.OfGeneration | to_worker.Word) -> None:
+        if isinstance(message, to_worker.Word):
+            self.words.append((worker, message))
+            return
         store = message.store if isinstance(message, to_worker.Form) else None
         self.told.append((worker, type(message), message.generation, store))
 
 
 def forming(**host: Any) -> Forming:
-    told = {"record": SimpleNamespace(note=print), "on_unprotected": NOTHING, **host}
+    told = {"record": SimpleNamespace(note=print, safe_step=0), "on_unprotected": NOTHING, **host}
     rendezvous: Any = Rendezvous()
     seams: Any = SimpleNamespace(**told)
     scene = Forming(WithoutRay("t", 3.0, rendezvous, NOTHING, seams, lambda: 5.0), rendezvous)
@@ -171,6 +176,32 @@ def test_events_are_taken_while_the_rendezvous_opens_the_store():
         scene.rendezvous.answer(1)
         await settled()
         assert scene.told == told_of(1)
+
+    asyncio.run(run())
+
+
+def test_newcomers_alone_are_told_what_is_on_record_once_storage_has_it():
+    """All members have left: of later steps nobody could report the ones before."""
+
+    async def run() -> None:
+        stored = asyncio.Event()
+        record = SimpleNamespace(note=print, safe_step=7, settle=stored.wait)
+        scene = forming(record=record)
+        scene.cluster.progress.recorded_step = 9
+        await scene.cluster.execute(form_of(1, 9))
+        await settled()
+        assert (scene.told, scene.words) == ([], [])
+        record.safe_step = 9
+        stored.set()
+        await settled()
+        scene.rendezvous.answer(1)
+        await settled()
+        assert scene.words == [(4, to_worker.Word(9, 0)), (7, to_worker.Word(9, 0))]
+        assert scene.told == told_of(1)
+        await scene.cluster.execute(form_of(2, 9))
+        scene.rendezvous.answer(2)
+        await settled()
+        assert (len(scene.words), scene.told) == (2, [*told_of(1), *told_of(2)])
 
     asyncio.run(run())
 

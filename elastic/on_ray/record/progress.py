@@ -3,8 +3,10 @@
 When a step counts is commits.py's, what the record is elastic/controller/recorder.py's.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,8 @@ from elastic.on_ray.record.evaluations import Evaluations
 from elastic.protocol.messages import to_controller as r
 
 log = logging.getLogger(__name__)
+SETTLE_S = 2.0
+"""Storage that answers takes steps in less."""
 
 
 class Progress:
@@ -28,6 +32,8 @@ class Progress:
         self.recorded_step = 0
         self.recorded_generation: int | None = None
         """Of the last line on record, once that is known."""
+        self.members: frozenset[int] = frozenset()
+        """Of the newest generation that was told to form."""
         self.commits = Commits(self._record_step)
         self.evaluations = Evaluations(partial(record.note, "evaluation"))
 
@@ -35,6 +41,16 @@ class Progress:
     def safe_step(self) -> int:
         """On record, and the record does not die with this process."""
         return min(self.recorded_step, self._record.safe_step)
+
+    def is_unknown_to(self, workers: tuple[int, ...]) -> bool:
+        """None of them was a member: newcomers alone could report no step that storage has not, and
+        would begin behind it."""
+        return self.recorded_step > 0 and not self.members.intersection(workers)
+
+    async def settle(self) -> None:
+        """What is on record is in storage, unless that is away."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._record.settle(), SETTLE_S)
 
     def hear_joined(self, report: r.Joined) -> None:
         """The generation may begin behind the record: later steps were lost with their holders."""
