@@ -36,9 +36,11 @@ from elastic.cli.progress import (
     printable,
     worker_table,
 )
+from elastic.cli.share_table import share_table
 from elastic.config import FaultPolicy, RunConfig
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.target import load_target, parse_arguments
+from elastic.observe.anatomy import newest
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.files import Folder, encode
@@ -329,7 +331,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    past = read_past_run(open_run(run_dir))
+    folder = open_run(run_dir)
+    past = read_past_run(folder)
     if past is None or (found := past.status) is None:
         raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
     check_status(found, f"{run_dir}/status.json")
@@ -344,6 +347,8 @@ def status(
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
     if found["workers"] or found["standby"]:
         Console(soft_wrap=True).print(worker_table(found))
+    if rows := newest(folder):
+        Console(soft_wrap=True).print(share_table(rows))
     return 0
 
 
