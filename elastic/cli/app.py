@@ -39,6 +39,7 @@ from elastic.cli.progress import (
 from elastic.cli.share_table import share_table
 from elastic.config import FaultPolicy, RunConfig
 from elastic.driver.resume import PastRun, read_past_run
+from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import load_target, parse_arguments
 from elastic.observe.anatomy import newest
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -236,7 +237,8 @@ def train(
     config: RunConfig, text: str, arguments: dict[str, Any], *, detach: bool, is_silent: bool
 ) -> "tuple[Result, int]":
     """Run it; what it came to, and the exit status."""
-    target = load_target(text, arguments)
+    with slow_step(f"importing {text}", be_silent if is_silent else tell):
+        target = load_target(text, arguments)
     from elastic.driver.launch import (  # here, so that bad input never imports ray
         RunFailed,
         run_config,
@@ -254,6 +256,7 @@ def train(
             source=target.source,
             on_progress=progress or ignore_progress,
             detach=detach,
+            is_silent=is_silent,
         )
     except RunFailed as failure:
         if progress is not None:

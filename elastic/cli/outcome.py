@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic.cli.progress import number_text
 from elastic.protocol.errors import UserError, WrongInput
+from elastic.protocol.membership import counted
 from elastic.store.remote import shown_uri
 
 ROOT = re.escape(str(Path(__file__).resolve().parents[2]))
@@ -68,8 +69,9 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
     print(f"{result['outcome']}: {result['steps']}{of_steps} steps, loss {loss}")
     print(f"  weights_sha256  {result['weights_sha256'] or '-'}")
     print(
-        f"  since its last start: {result['generations']} generations, {len(recoveries)} "
-        f"recoveries, {result['lost_steps']} lost steps, goodput {percent(result['goodput'])}"
+        f"  since its last start: {counted(result['generations'], 'generation')}, "
+        f"{'1 recovery' if len(recoveries) == 1 else f'{len(recoveries)} recoveries'}, "
+        f"{counted(result['lost_steps'], 'lost step')}, goodput {percent(result['goodput'])}"
     )
     for r in recoveries:
         phases = ("detect", "fence", "form", "state", "first_step", "total")

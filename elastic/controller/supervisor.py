@@ -30,7 +30,11 @@ from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.placement.drain import watch_drains
 from elastic.on_ray.placement.machines import Need
-from elastic.on_ray.placement.waiting import watch_waiting
+from elastic.on_ray.placement.waiting import (
+    LOOK_EVERY_S,
+    start_line,
+    watch_waiting,
+)
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
+START_TOLD_S = 2.0
+"""A start that takes no longer is not told."""
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +124,7 @@ class Supervisor:
         status.add_done_callback(lambda task: task.cancelled() or task.exception())
         drains = self.cluster.in_background(watch_drains(self.cluster))
         places = self.cluster.in_background(self._watch_places())
+        begins = self.cluster.in_background(self._watch_start())
         try:
             finished = await loop.control(
                 self.cluster,
@@ -136,6 +143,7 @@ class Supervisor:
         finally:
             drains.cancel()
             places.cancel()
+            begins.cancel()
             self._is_over = True
             self._status_due.set()
         recorder, result = self.record, self._result(finished)
@@ -204,6 +212,19 @@ class Supervisor:
     async def _watch_places(self) -> None:
         need = Need(self.config.resources.cpus_per_worker, int(self.order["device"] == "cuda"))
         await watch_waiting(self.cluster.workers, self.config.min_workers, need, self._on_waits)
+
+    async def _watch_start(self) -> None:
+        """Whoever looks learns how far the first workers are, if that takes long."""
+        await asyncio.sleep(START_TOLD_S)
+        while not self.actor.has_begun:
+            links, workers = self.cluster.links, self.cluster.workers
+            line = start_line(workers, self.config.min_workers, links.is_connected)
+            if line != self.actor.starts:
+                log.info('reason="%s"', line)
+                self.actor.starts = line
+                self._status_due.set()
+            await asyncio.sleep(LOOK_EVERY_S)
+        self.actor.starts = ""
 
     def _on_waits(self, line: str) -> None:
         if line:
@@ -305,7 +326,7 @@ class Supervisor:
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
         said = (self._last_reason, self.stragglers.reason, self.cluster.protection.reason)
-        now = self.actor.waits_for, self.record.trouble.now
+        now = self.actor.waits_for or self.actor.starts, self.record.trouble.now
         return "; ".join(filter(None, (*said, *now)))
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:

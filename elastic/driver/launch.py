@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from elastic.config import RunConfig
 from elastic.driver import resume
 from elastic.driver.display import Display
+from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import target_of
 from elastic.protocol import nccl_settings
 from elastic.protocol.errors import WrongInput
@@ -131,6 +132,7 @@ def run_config(
     loop: Callable[[Any], None] | None = None,
     on_progress: Progress | None = None,
     detach: bool = False,
+    is_silent: bool = False,
 ) -> Result:
     """As `run`, for settings that are already checked; raises WrongInput for wrong input.
 
@@ -139,7 +141,9 @@ def run_config(
     source: the file of its class; that it has changed since the last start is told.
     on_progress: called often with the run directory while the run goes on, in another thread.
     detach: return as soon as the run has started; it goes on without this process.
+    is_silent: what takes long until the run has begun is not told.
     """
+    step = partial(slow_step, tell=be_silent if is_silent else tell)
     if sys.platform != "linux":
         raise WrongInput(f"elastic runs on Linux only, this is {sys.platform}")
     storage = config.storage or tempfile.mkdtemp(prefix="elastic-runs-")
@@ -147,8 +151,9 @@ def run_config(
     named = {**config.to_json(), "storage": storage, "name": name}
     place = place_of(storage, name)
     missing = [Path(storage)] if config.storage is None else missing_folders(storage)
-    folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
-    past = asked(storage, partial(resume.await_last_processes, folder_of_run))
+    with step(f"looking at storage {shown_uri(storage)}"):
+        folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
+        past = asked(storage, partial(resume.await_last_processes, folder_of_run))
     content = resume.config_json(named, target, arguments, versions(), source, past=past)
     match resume.compare(place, past, content):
         case resume.AlreadyFinished() as finished:
@@ -182,8 +187,9 @@ def run_config(
             record,
             folder=folder,
             loop=loop,
-            on_progress=on_progress,
+            onlooker=Onlooker(on_progress, tell_place=config.storage is None, is_silent=is_silent),
             detach=detach,
+            slow_step=step,
         )
     finally:
         remove_empty(missing)
@@ -199,7 +205,7 @@ def asked(storage: str, read: Callable[[], T]) -> T:
     for it, too. WrongInput at once if its host has no address."""
     shown, told = shown_uri(storage), list[str]()
 
-    def tell(error: OSError, _: float) -> None:
+    def tell_first(error: OSError, _: float) -> None:
         if host := unknown_host(error):
             raise WrongInput(
                 f"storage {shown!r} cannot be used: there is no host {host!r}; mend its name, "
@@ -208,14 +214,10 @@ def asked(storage: str, read: Callable[[], T]) -> T:
         told.append(first_line(error).replace(storage, shown))
         if len(told) == 1:
             wait_s = sum(AWAY_PAUSES_S)
-            print(
-                f"elastic: storage {shown!r} does not answer: {told[0]}; it is asked again for "
-                f"{wait_s:.0f} s",
-                file=sys.stderr,
-            )
+            tell(f"storage {shown!r} does not answer: {told[0]}; asked again for {wait_s:.0f} s")
 
     try:
-        return patiently(read, pauses_s=AWAY_PAUSES_S, tell=tell)
+        return patiently(read, pauses_s=AWAY_PAUSES_S, tell=tell_first)
     except OSError as error:
         why = first_line(error).replace(storage, shown)
         raise RunFailed(
@@ -231,8 +233,9 @@ def run_on_ray(
     *,
     folder: Path | None,
     loop: Callable[[Any], None] | None,
-    on_progress: Progress | None,
+    onlooker: "Onlooker",
     detach: bool,
+    slow_step: Callable[[str], AbstractContextManager[None]],
 ) -> dict[str, Any] | None:
     """Find or start a cluster, submit the run and wait; the controller's answer as `wait` gives it.
 
@@ -252,6 +255,7 @@ def run_on_ray(
             folder=folder,
             run_directory=place_of(record["storage"], record["name"]),
             detach=detach,
+            slow_step=slow_step,
         )
     )
     try:
@@ -272,7 +276,7 @@ def run_on_ray(
             "probe": leave_local_probe(record["storage"], driver),
         }
         driver.submit(supervise, order)
-        answer = wait(driver, on_progress, detach, tell=config.storage is None)
+        answer = wait(driver, onlooker, detach)
         if order["probe"] is not None:
             remove_probe(order["probe"])
     finally:
@@ -293,20 +297,16 @@ def check_writable(storage: str) -> None:
         remove_probe(leave_probe(storage))
 
 
-def wait(
-    driver: Any, on_progress: Progress | None, detach: bool, *, tell: bool = False
-) -> dict[str, Any] | None:
+def wait(driver: Any, onlooker: "Onlooker", detach: bool) -> dict[str, Any] | None:
     """The controller's answer at the end of the run; None if it was left alone after its start.
 
     The first SIGINT or SIGTERM asks it to finish the step, the next one ends it at once.
-    tell: print the run directory once the run is there to stay.
     """
     told, end_by, leave_by = 0, math.inf, math.inf
-    onlooker = Onlooker(driver, on_progress, tell=tell)
     with interrupts_heard() as interrupts:
         try:
             while (answer := driver.poll(POLL_S)) is None:
-                onlooker.look()
+                onlooker.look(driver)
                 latest = time.monotonic() + CHECKS_S
                 leave_by = min(leave_by, latest) if driver.waits_for else math.inf
                 if detach and driver.place and (driver.has_begun or time.monotonic() > leave_by):
@@ -344,26 +344,36 @@ def interrupts_heard() -> Generator[list[int]]:
 class Onlooker:
     """Tells whoever has started the run what it waits for, where it is, and how it goes."""
 
-    def __init__(self, driver: Any, on_progress: Progress | None, *, tell: bool) -> None:
-        self._driver, self._tell_place = driver, tell
+    def __init__(
+        self,
+        on_progress: Progress | None = None,
+        *,
+        tell_place: bool = False,
+        is_silent: bool = False,
+    ) -> None:
+        """tell_place: once the run is there to stay. is_silent: not how far a start is that lacks
+        nothing."""
+        self._tell_place, self._is_silent = tell_place, is_silent
         self._display = None if on_progress is None else Display(on_progress)
         self._told = ""
 
-    def look(self) -> None:
-        line = self._driver.waits_for
+    def look(self, driver: Any) -> None:
+        line = driver.waits_for
         need, _, rest = line.partition(";")  # what others have left changes all the time
         need += rest.partition(";")[2]
+        if not line and not self._is_silent:
+            need = line = driver.starts
         if line and need != self._told:
             self._told = need
-            print(f"elastic: {line}", file=sys.stderr)
-        if not self._driver.has_begun:
+            tell(line)
+        if not driver.has_begun:
             return
         if self._tell_place:
             self._tell_place = False
             why = "temporary: without storage the same name does not resume it"
-            print(f"run directory: {self._driver.place} ({why})", file=sys.stderr)
+            print(f"run directory: {driver.place} ({why})", file=sys.stderr)
         if self._display is not None:
-            self._display.begin(self._driver.place)
+            self._display.begin(driver.place)
 
     def end(self) -> None:
         if self._display is not None:

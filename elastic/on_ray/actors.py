@@ -74,6 +74,8 @@ class ControllerActor:
         """A worker is sound; before that the run may come to nothing."""
         self.waits_for = ""
         """What the run lacks, in a line; empty if it lacks nothing."""
+        self.starts = ""
+        """How far its first workers are, in a line; empty once it has begun, or soon will have."""
         self.link_address: tuple[str, int] | None = None
         """Where workers reach this incarnation, once it listens."""
         self.has_predecessor = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -125,11 +127,11 @@ class ControllerActor:
         if find_workers(self._order["run_id"]):
             os._exit(EXIT_TO_START_ANEW)
 
-    async def keep_alive(self) -> tuple[str, bool, str]:
+    async def keep_alive(self) -> tuple[str, bool, str, str]:
         """The driver lives. Returns the run directory's place, empty while there is none, whether
-        the run has begun, and what it waits for."""
+        the run has begun, what it waits for, and how far its first workers are."""
         self._heard = time.monotonic()
-        return self.place, self.has_begun, self.waits_for
+        return self.place, self.has_begun, self.waits_for, self.starts
 
     async def address(self) -> tuple[str, int] | None:
         """For workers that have lost their controller."""

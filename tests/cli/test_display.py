@@ -13,8 +13,9 @@ from rich.console import Console
 
 from elastic.cli.app import main
 from elastic.cli.progress import Progress
-from elastic.driver import launch
-from elastic.driver.launch import wait
+from elastic.driver import launch, starting
+from elastic.driver.launch import Onlooker, wait
+from elastic.driver.starting import slow_step
 from elastic.on_ray.driver.submission import Lease
 from elastic.store.files import open_folder, write_json
 from elastic.store.run_directory import RunDirectory
@@ -33,7 +34,7 @@ class Driver:
     """A driver whose run is at its end once it was asked about it, and its lease renewed, often."""
 
     def __init__(self, place: str, at_the_end: Callable[[], object] = int) -> None:
-        self.place, self.has_begun, self.waits_for = place, True, ""
+        self.place, self.has_begun, self.waits_for, self.starts = place, True, "", ""
         self._at_the_end = at_the_end
         self.polls, self.renewals = 0, threading.Semaphore(0)
         self.lease = Lease(self.renewals.release)
@@ -53,7 +54,7 @@ def attach() -> Iterator[Callable[..., Driver]]:
 
     def attach(place: Any, show: Callable[[str], object], at_the_end: Any = int) -> Driver:
         drivers.append(Driver(str(place), at_the_end))
-        assert wait(drivers[-1], show, detach=False) == ANSWER
+        assert wait(drivers[-1], Onlooker(show), detach=False) == ANSWER
         return drivers[-1]
 
     yield attach
@@ -73,7 +74,7 @@ class Waiting:
     def __init__(self, *words: tuple[str, bool, str]) -> None:
         """words: the run directory, whether the run has begun, what it waits for."""
         self._words = list(words)
-        self.place, self.has_begun, self.waits_for = "", False, ""
+        self.place, self.has_begun, self.waits_for, self.starts = "", False, "", ""
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
         if not self._words:
@@ -88,23 +89,44 @@ LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with"
 def test_what_a_run_waits_for_is_told_once_and_its_place_when_it_has_begun(capsys):
     timeouts = [("runs/r", False, f"{LACK} {n} CPUs") for n in (0, 1)]
     driver = Waiting(("", False, ""), *timeouts, ("runs/r", True, ""), ("runs/r", True, ""))
-    assert wait(driver, None, detach=False, tell=True) == ANSWER
+    assert wait(driver, Onlooker(tell_place=True), detach=False) == ANSWER
     lack, place = capsys.readouterr().err.splitlines()
     assert lack == f"elastic: {LACK} 0 CPUs"
     assert place.startswith("run directory: runs/r (temporary: without storage")
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_how_far_a_slow_start_is_is_told_unless_nobody_reads_it(capsys, is_silent):
+    driver = Waiting(*[("runs/r", False, "")] * 3, ("runs/r", True, ""))
+    lines = iter(["", "1 without a process", "1 without a process", ""])
+    driver.poll = lambda _: (setattr(driver, "starts", next(lines, "")), Waiting.poll(driver, 0))[1]
+    assert wait(driver, Onlooker(is_silent=is_silent), detach=False) == ANSWER
+    assert capsys.readouterr().err == ("" if is_silent else "elastic: 1 without a process\n")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_step_of_the_start_is_told_if_it_takes_long_where_somebody_waits(
+    monkeypatch, is_terminal
+):
+    told, is_told = list[str](), threading.Event()
+    monkeypatch.setattr(starting, "SLOW_S", 0.0)
+    monkeypatch.setattr(starting.sys, "stderr", SimpleNamespace(isatty=lambda: is_terminal))
+    with slow_step("looking", lambda line: (told.append(line), is_told.set())):
+        assert is_told.wait(BLOCKED_S if is_terminal else 0.0) == is_terminal
+    assert told == ["looking"] * is_terminal
+
+
 def test_a_run_that_comes_to_nothing_names_no_place(capsys):
-    assert wait(Waiting(("runs/r", False, "")), None, detach=False, tell=True) == ANSWER
+    assert wait(Waiting(("runs/r", False, "")), Onlooker(tell_place=True), detach=False) == ANSWER
     assert capsys.readouterr().err == ""
 
 
 def test_a_run_is_left_alone_once_it_is_there_whether_machines_are_or_not(monkeypatch):
     begun = ("runs/r", True, "")
-    assert wait(Waiting(("", False, ""), begun), None, detach=True) is None
+    assert wait(Waiting(("", False, ""), begun), Onlooker(), detach=True) is None
     driver = Waiting(("runs/r", False, LACK), begun)
     monkeypatch.setattr(launch, "CHECKS_S", -1.0)  # the first worker has had its time
-    assert wait(driver, None, detach=True) is None
+    assert wait(driver, Onlooker(), detach=True) is None
     assert not driver.has_begun
 
 
@@ -112,9 +134,9 @@ def test_a_run_whose_workers_have_places_is_left_alone_only_once_it_has_begun(mo
     """Its first worker may take long to import torch, and then find that the input is wrong."""
     monkeypatch.setattr(launch, "CHECKS_S", -1.0)
     driver = Waiting(*[("runs/r", False, "")] * 5)
-    assert wait(driver, None, detach=True) == ANSWER
+    assert wait(driver, Onlooker(), detach=True) == ANSWER
     driver = Waiting(("runs/r", False, ""), ("runs/r", True, ""))
-    assert wait(driver, None, detach=True) is None
+    assert wait(driver, Onlooker(), detach=True) is None
     assert driver.has_begun
 
 
@@ -123,8 +145,8 @@ def test_the_time_without_a_place_ends_with_the_place(monkeypatch):
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(launch, "CHECKS_S", 15.0)
     lacking, placed = ("runs/r", False, LACK), ("runs/r", False, "")
-    assert wait(Waiting(*[lacking, placed] * 4), None, detach=True) == ANSWER
-    assert wait(Waiting(*[lacking] * 8), None, detach=True) is None
+    assert wait(Waiting(*[lacking, placed] * 4), Onlooker(), detach=True) == ANSWER
+    assert wait(Waiting(*[lacking] * 8), Onlooker(), detach=True) is None
 
 
 def test_a_display_that_fails_is_one_line_and_not_the_end_of_the_run(attach, capsys):

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cluster.fork_server import Forked, Order
 from tests.cluster.live import JOBS, assert_complete, environment, leftovers
+from tests.cluster.processes import about
+from tests.cluster.resets import descendants
 
 pytestmark = pytest.mark.cluster
 
@@ -129,7 +131,9 @@ def test_the_drivers_death_ends_every_process_within_ten_seconds(start):
     options = {"workers": 2, "steps": 10_000, "set": ["sleep=0.01"]}
     with start("Toy", address="local", **options) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
-        pids = run.seen_pids | {status["controller"]["pid"]}
+        pids = descendants(run.process.pid)
+        assert {*run.seen_pids, status["controller"]["pid"]} < {*pids}
+        assert sum(b"agent" in about(pid, "cmdline") for pid in pids) >= 2, "Ray's own, too"
         run.process.kill()
         deadline = time.monotonic() + 10
         while leftovers(pids) and time.monotonic() < deadline:

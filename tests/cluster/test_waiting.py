@@ -19,6 +19,22 @@ def test_a_run_says_what_it_waits_for_and_begins_when_it_comes(start, nodes):
     assert f"elastic: {LACK}" in end["err"]
 
 
+def test_a_run_whose_workers_take_long_to_start_says_how_far_they_are(start, tmp_path):
+    folder = tmp_path / "held"
+    folder.mkdir()
+    (folder / "hold").touch()
+    options = {"job": "held", "workers": 2, "steps": 10, "set": [f"folder={str(folder)!r}"]}
+    run = start("HeldAtTheStart", **options)
+    run.command.remove("--json")  # nobody reads there how a start goes
+    with run:
+        status = run.wait_for(lambda s: "2 loading TARGET and its model" in s.get("reason", ""))
+        (folder / "hold").unlink()
+        end = run.finish()
+    assert (status["phase"], status["step"]) == ("starting", 0)
+    assert end["status"] == 0, end["err"]
+    assert "elastic: waiting for 2 workers to start: 2 loading TARGET and its mod" in end["err"]
+
+
 def test_a_detached_run_is_left_alone_while_it_waits_and_can_be_stopped(start, nodes):
     with start("Toy", address=nodes.address, workers=2, steps=10, detach=True) as run:
         assert run.finish()["status"] == 0

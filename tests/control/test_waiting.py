@@ -9,7 +9,7 @@ import pytest
 
 from elastic.on_ray.placement import waiting
 from elastic.on_ray.placement.machines import Machine, Need
-from elastic.on_ray.placement.waiting import Offer, waits_for, watch_waiting
+from elastic.on_ray.placement.waiting import Offer, start_line, waits_for, watch_waiting
 from elastic.on_ray.slots import Slot
 
 NOTHING: Any = None
@@ -54,6 +54,16 @@ def test_the_line_says_so_if_nothing_can_fill_the_wish_any_more():
         "largest has 4 CPUs, and nothing adds nodes: start a larger one"
     )
     assert "nothing adds nodes" not in waits_for(1, Need(8, 0), replace(after, report=None))
+
+
+def test_the_start_line_says_how_far_the_workers_are():
+    assert start_line({}, 1, NOTHING) == "waiting for 1 worker to start: none is asked for yet"
+    states = [("pending", False), ("pending", True), ("pending", True), ("ready", True)]
+    slots = {n: Slot(NOTHING, state=state, is_placed=p) for n, (state, p) in enumerate(states)}
+    assert start_line(slots, 2, {2, 3}.__contains__) == (
+        "waiting for 2 workers to start: 1 ready, 1 loading TARGET and its model, "
+        "1 importing torch, 1 without a process yet"
+    )
 
 
 def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:

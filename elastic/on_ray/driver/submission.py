@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -21,6 +21,7 @@ from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 from elastic.on_ray import actors, naming
 from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.driver.raylet_words import hush_deaths
+from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
 from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -31,6 +32,8 @@ EMBEDDED_SPARE_CPUS = 2
 RENEW_EVERY_S = 0.5
 KEEP_ALIVE_S = 2.0
 """How long the driver waits for a word of a controller that may be busy."""
+STARTED_S = 3.0
+"""So long may Ray take to start the controller before the user is told."""
 SILENT_S = 15.0
 """After so long without a word the user is told: Ray starts a dead controller again, but leaves a
 frozen one alone."""
@@ -51,6 +54,8 @@ class ClusterRequest:
     run_directory: str
     """A path or URI; it is not shipped with the folder."""
     detach: bool
+    slow_step: Callable[[str], AbstractContextManager[None]]
+    """For a block, by what it does; tells that if it takes long."""
 
 
 class Lease:
@@ -80,13 +85,13 @@ class RayDriver:
         self.is_embedded = False
         self._was_connected = ray.is_initialized()
         self._shipped = False
+        self._at_close = ExitStack()
         if not self._was_connected:
             self._connect()
         self._controller: Any = None
         self._run: Any = None
         self._run_id = ""
         self._lease: Lease | None = None
-        self._at_close = ExitStack()
         try:
             self.device = self._choose_device()
         except BaseException:
@@ -94,9 +99,9 @@ class RayDriver:
             raise
         self.folder_on_nodes = None if self._shipped or folder is None else str(folder)
         self._heard_at, self._is_silent = math.inf, False  # it may wait for its start
-        self.place, self.has_begun, self.waits_for = "", False, ""
+        self.place, self.has_begun, self.waits_for, self._starts = "", False, "", ""
         """The run directory, once it exists; a run that has not begun may come to nothing. What it
-        lacks, in a line."""
+        lacks, in a line; how far its first workers are."""
 
     def _connect(self) -> None:
         request = self._request
@@ -116,8 +121,10 @@ class RayDriver:
         if address is not None:
             refuse_unreachable(address)
             runtime_env = self._runtime_env(request.folder)
+            ships = f" and sending it {request.folder}" if runtime_env else ""
             try:
-                ray.init(address=address, runtime_env=runtime_env, **quiet)
+                with request.slow_step(f"joining the Ray cluster at {address}{ships}"):
+                    ray.init(address=address, runtime_env=runtime_env, **quiet)
                 self._shipped = bool(runtime_env)
                 return
             except RuntimeEnvSetupError as error:
@@ -135,13 +142,16 @@ class RayDriver:
                 "leave --detach out"
             )
         self.is_embedded = True
-        ray.init(
-            address="local",
-            num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
-            **quiet,
-        )
+        with request.slow_step("starting Ray on this machine"):
+            started: Any = ray.init(
+                address="local",
+                num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
+                **quiet,
+            )
+        remnants = Remnants(started.address_info["session_dir"], str(Path(ray.__file__).parent))
+        self._at_close.callback(remnants.close)
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
         """Ray ships the folder, unless the job has chosen a working_dir already."""
@@ -166,8 +176,9 @@ class RayDriver:
         num_gpus = sum(m.gpus for m in with_gpus)
         may_grow = any(m.group for m in there)
         is_open = request.device == "auto" and not num_gpus and may_grow
-        can_add = can_add_gpus() if is_open else False
-        torches = torches_on(with_gpus) if with_gpus else {}
+        with request.slow_step("asking the cluster for its GPUs"):
+            can_add = can_add_gpus() if is_open else False
+            torches = torches_on(with_gpus) if with_gpus else {}
         device, note = choose_device(request.device, num_gpus, torches, can_add)
         if device == "cuda" and self.is_embedded and num_gpus < request.min_workers:
             raise WrongInput(
@@ -209,7 +220,16 @@ class RayDriver:
         self._run_id = order["run_id"]
         self._controller = actors.start_controller(self._run_id, supervise, order)
         self._run = self._controller.run.remote()
+        self._submitted_at = time.monotonic()
         self._lease = Lease(self._keep_alive)
+
+    @property
+    def starts(self) -> str:
+        """How far a run is that takes long to begin, in a line; else empty."""
+        if self._heard_at < math.inf:
+            return self._starts
+        waited_s = time.monotonic() - self._submitted_at
+        return "waiting for Ray to start the run's controller" if waited_s > STARTED_S else ""
 
     def poll(self, timeout_s: float) -> dict[str, Any] | None:
         """The controller's answer once the run has ended."""
@@ -234,7 +254,7 @@ class RayDriver:
             told = ray.get(self._controller.keep_alive.remote(), timeout=KEEP_ALIVE_S)
         except RayError:
             return  # it is busy, frozen or dead: the end of run() tells of that
-        self.place, self.has_begun, self.waits_for = told
+        self.place, self.has_begun, self.waits_for, self._starts = told
         self._heard_at = time.monotonic()
 
     def _tell_silence(self) -> None:

@@ -1,4 +1,4 @@
-"""A workload whose workers can be held while they write the final state."""
+"""Workloads whose workers can be held: while they build the model, or write the final state."""
 
 import os
 import time
@@ -35,6 +35,18 @@ class HeldAtTheEnd(Toy):
 
         captured: list[int] = []
         return Held(optimizer, lambda s: min(1.0, (s + 1) / 20))
+
+
+class HeldAtTheStart(Toy):
+    """folder: as above, of workers that build the model."""
+
+    def __init__(self, folder, **settings):
+        super().__init__(**settings)
+        self.folder = folder
+
+    def build_model(self):
+        hold(Path(self.folder))
+        return super().build_model()
 
 
 def hold(folder):

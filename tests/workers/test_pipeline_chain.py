@@ -1,0 +1,367 @@
+"""The probe: of all kinds of models it finds the chain of blocks, and what is none is told."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.protocol.errors import WrongInput
+from tests.workers.pipeline_models import CASES, WIDTH, Gate, Residual, square
+from workers.parallel.pipeline.absent import Absent, NotHere, absent, absent_parameter
+from workers.parallel.pipeline.chain import Chain, block_names, find_chain
+
+CPU = torch.device("cpu")
+
+
+def probe(model: nn.Module, loss: Any = square, workload: Any = None, batch: Any = None) -> Chain:
+    batch = torch.ones(4, WIDTH) if batch is None else batch
+    return find_chain(model, workload, lambda: loss(model, batch))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_is_found_and_the_model_is_as_before(name: str):
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build()
+    before = copy.deepcopy(model.state_dict())
+    parameters = list(model.parameters())
+    batches = case.batches()
+    chains = [
+        find_chain(model, None, lambda batch=batch: case.loss(model, batch)) for batch in batches
+    ]
+    first = chains[0]
+    assert len(first.names) >= 3
+    assert all(chain.uses == first.uses for chain in chains)
+    assert all(chain.arguments == first.arguments for chain in chains)
+    assert all(cost > 0 for cost in first.costs)
+    assert first.uses.keys() == dict(model.named_parameters()).keys()
+    inside = [n for n in first.uses if any(n.startswith(f"{b}.") for b in first.names)]
+    for parameter in inside:
+        (block,) = first.uses[parameter]
+        assert parameter.startswith(f"{first.names[block]}.")
+    stages = [range(0, 1), range(1, len(first.names))]
+    held = [first.parameters_of(stage) for stage in stages]
+    assert set(held[0]) | set(held[1]) == set(first.uses)
+    assert set(held[0]) & set(held[1]) == set(first.shared)
+    # Nothing of the model has changed, and it runs.
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    loss = case.loss(model, batches[0])
+    assert torch.isfinite(loss[0] if isinstance(loss, tuple) else loss)
+
+
+def test_costs_are_those_of_the_kernels():
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    chain = probe(nn.Sequential(*blocks))
+    flops, written = 2 * 4 * WIDTH * WIDTH, 4 * WIDTH
+    # Behind the last one: a square, and a mean.
+    assert chain.costs == (flops + written + 1,) * 2 + (flops + 2 * written + 1 + 1,)
+
+
+def test_a_tied_table_is_used_at_both_ends():
+    case = CASES["llama, tied"]
+    model = case.build()
+    chain = find_chain(model, None, lambda: case.loss(model, case.batches()[0]))
+    assert chain.shared == {"embed_tokens.weight": (0, 3)}
+
+
+def test_what_a_block_modifies_of_its_input_is_known():
+    model = CASES["in place"].build()
+    (argument,) = probe(model).arguments[1]
+    assert argument.is_modified
+    (argument,) = probe(CASES["gates"].build()).arguments[1]
+    assert not argument.is_modified
+
+
+def test_a_workload_may_name_its_parts_and_their_costs():
+    class Workload:
+        def pipeline_blocks(self, model):
+            return ["blocks.1", "blocks.3"]
+
+        def pipeline_costs(self, model):
+            return [2, 3.5]
+
+    # What lies before, between and behind the named ones belongs to them.
+    model = Residual(Gate)
+    chain = probe(model, workload=Workload())
+    assert (chain.names, chain.costs) == (("blocks.1", "blocks.3"), (2.0, 3.5))
+    assert chain.uses["blocks.0.gate"] == chain.uses["blocks.2.gate"] == (0,)
+    assert chain.uses["blocks.3.gate"] == chain.uses["last.weight"] == (1,)
+
+
+@pytest.mark.parametrize(
+    ("names", "costs", "says"),
+    [
+        (["blocks.9"], [1], "pipeline_blocks() names 'blocks.9', and the model has no such part"),
+        (["blocks"], [1], "blocks does not run in a micro-batch"),
+        (["blocks.0", "blocks.0"], [1], "pipeline_blocks() names 'blocks.0', which is named by"),
+        (["blocks.0", "blocks.0.linear"], [1], "pipeline_blocks() names 'blocks.0.linear', which"),
+        (
+            ["blocks.1", "blocks.0"],
+            [1],
+            "the blocks run in the order blocks.0, blocks.1; name them",
+        ),
+        (
+            [],
+            [1],
+            "the model has no nn.ModuleList or nn.Sequential with parameters; name its parts",
+        ),
+        (
+            ["blocks.0", "blocks.1"],
+            [1],
+            "pipeline_costs() must give a number above 0 for each of 2",
+        ),
+        (["blocks.0", "blocks.1"], [1, 0], "pipeline_costs() must give a number above 0 for each"),
+    ],
+)
+def test_names_and_costs_that_are_none_are_refused(names, costs, says):
+    class Workload:
+        def pipeline_blocks(self, model):
+            return names
+
+        def pipeline_costs(self, model):
+            return costs
+
+    with pytest.raises(WrongInput) as caught:
+        probe(Residual(Gate), workload=Workload())
+    assert str(caught.value).startswith(says)
+
+
+def test_a_model_without_lists_has_no_blocks():
+    with pytest.raises(WrongInput, match=r"no nn.ModuleList or nn.Sequential with parameters"):
+        block_names(nn.Linear(2, 2), None)
+
+
+class Skips(Residual):
+    def forward(self, x):
+        kept = x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x + kept if i == 2 else x)
+        return self.last(self.norm(x))
+
+
+class Unet(Residual):
+    def forward(self, x):
+        a = self.blocks[0](self.first(x))
+        b = self.blocks[1](a)
+        return self.last(self.norm(self.blocks[3](self.blocks[2](b) + a)))
+
+
+class AtTheEnd(Residual):
+    def forward(self, x):
+        kept = x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.norm(x + kept))
+
+
+class Twice(Residual):
+    def forward(self, x):
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return x
+
+
+class Never(Residual):
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+class Parallel(Residual):
+    def forward(self, x):
+        return sum(block(x) for block in self.blocks)
+
+
+class Hidden(Residual):
+    """A block reads what another one has left behind."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.first(x))
+        kept = [x * 2]
+        self.blocks[2].register_forward_hook(lambda m, a, y: None)
+        x = self.blocks[1](x)
+        forward = self.blocks[2].linear.forward
+        self.blocks[2].linear.forward = lambda t: forward(t) + kept[0]
+        try:
+            x = self.blocks[2](x)
+        finally:
+            del self.blocks[2].linear.forward
+        return self.blocks[3](x)
+
+
+class RootBias(Residual):
+    """Computed once, of parameters of the root, and taken by every block."""
+
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, bias):
+            return self.linear(x) + bias
+
+    def __init__(self) -> None:
+        super().__init__(RootBias.Taking)
+
+    def forward(self, x):
+        bias = self.first(x).mean(0)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+
+class Deciding(Residual):
+    def forward(self, x):
+        x = self.blocks[0](self.first(x))
+        if x.max() > 1:
+            x = x * 2
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class Routing(Residual):
+    """As many rows as the values say."""
+
+    def forward(self, x):
+        x = self.blocks[0](self.first(x))
+        x = x[x.sum(-1) > 0]
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+class Writing(Residual):
+    def forward(self, x):
+        result = torch.zeros(4, WIDTH)
+        result[:2] = self.first(x)[:2]
+        for block in self.blocks:
+            result = block(result)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Skips, r"blocks.2 takes a tensor of shape \[4, 8\] that depends on parameters but is not "
+                r"what blocks.1 returns \(a skip connection\); return it from blocks.1 too"),
+        (Unet, r"blocks.3 takes a tensor of shape \[4, 8\] that depends on parameters but is not "
+               r"what blocks.2 returns \(a skip connection\)"),
+        (AtTheEnd, r"loss\(\) depends on what an earlier block has computed otherwise than by what "
+                   r"blocks.3 returns \(a skip connection\)"),
+        (Twice, r"blocks.0 runs 2 times in one micro-batch; a pipeline runs each block once"),
+        (Never, r"blocks.2 does not run in a micro-batch"),
+        (Parallel, r"blocks.1 takes nothing that blocks.0 returns; a pipeline's blocks are"),
+        (Hidden, r"blocks.2 depends on blocks.0.\w+(.\w+)? of blocks.0 otherwise than by what "
+                 r"blocks.0 returns"),
+        (RootBias, r"blocks.1 takes a tensor of shape \[8\] that depends on parameters but is not "
+                   r"what blocks.0 returns \(a skip connection\)"),
+        (Deciding, r"loss\(\) asks for a value of a tensor that is on another stage "
+                   r"\(test_pipeline_chain.py:\d+: if x.max\(\) > 1:\)"),
+        (Routing, r"loss\(\) calls index.Tensor on a tensor that is on another stage, the shape of "
+                  r"whose result depends on its values \(test_pipeline_chain.py:\d+: x = x\["),
+        (Writing, r"loss\(\) writes a tensor that is on another stage into one that is not "
+                  r"\(test_pipeline_chain.py:\d+: result\[:2\] = self.first"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chain_is_refused_with_what_to_do(kind: type[Residual], says: str):
+    model = kind(Gate) if kind not in (RootBias,) else RootBias()
+    with pytest.raises(WrongInput, match=says) as caught:
+        probe(model)
+    assert "\n" not in str(caught.value)
+    assert not any(isinstance(p, Absent) for p in model.parameters())
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_penalty_on_the_weights_is_refused_with_its_line():
+    def loss(model, batch):
+        return square(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    with pytest.raises(WrongInput, match=r"loss\(\) depends on parameters of other stages "
+                       r"\(blocks.0.gate\) \(test_pipeline_chain.py:\d+: .*square"):  # fmt: skip
+        probe(Residual(Gate), loss)
+
+
+def test_a_loss_that_looks_at_a_value_is_refused_and_one_that_prints_it_is_not():
+    printed = []
+
+    def looks(model, batch):
+        found = square(model, batch)
+        return found * 2 if found.item() > 1 else found
+
+    def prints(model, batch):
+        found = square(model, batch)
+        printed.append(f"{found:.2f} {found.item() / 2:.2f} {found.detach().item()}")
+        return found
+
+    with pytest.raises(WrongInput, match=r"asks for a value .* if found.item\(\) > 1 else found"):
+        probe(Residual(Gate), looks)
+    probe(Residual(Gate), prints)
+    assert printed == ["nan nan nan"]
+
+
+def test_a_loss_of_the_batch_alone_is_refused():
+    with pytest.raises(WrongInput, match="does not depend on the model's parameters"):
+        probe(Residual(Gate), lambda model, batch: (model(batch), batch.mean())[1])
+
+
+# --- tensors that are not here --------------------------------------------------------------------
+HERE = torch.ones(3, 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: bool(x.sum()),
+        lambda x: float(x.sum()),
+        lambda x: int(x.sum()),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.sum().item() > 0,
+        lambda x: x.sum().item() == 0,
+        lambda x: int(x.sum().item() * 2 + 1),
+        lambda x: 1 if x.sum().item() else 2,
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: HERE.add_(x),
+        lambda x: HERE.copy_(x),
+        lambda x: HERE.__setitem__(0, x[0]),
+        lambda x: torch.add(x, x, out=HERE),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.allclose(x, x),
+        lambda x: 1.0 in x,
+        lambda x: torch.ones(3)[x[0, 0].long()],
+        lambda x: list(range(x.sum().long())),
+        lambda x: [0, 1][x.sum().long()],
+        lambda x: torch.nn.init.normal_(x) if x.isnan().any() else None,
+        lambda x: torch.repeat_interleave(HERE[0], x[0].long()),
+        lambda x: torch.masked_select(HERE, x > 0),
+        lambda x: __import__("pickle").dumps(x),
+    ],
+)
+def test_what_needs_a_value_raises(use):
+    before = HERE.clone()
+    with pytest.raises((NotHere, TypeError)):
+        use(absent((3, 4), torch.float32, CPU))
+    assert torch.equal(HERE, before)
+
+
+def test_what_needs_a_shape_only_goes_on_with_it():
+    x = absent((3, 4), torch.float32, CPU)
+    layer = nn.Linear(4, 5)
+    layer._parameters["weight"] = absent_parameter(layer.weight, "weight")
+    y = layer(HERE)
+    assert (y.shape, y.dtype, y.requires_grad) == ((3, 5), torch.float32, True)
+    assert isinstance(y, Absent)
+    z = (x.half() @ torch.ones(4, 2).half()).transpose(0, 1)
+    assert (z.shape, z.stride(), z.dtype) == ((2, 3), (1, 2), torch.float16)
+    assert x.add_(HERE) is x
+    assert isinstance(x.detach(), Absent)
+    assert x.new_zeros(2).shape == (2,)
+    with pytest.raises(RuntimeError):
+        x @ torch.ones(5, 2)

@@ -1,0 +1,37 @@
+"""What an operation costs, by the shapes of its tensors: the same on every machine.
+
+Floating-point operations as torch counts them, and one for each element that is written, so that
+what only moves memory is not free.
+"""
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+_VIEWS = {"view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze"}
+
+
+def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Of one operation that returned `result`."""
+    returned = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+    packet = func._overloadpacket
+    if packet.__name__ in _VIEWS:
+        return 0
+    written = sum(t.numel() for t in returned)
+    count = cast(Any, flop_registry).get(packet)
+    if count is not None:
+        return written + float(count(*args, **kwargs, out_val=result))
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        query, key, value = args[:3]
+        rows = math.prod(query.shape[:-1])
+        return written + 2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    if packet in (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn):
+        tensors = [t for t in tree_flatten(args[1:])[0] if isinstance(t, Tensor)]
+        weights = sum(t.numel() for t in tensors if t.dim() == 2)
+        return written + 2.0 * math.prod(args[0].shape[:-1]) * weights
+    return written
