@@ -428,7 +428,6 @@ class Step:
         self._is_agreed = True
         if not vote.is_finite:
             judge(session._inspection, vote, records, member)
-        prepared = replace(prepared, step_s=self._so_far_s())
         self._apply(prepared, vote, vector)
         self._measure(vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it

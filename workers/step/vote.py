@@ -221,13 +221,6 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
                 "value must not depend on the samples (keep it as a floating buffer, or outside)"
             )
     column += len(layout.integer_buffers)
-    user: dict[str, float] = {}
-    for i, name in enumerate(layout.log_names):
-        present = table[:, column + 2 * i] > 0
-        if present.any():
-            values = np.ascontiguousarray(table[present, column + 2 * i + 1]).view(np.float64)
-            user[name] = fold_scalars(values) / int(present.sum())
-    gather_s, reduce_s = np.ascontiguousarray(times.T).view(np.float64).tolist()
     total = fold_scalars(losses)
     return Vote(
         should_pause=bool(pauses),
@@ -240,9 +233,26 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         loss=total / divisor if divisor else math.nan,
         divisor=divisor,
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
-        user=user,
-        pace=pace_of(gather_s, reduce_s, wants_row=bool(rows)),
+        user=_means(layout.log_names, table[:, column:]),
+        pace=_pace(times, wants_row=bool(rows)),
     )
+
+
+def _means(log_names: tuple[str, ...], table: np.ndarray) -> dict[str, float]:
+    """Of what was logged. table: int64, (micro-batches, 2 per name): is it there, and its bits."""
+    means: dict[str, float] = {}
+    for i, name in enumerate(log_names):
+        present = table[:, 2 * i] > 0
+        if present.any():
+            values = np.ascontiguousarray(table[present, 2 * i + 1]).view(np.float64)
+            means[name] = fold_scalars(values) / int(present.sum())
+    return means
+
+
+def _pace(times: np.ndarray, *, wants_row: bool) -> Pace:
+    """times: int64, (ranks, _TIMES), the bits of seconds."""
+    gather_s, reduce_s = np.ascontiguousarray(times.T).view(np.float64).tolist()
+    return pace_of(gather_s, reduce_s, wants_row=wants_row)
 
 
 def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
