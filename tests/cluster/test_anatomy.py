@@ -25,7 +25,7 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
         end = run.finish()
     assert end["status"] == 0, end["err"]
     assert status.returncode == 0, status.stderr
-    assert [part for part in PARTS if part in status.stdout] == list(PARTS)
+    assert [part for part in PARTS if f"{part} " in status.stdout] == list(PARTS)
     assert len([line for line in status.stdout.splitlines() if "iB" in line]) == 3
 
     lines = [json.loads(x) for x in (run.directory / "anatomy.jsonl").read_text().splitlines()]
@@ -37,9 +37,12 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
         assert of_step == pytest.approx(line["step_s"], rel=0.01)
         if line["rank"] == 0:
             assert of_step == pytest.approx(took[line["step"]], rel=0.01)
-    idle = sum(x["wait_s"] for x in lines) / sum(x["step_s"] for x in lines)
-    assert idle == pytest.approx(1 / 3, abs=0.02)
-    assert end["result"]["badput"]["idle"] / sum(took.values()) == pytest.approx(1 / 3, abs=0.02)
+    waited_s = sum(x["wait_s"] for x in lines)
+    busy_s = sum(x["compute_s"] for x in lines)
+    assert waited_s / (busy_s + waited_s) == pytest.approx(
+        1 / 3, abs=0.02
+    )  # whatever else runs here
+    assert end["result"]["badput"]["idle"] == pytest.approx(waited_s / 3, rel=0.02)
 
     done = elastic(run, "chaos", "report", run.directory, "--report", run.directory / "cost")
     assert done.returncode == 0, done.stderr
