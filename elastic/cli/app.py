@@ -25,6 +25,8 @@ from elastic.cli import (
     checkpoint_exchange,
     data,
     journal,
+    profile,
+    runs,
     stop,
 )
 from elastic.cli.absence import Absence, said_of
@@ -395,5 +397,7 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
+app.command()(runs.ls)
+app.command()(profile.profile)
 app.command()(journal.replay)
 app.command()(journal.story)
