@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from elastic.driver.resume import read_past_run
@@ -36,11 +35,13 @@ def runs_in(storage: Folder, now: float | None = None) -> list[Listed]:
     """The folders that hold a run, the one changed last first. `now` is Unix time."""
     sizes, changes = usage(storage)
     names = [name for name in storage.folders() if storage.at(name).exists("config.json")]
-    look = partial(listed, now=now or time.time())
+    at = now or time.time()
+
+    def look(name: str) -> Listed:
+        return listed(storage.at(name), sizes.get(name, 0), changes.get(name), now=at)
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = pool.map(
-            lambda name: look(storage.at(name), sizes.get(name, 0), changes.get(name)), names
-        )
+        runs = pool.map(look, names)
         return sorted(runs, key=lambda run: (-(run.changed_at or 0.0), run.name))
 
 
