@@ -97,8 +97,8 @@ class InPlace(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        x += self.linear(x.clone())
-        return F.relu_(x)
+        x += torch.tanh(self.linear(x.clone()))
+        return x
 
 
 class Dropping(nn.Module):

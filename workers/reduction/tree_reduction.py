@@ -7,6 +7,7 @@ the same bits in either order.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,14 +37,17 @@ PIECES_IN_FLIGHT = 2
 that of a pair of ranks. What is not folded when a backward ends is waited for."""
 
 
-def reduce_tree(group: Group, fold: TreeFold, num_microbatches: int) -> Flats:
+def reduce_tree(
+    group: Group, fold: TreeFold, num_microbatches: int, ids: Sequence[range] = ()
+) -> Flats:
     """The sum over all ids on every rank: equal bits for every world size. A collective.
 
-    The result belongs to the caller, who divides it. Raises PeerLost.
+    ids: of each rank, ascending; by default as even as can be. The result belongs to the caller,
+    who divides it. Raises PeerLost.
     """
     if group.size() == 1:
         return fold.release_root()
-    return TreeReduction(group, fold, num_microbatches).finish()
+    return TreeReduction(group, fold, num_microbatches, ids).finish()
 
 
 class TreeReduction:
@@ -53,14 +57,18 @@ class TreeReduction:
     The sum takes the place of this rank's first node.
     """
 
-    def __init__(self, group: Group, fold: TreeFold, num_microbatches: int) -> None:
-        """Before `finish` only the pieces that were given to `launch` need be folded."""
+    def __init__(
+        self, group: Group, fold: TreeFold, num_microbatches: int, ids: Sequence[range] = ()
+    ) -> None:
+        """Before `finish` only the pieces that were given to `launch` need be folded. ids: as
+        `reduce_tree` takes them."""
         assert num_microbatches == fold.num_microbatches
         world_size, self._group = group.size(), group
         sums = fold.sums()
         self._blocks = [
-            blocks_of(microbatch_ids(num_microbatches, world_size, rank), num_microbatches)
-            for rank in range(world_size)
+            blocks_of(of_rank, num_microbatches)
+            for of_rank in ids
+            or [microbatch_ids(num_microbatches, world_size, rank) for rank in range(world_size)]
         ]
         assert list(self._blocks[group.rank()]) == [block for block, _ in sums]
         self._partials = [flats for _, flats in sums]

@@ -126,6 +126,10 @@ class TrackedBuffers:
         """As another rank's micro-batches gave them: this one computes none."""
         self._integers = [values]
 
+    def replace_integers(self, values: dict[str, Tensor]) -> None:
+        """As the ranks have them that computed with them, in each micro-batch of the step."""
+        self._integers = [values for _ in self._integers] or [values]
+
     def track(self, names: Iterable[str]) -> None:
         """Track these buffers as well, from the next `begin_step` on."""
         added = set(names)
@@ -150,6 +154,13 @@ class TrackedBuffers:
         """Put the tracked buffers back to their committed values."""
         for buffer in self._tracked():
             buffer.restore()
+
+    @torch.no_grad()
+    def separate(self) -> None:
+        """The micro-batch that begins has tracked buffers in memory of its own: the next one begins
+        before its backward has ended."""
+        for buffer in self._tracked():
+            buffer.module._buffers[buffer.key] = buffer.live.clone()
 
     @torch.no_grad()
     def end_microbatch(self) -> list[Tensor]:

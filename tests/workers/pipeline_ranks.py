@@ -1,0 +1,159 @@
+"""Ranks that train a case of pipeline_models.py in stages, without a session around them."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
+from tests.workers.pipeline_models import Case
+from workers.parallel.pipeline.chain import Chain, find_chain
+from workers.parallel.pipeline.neighbours import Neighbours
+from workers.parallel.pipeline.passes import StagePasses
+from workers.parallel.pipeline.reducer import HolderGroups, PipelineReducer
+from workers.parallel.pipeline.stage import StageModel
+from workers.reduction.reducers import Reduced
+from workers.step.buffers import TrackedBuffers
+from workers.step.precision import Casting, cast_inputs
+from workers.train_state.blocks import blocks_of
+
+TIMEOUT_S = 60.0
+
+
+def groups_in(group: Any) -> HolderGroups:
+    return HolderGroups(group, TIMEOUT_S)
+
+
+def seed_block(step: int, microbatch_id: int, block: int) -> None:
+    torch.manual_seed(1000 * step + 10 * microbatch_id + block)
+
+
+def raise_it(error: Exception) -> Any:
+    raise error
+
+
+class Trained:
+    """A model, and its steps by SGD in stages."""
+
+    def __init__(self, case: Case, dtype: torch.dtype | None = None) -> None:
+        torch.manual_seed(0)
+        self.case, self.model = case, case.build()
+        self.casting = Casting(self.model, dtype)
+        if dtype is not None:
+            is_half = lambda: self.casting.is_applied  # noqa: E731
+            cast_inputs(self.model, blocks_of(self.model), dtype, is_half)
+        self.batches = case.batches()
+        self.chain: Chain = find_chain(
+            self.model, None, lambda: case.loss(self.model, self.batches[0])
+        )
+        self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.buffers = TrackedBuffers(self.model)
+        self.step = 0
+
+    def plan(self, wanted_depth: int, num_ranks: int) -> PipelinePlan:
+        """Of 0: a pipeline of three and one of two, which have one micro-batch and the others."""
+        if not wanted_depth:
+            costs, count = self.chain.costs, len(self.batches)
+            three, two = (0, 1, 2, len(costs)), (0, 2, len(costs))
+            sides = (Stages(three, range(1), 1), Stages(two, range(1, count), 1))
+            return PipelinePlan(num_ranks, costs, sides)
+        return plan_pipeline(wanted_depth, num_ranks, self.chain.costs, len(self.batches))
+
+    def train(
+        self,
+        groups: HolderGroups,
+        wanted_depth: int,
+        num_steps: int,
+        schedule: str = "",
+        ranks: Sequence[int] = (),
+    ) -> list[float]:
+        """The loss of each micro-batch of the last step that this rank has; nan if it has none.
+        ranks: by position."""
+        group = groups.group
+        plan = self.plan(wanted_depth, group.size())
+        ranks = list(ranks) or list(range(group.size()))
+        self.reducer = PipelineReducer(
+            self.parameters, self.buffers, groups, self.chain, plan, ranks=ranks,
+            num_microbatches=len(self.batches),
+        )  # fmt: skip
+        position = ranks.index(group.rank())
+        seat, losses = plan.seat(position), [float("nan")] * len(self.batches)
+        passes = None
+        if seat is not None:
+            stages = plan.pipelines[seat.pipeline]
+            in_order = [ranks[position - seat.stage + s] for s in range(stages.depth)]
+            self.stage = StageModel(self.model, self.chain, stages.blocks(seat.stage))
+            self.neighbours = Neighbours(group, in_order, raise_it, nullcontext)
+            passes = self.passes = StagePasses(
+                self.stage, self.chain, stages, seat.stage, self.neighbours,
+                parameters=self.parameters, buffers=self.buffers, schedule=schedule,
+                seed_block=seed_block,
+            )  # fmt: skip
+        for _ in range(num_steps):
+            self.reducer.begin()
+            self.buffers.begin_step()
+            self.casting.cast()
+            if passes is not None:
+                passes.begin(self.step)
+                for i in plan.ids(position):
+                    losses[i] = self._pass(passes, i, i == plan.ids(position)[-1])
+            self.casting.restore()
+            self._apply(self.reducer.finish())
+        return losses
+
+    def _pass(self, passes: StagePasses, i: int, is_last: bool) -> float:
+        self.buffers.begin_microbatch()
+        torch.manual_seed(7 + i)
+        passes.before_forward(i)
+        returned = self.case.loss(self.model, self.batches[i])
+        loss = passes.loss_of(returned)
+        total = None if loss is None else loss[0]
+        passes.backward(i, total, self.reducer, self.buffers.end_microbatch, is_last)
+        return float("nan") if total is None else float(total.detach())
+
+    def _apply(self, reduced: Reduced) -> None:
+        with torch.no_grad():
+            for name, gradient in reduced.gradients.items():
+                self.parameters[name] -= 0.05 * gradient
+        self.buffers.commit(reduced.buffers, self.buffers.integers, len(self.batches))
+        self.step += 1
+
+    def state(self) -> dict[str, Tensor]:
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: t.detach().clone() for name, t in named}
+
+
+def plain(case: Case, num_steps: int, *, is_seeded: bool = False) -> Trained:
+    """The same steps by whole micro-batches and no stages at all. is_seeded: before each block."""
+    from workers.distributed.process_group import Alone
+    from workers.reduction.bitwise import BitwiseReducer
+
+    trained = Trained(case)
+    count = len(trained.batches)
+    reducer = BitwiseReducer(
+        trained.parameters, trained.buffers.floating, Alone(), range(count), count
+    )
+    at = [0]
+    if is_seeded:
+        for number, name in enumerate(trained.chain.names):
+
+            def seed(module: nn.Module, args: Any, number: int = number) -> None:
+                seed_block(trained.step, at[0], number)
+
+            trained.model.get_submodule(name).register_forward_pre_hook(seed)
+    for _ in range(num_steps):
+        reducer.begin()
+        trained.buffers.begin_step()
+        for i in range(count):
+            at[0] = i
+            trained.buffers.begin_microbatch()
+            torch.manual_seed(7 + i)
+            returned = case.loss(trained.model, trained.batches[i])
+            total = returned[0] if isinstance(returned, tuple) else returned
+            reducer.before_backward(i == count - 1)
+            total.backward()
+            reducer.after_backward(i, trained.buffers.end_microbatch())
+        trained._apply(reducer.finish())
+    return trained

@@ -1,0 +1,115 @@
+"""Stages of all kinds of models, on ranks of their own: the bits are those of the whole model."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.pipeline_models import CASES
+from tests.workers.pipeline_ranks import Trained, groups_in, plain
+from tests.workers.ranks import Ranks, run_ranks
+from workers.distributed.process_group import Alone
+from workers.train_state.digest import weights_sha256
+
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As ranks have: bits of the CPU's kernels follow the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_stage_of_all_blocks_computes_what_no_stages_do(name: str):
+    case = CASES[name]
+    trained = Trained(case)
+    trained.train(groups_in(Alone()), 1, STEPS)
+    assert weights_sha256(trained.state()) == hash_of_plain(name)
+    # Between forwards the model is the user's.
+    assert not any("forward" in m.__dict__ for m in trained.model.modules())
+
+
+@cache
+def hash_of_plain(name: str) -> str:
+    case = CASES[name]
+    return weights_sha256(plain(case, STEPS, is_seeded=case.is_random).state())
+
+
+def bits_of(ranks: Ranks, worlds: list[tuple[int, int, str]], names: list[str]) -> dict[str, str]:
+    """worlds: ranks, wanted depth, schedule. By case: the hash."""
+    found: dict[str, str] = {}
+    for generation, (world_size, depth, schedule) in enumerate(worlds):
+        if ranks.index >= world_size:
+            continue
+        groups = groups_in(ranks.form(generation, list(range(world_size))))
+        for name in names:
+            trained = Trained(CASES[name])
+            depths = [p.depth for p in trained.plan(depth, world_size).pipelines]
+            trained.train(groups, depth, STEPS, schedule)
+            found[f"{name}/{world_size} as {depths}/{schedule}"] = weights_sha256(trained.state())
+    return found
+
+
+def check(results: list[dict[str, str]], num_cases: int) -> None:
+    assert len(results[0]) == num_cases
+    wrong = [
+        f"rank {rank}: {key}"
+        for rank, found in enumerate(results)
+        for key, sha256 in found.items()
+        if sha256 != hash_of_plain(key.partition("/")[0])
+    ]
+    assert wrong == []
+
+
+def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
+    names = list(CASES)
+    check(run_ranks(2, lambda ranks: bits_of(ranks, [(2, 2, "")], names)), len(names))
+
+
+SOME = ["in place", "llama, tied", "llama, dropout", "resnet", "t5"]
+
+
+def test_pipelines_side_by_side_and_of_mixed_depth_have_the_bits_of_none():
+    worlds = [(3, 3, "GPipe"), (4, 2, ""), (5, 0, ""), (4, 4, "")]
+    results = run_ranks(5, lambda ranks: bits_of(ranks, worlds, SOME))
+    check(results, len(worlds) * len(SOME))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(schedule: str):
+    def body(ranks: Ranks) -> tuple[int, int, list[float]]:
+        trained = Trained(CASES["gates"])
+        losses = trained.train(groups_in(ranks.form(1, [0, 1])), 2, 1, schedule)
+        activation = 4 * 8 * 4  # bytes of (4, 8) in float32
+        return trained.passes.most_in_flight, trained.neighbours.sent_bytes // activation, losses
+
+    first, last = run_ranks(2, body)
+    num_microbatches = 4
+    assert first[0] == (2 if schedule == "1F1B" else num_microbatches)
+    assert last[0] == (1 if schedule == "1F1B" else num_microbatches)
+    # An activation down and its gradient back, and nothing else.
+    assert (first[1], last[1]) == (num_microbatches, num_microbatches)
+    assert all(math.isnan(loss) for loss in first[2])
+    assert not any(math.isnan(loss) for loss in last[2])
+
+
+def test_half_precision_travels_as_such_and_changes_no_bit():
+    def body(ranks: Ranks) -> list[str]:
+        wanted = Trained(CASES["llama"], torch.bfloat16)
+        wanted.train(groups_in(Alone()), 1, STEPS)
+        found = Trained(CASES["llama"], torch.bfloat16)
+        found.train(groups_in(ranks.form(1, [0, 1, 2])), 3, STEPS)
+        return differing(found.state(), wanted.state())
+
+    assert run_ranks(3, body) == [[]] * 3

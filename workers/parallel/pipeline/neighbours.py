@@ -1,0 +1,108 @@
+"""What stages of a pipeline send each other: activations down, their gradients back, and the
+gradients of parameters that two stages use.
+
+Every wait can be given up: a lost peer ends in `on_lost`, which must raise.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.errors import PeerLost
+from workers.distributed.pending import TorchWork
+from workers.distributed.process_group import AnyGroup
+
+MOST_TENSORS = 64
+"""Between two stages, of a micro-batch and a kind."""
+T = TypeVar("T")
+_KINDS = ("activation", "gradient", "shared")
+
+
+class Arriving:
+    """Tensors on their way to this rank."""
+
+    def __init__(self, by: "Neighbours", works: Sequence[TorchWork], into: list[Tensor]) -> None:
+        self._by, self._works, self._into = by, works, into
+
+    def wait(self) -> list[Tensor]:
+        self._by.wait(self._works)
+        return self._into
+
+
+class Neighbours:
+    """A rank's, by stage, for the life of a generation."""
+
+    def __init__(
+        self,
+        group: AnyGroup,
+        ranks: Sequence[int],
+        on_lost: Callable[[PeerLost], NoReturn],
+        gathering: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """ranks: of the stages. gathering: entered while this rank waits."""
+        self._group, self._ranks = group, ranks
+        self._on_lost, self._gathering = on_lost, gathering
+        self._sending: list[tuple[TorchWork, Tensor]] = []
+        self.sent_bytes = 0
+
+    def send(self, tensors: Sequence[Tensor], stage: int, kind: str, microbatch_id: int) -> None:
+        """They are on their way when this returns, and must not be changed before `settle`."""
+        for index, tensor in enumerate(tensors):
+            if tensor.numel():
+                self._send(tensor, stage, _tag(kind, microbatch_id, index))
+        self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
+
+    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+        plain = tensor.detach().contiguous()
+        self.sent_bytes += plain.nbytes
+        work = self._do(lambda: self._group.send([plain], self._ranks[stage], tag))
+        self._sending.append((work, plain))
+
+    def send_shared(self, gradient: Tensor, stage: int, index: int, microbatch_id: int) -> None:
+        """Of the shared parameter of this number. Not to be changed before `settle`."""
+        self._send(gradient, stage, _tag("shared", microbatch_id, index))
+
+    def receive_shared(
+        self, parameter: Tensor, stage: int, index: int, microbatch_id: int
+    ) -> Tensor:
+        found = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        rank, tag = self._ranks[stage], _tag("shared", microbatch_id, index)
+        self.wait([self._do(lambda: self._group.recv([found], rank, tag))])
+        return found
+
+    def receive(
+        self, like: Sequence[Tensor], stage: int, kind: str, microbatch_id: int
+    ) -> Arriving:
+        """Tensors of these shapes and dtypes; an absent one will do."""
+        into = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in like]
+        rank, works = self._ranks[stage], list[TorchWork]()
+        for index, tensor in enumerate(into):
+            if tensor.numel():
+                tag = _tag(kind, microbatch_id, index)
+                works.append(self._do(partial(self._group.recv, [tensor], rank, tag)))
+        return Arriving(self, works, into)
+
+    def settle(self) -> None:
+        """Until all that was sent has arrived."""
+        self.wait([work for work, _ in self._sending])
+        self._sending = []
+
+    def wait(self, works: Sequence[TorchWork]) -> None:
+        with self._gathering():
+            for work in works:
+                self._do(work.wait)
+
+    def _do(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except PeerLost as error:
+            self._on_lost(error)
+
+
+def _tag(kind: str, microbatch_id: int, index: int) -> int:
+    assert index < MOST_TENSORS
+    return (microbatch_id * len(_KINDS) + _KINDS.index(kind)) * MOST_TENSORS + index

@@ -1,0 +1,169 @@
+"""A step's passes on a stage: the user's loop asks for one micro-batch after another, and what the
+schedule has in between, backwards of earlier ones and what neighbours send, is done when it gives
+back a loss.
+
+What a stage computes of a forward is stage.py's, the order schedule.py's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic.protocol.errors import WrongInput
+from elastic.protocol.pipeline import Stages
+from workers.parallel.pipeline.absent import Absent
+from workers.parallel.pipeline.chain import Chain
+from workers.parallel.pipeline.neighbours import Arriving, Neighbours
+from workers.parallel.pipeline.schedule import Action, actions
+from workers.parallel.pipeline.stage import Crossing, StageModel
+from workers.reduction.reducers import Reducer
+from workers.step.buffers import TrackedBuffers
+from workers.step.microbatches import check_loss
+from workers.step.passes import EndMicrobatch, Loss
+
+SeedBlock = Callable[[int, int, int], None]
+"""(step, micro-batch, block)"""
+
+
+class StagePasses:
+    """See `workers.step.passes.Passes`. Of one stage, for a generation."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        chain: Chain,
+        stages: Stages,
+        stage: int,
+        neighbours: Neighbours,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: TrackedBuffers,
+        schedule: str,
+        seed_block: SeedBlock,
+    ) -> None:
+        """parameters: all that are trained."""
+        self._model, self._stage, self._stages = model, stage, stages
+        self._neighbours, self._seed_block, self._buffers = neighbours, seed_block, buffers
+        self._order = actions(schedule, stages.depth, stage, len(stages.ids))
+        self._todo: deque[Action] = deque()
+        self._flight: dict[int, _InFlight] = {}
+        self._step = 0
+        self.most_in_flight = 0
+        """Micro-batches that have waited for their backward at a time, of all steps."""
+        self._shared = {
+            parameters[name]: sorted({_stage_of(stages, block) for block in used})
+            for name, used in chain.shared.items()
+            if name in parameters
+        }
+        self._shared = {
+            p: users for p, users in self._shared.items() if len(users) > 1 and stage in users
+        }
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._todo, self._flight = deque(self._order), {}
+
+    def before_forward(self, microbatch_id: int) -> None:
+        action = self._todo.popleft()
+        assert (action.kind, self._stages.ids[action.index]) == ("forward", microbatch_id)
+        before = self._stage - 1
+        self._buffers.separate()
+
+        def receive(like: Sequence[Tensor]) -> list[Tensor]:
+            return self._neighbours.receive(like, before, "activation", microbatch_id).wait()
+
+        seed = lambda block: self._seed_block(self._step, microbatch_id, block)  # noqa: E731
+        self._model.begin(receive, seed)
+
+    def loss_of(self, returned: Any) -> Loss | None:
+        if not self._model.is_last:
+            return None
+        total = returned[0] if isinstance(returned, tuple) and returned else returned
+        if isinstance(total, Absent):
+            raise WrongInput(
+                "loss() depends on what another stage computes otherwise than by what the last "
+                "block takes; a penalty on weights belongs into the optimizer (weight_decay)"
+            )
+        return check_loss(returned)
+
+    def backward(
+        self,
+        microbatch_id: int,
+        loss: Tensor | None,
+        reducer: Reducer,
+        end_microbatch: EndMicrobatch,
+        is_last: bool,
+    ) -> None:
+        crossing = self._model.end()
+        flight = _InFlight(crossing, loss, list(end_microbatch()))
+        if not self._model.is_last:
+            after = self._stage + 1
+            self._neighbours.send(crossing.sent, after, "activation", microbatch_id)
+            flight.gradients = self._neighbours.receive(
+                crossing.sent_with_gradient, after, "gradient", microbatch_id
+            )
+        self._flight[microbatch_id] = flight
+        self.most_in_flight = max(self.most_in_flight, len(self._flight))
+        while self._todo and self._todo[0].kind == "backward":
+            of = self._stages.ids[self._todo.popleft().index]
+            reducer.before_backward(not self._todo)
+            held = self._flight.pop(of)
+            self._backward(of, held)
+            reducer.after_backward(of, held.buffers)
+        if not self._todo:
+            self._neighbours.settle()
+
+    def _backward(self, microbatch_id: int, held: "_InFlight") -> None:
+        crossing = held.crossing
+        if held.loss is not None:
+            torch.autograd.backward(held.loss)
+        elif held.gradients is not None:
+            gradients = held.gradients.wait()
+            pairs = [
+                (t, g)
+                for t, g in zip(crossing.sent_with_gradient, gradients, strict=True)
+                if t.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        if self._stage > 0:
+            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in crossing.received]
+            self._neighbours.send(back, self._stage - 1, "gradient", microbatch_id)
+        self._add_shared(microbatch_id)
+
+    def _add_shared(self, microbatch_id: int) -> None:
+        """The first stage that uses a parameter has the sum of what all of them have: of two, that
+        is what one backward through both gives."""
+        for index, (parameter, users) in enumerate(self._shared.items()):
+            first, *others = users
+            # A message of its own for each, told apart by what came before it.
+            if self._stage != first:
+                gradient = parameter.grad
+                mine = torch.zeros_like(parameter) if gradient is None else gradient
+                self._neighbours.send_shared(mine, first, index, microbatch_id)
+                parameter.grad = None
+                continue
+            total = parameter.grad
+            for user in reversed(others):
+                found = self._neighbours.receive_shared(parameter, user, index, microbatch_id)
+                total = found if total is None else total + found
+            parameter.grad = total
+
+    def reset(self) -> None:
+        self._model.give_up()
+        self._flight = {}
+
+
+class _InFlight:
+    """A micro-batch that waits for its backward."""
+
+    def __init__(self, crossing: Crossing, loss: Tensor | None, buffers: list[Tensor]) -> None:
+        self.crossing, self.loss, self.buffers = crossing, loss, buffers
+        self.gradients: Arriving | None = None
+
+
+def _stage_of(stages: Stages, block: int) -> int:
+    return next(s for s in range(stages.depth) if block in stages.blocks(s))

@@ -1,0 +1,170 @@
+"""The sums of a step whose ranks have computed stages: each adds up its micro-batches of its blocks
+in the canonical tree, the holders of a block meet, and all ranks get all sums.
+
+The additions are those of workers/reduction/bitwise.py: the bits do not tell a cut from none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import BroadcastOptions
+
+from elastic.protocol.pipeline import PipelinePlan
+from workers.distributed.process_group import AnyGroup
+from workers.parallel.pipeline.chain import Chain
+from workers.reduction.reducers import Reduced
+from workers.reduction.tree import FlatLayout, Flats, TreeFold
+from workers.reduction.tree_reduction import reduce_tree
+from workers.step.buffers import TrackedBuffers
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Blocks that the same ranks hold."""
+
+    blocks: range
+    names: list[str]
+    """Of parameters."""
+    buffers: list[str]
+    holders: list[int]
+    """Ranks, by pipeline."""
+    layout: FlatLayout
+    fold: TreeFold | None = None
+    """This rank holds it."""
+    group: AnyGroup | None = None
+    """Of the holders."""
+
+
+class HolderGroups:
+    """Of a generation: the groups of those who hold the same blocks, formed when first asked for.
+    All ranks ask in the same order."""
+
+    def __init__(self, group: AnyGroup, timeout_s: float) -> None:
+        """timeout_s: for the holders to meet."""
+        self.group, self._timeout_s = group, timeout_s
+        self._formed: dict[tuple[int, ...], AnyGroup] = {}
+
+    def of(self, holders: Sequence[int]) -> AnyGroup:
+        """A collective among them. Raises PeerLost."""
+        key = tuple(holders)
+        if key not in self._formed:
+            name = f"holders{'-'.join(map(str, key))}"
+            self._formed[key] = self.group.part(name, holders, self._timeout_s)
+        return self._formed[key]
+
+
+class PipelineReducer:
+    """See `workers.reduction.reducers.Reducer`. Every rank has the whole state."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: TrackedBuffers,
+        groups: HolderGroups,
+        chain: Chain,
+        plan: PipelinePlan,
+        *,
+        ranks: Sequence[int],
+        num_microbatches: int,
+    ) -> None:
+        """ranks: by position in the plan. A collective. Raises PeerLost."""
+        group = groups.group
+        floating, self._buffers, self._chain = buffers.floating, buffers, chain
+        self._parameters, self._buffer_names = dict(parameters), tuple(floating)
+        self._group, self._num_microbatches = group, num_microbatches
+        self._ids = [p.ids for p in plan.pipelines]
+        position = list(ranks).index(group.rank())
+        self._segments: list[_Segment] = []
+        for blocks in plan.segments():
+            names = [n for n in parameters if min(chain.uses[n]) in blocks]
+            of_it = [n for n in floating if chain.buffers.get(n, 0) in blocks]
+            holders = [ranks[at] for at in plan.holders(blocks.start)]
+            layout = FlatLayout(
+                {n: parameters[n] for n in names}, {n: floating[n] for n in of_it}, len(holders)
+            )
+            segment = _Segment(blocks, names, of_it, holders, layout)
+            if group.rank() in holders and layout.parts:
+                segment.fold = TreeFold(layout, plan.ids(position), num_microbatches)
+                segment.group = groups.of(holders)
+            self._segments.append(segment)
+        self.used: set[str] = set()
+
+    def begin(self) -> None:
+        for segment in self._segments:
+            if segment.fold is not None:
+                segment.fold.begin()
+        self.used = set()
+        self._drop_gradients()
+
+    def before_backward(self, is_last: bool) -> None:
+        self._drop_gradients()
+
+    def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        values = dict(zip(self._buffer_names, buffers, strict=True))
+        for segment in self._segments:
+            if segment.fold is not None:
+                gradients = [self._parameters[n].grad for n in segment.names]
+                pairs = zip(segment.names, gradients, strict=True)
+                self.used |= {name for name, gradient in pairs if gradient is not None}
+                leaves = [*gradients, *(values[n] for n in segment.buffers)]
+                segment.fold.add(microbatch_id, leaves)
+        self._drop_gradients()
+
+    def serve_pass(self) -> None:
+        raise AssertionError("every rank of a pipeline has as many passes as the others")
+
+    def finish(self) -> Reduced:
+        sums: dict[str, Tensor] = {}
+        summed: list[Flats | None] = []
+        for segment in self._segments:
+            flats = None
+            if segment.fold is not None and segment.group is not None:
+                flats = reduce_tree(segment.group, segment.fold, self._num_microbatches, self._ids)
+            summed.append(flats)
+        for segment, flats in zip(self._segments, summed, strict=True):
+            flats = self._share(segment, flats)
+            names = (*segment.names, *segment.buffers)
+            sums |= dict(zip(names, segment.layout.views(flats), strict=True))
+        self._share_integers()
+        gradients = {n: sums[n].to(p.dtype) for n, p in self._parameters.items()}
+        return Reduced(gradients, {name: sums[name] for name in self._buffer_names})
+
+    def _share(self, segment: _Segment, flats: Flats | None) -> Flats:
+        """What the first holder has, on all ranks. A collective."""
+        if len(segment.holders) == self._group.size():
+            assert flats is not None or not segment.layout.parts
+            return flats or []
+        mine = flats if flats is not None else segment.layout.empty()
+        self._broadcast(mine, segment)
+        return mine
+
+    def _broadcast(self, tensors: Sequence[Tensor], segment: _Segment) -> None:
+        options = BroadcastOptions()
+        options.rootRank = segment.holders[0]
+        for tensor in tensors if self._group.size() > 1 else ():
+            self._group.broadcast([tensor], options).wait()
+
+    def _share_integers(self) -> None:
+        """Each as its first holder has it. A collective."""
+        like, mine = self._buffers.tracked_integers, self._buffers.integers
+        values: dict[str, Tensor] = {}
+        for segment in self._segments:
+            names = [n for n in like if self._chain.buffers.get(n, 0) in segment.blocks]
+            if names:
+                held = [mine.get(n, like[n]).contiguous() for n in names]
+                flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in held])
+                self._broadcast([flat], segment)
+                parts = flat.split([t.nbytes for t in held])
+                for name, tensor, part in zip(names, held, parts, strict=True):
+                    values[name] = part.clone().view(tensor.dtype).view(tensor.shape)
+        if values:
+            self._buffers.replace_integers({name: values[name] for name in like})
+
+    def close(self) -> None:
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None

@@ -1,0 +1,169 @@
+"""The user's forward of the whole model on one stage: the blocks of the others run on absent
+tensors, which costs shapes only; what the stage before has sent is put in at the first local block,
+what the next one needs is taken at the first block behind the last local one.
+
+Between forwards the model is as the user has built it. When a stage does what is passes.py's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from elastic.protocol.errors import UserError
+from workers.parallel.pipeline.absent import Absent, EmptyIsAbsent, absent_like
+from workers.parallel.pipeline.chain import Chain, refresh_recurrent, wrap_forward
+
+Receive = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Gives tensors of these shapes and dtypes from the stage before."""
+
+
+@dataclass(slots=True)
+class Crossing:
+    """What crossed the borders of this stage in one forward."""
+
+    received: list[Tensor] = field(default_factory=list[Tensor])
+    """Those that need a gradient."""
+    sent: list[Tensor] = field(default_factory=list[Tensor])
+    """As the next stage takes them."""
+    sent_with_gradient: list[Tensor] = field(default_factory=list[Tensor])
+    """Those of them that a gradient will come back for."""
+
+
+class StageModel:
+    """A model on the stage of some of its blocks. `begin`, a forward, `end`."""
+
+    def __init__(self, model: nn.Module, chain: Chain, blocks: range) -> None:
+        self._chain, self._blocks_here = chain, blocks
+        self._model = model
+        self._blocks = [model.get_submodule(name) for name in chain.names]
+        here = set(chain.parameters_of(blocks))
+        parameters = {id(p): name for name, p in model.named_parameters()}
+        buffers = {id(b): name for name, b in model.named_buffers()}
+        self._parameters = [
+            (module._parameters, key, name)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and (name := parameters[id(p)]) not in here
+        ]
+        self._buffers = [
+            (module._buffers, key, name)
+            for module in model.modules()
+            for key, b in module._buffers.items()
+            if b is not None and (name := buffers[id(b)]) in chain.buffers
+            if chain.buffers[name] not in blocks
+        ]
+        self._stands: dict[tuple[str, torch.dtype], Absent] = {}
+        self._ran: list[int] = []
+        self._undo: list[Callable[[], None]] = []
+        self._crossing = Crossing()
+
+    @property
+    def is_first(self) -> bool:
+        return self._blocks_here.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._blocks_here.stop == len(self._blocks)
+
+    def begin(self, receive: Receive, seed_block: Callable[[int], None]) -> None:
+        """A forward begins. seed_block: called before each local block."""
+        self._receive, self._seed_block = receive, seed_block
+        self._ran, self._crossing = [], Crossing()
+        for held, key, name in (*self._parameters, *self._buffers):
+            self._put(held, key, name)
+        refresh_recurrent(self._model)
+        for number, block in enumerate(self._blocks):
+            self._undo.append(wrap_forward(block, self._as_here(number, block.forward)))
+
+    def _put(self, held: dict[str, Any], key: str, name: str) -> None:
+        real = held[key]
+        stand = self._stands.get((name, real.dtype))
+        if stand is None or stand.shape != real.shape:
+            stand = self._stands[name, real.dtype] = absent_like(real, name=name)
+        held[key] = stand
+        self._undo.append(lambda: held.__setitem__(key, real))
+
+    def end(self) -> Crossing:
+        """Of the forward; the model is as before. Raises UserError if a local block did not run
+        once."""
+        self.give_up()
+        if self._ran != list(self._blocks_here):
+            odd = next((b for b in self._blocks_here if self._ran.count(b) != 1), self._ran[0])
+            name, count = self._chain.names[odd], self._ran.count(odd)
+            raise UserError(
+                f"{name} runs {count} times on this micro-batch, and once on the one that the "
+                "pipeline was found on; let every micro-batch go through every block",
+                "",
+            )
+        return self._crossing
+
+    def give_up(self) -> None:
+        """Where a forward has ended early, too."""
+        if self._undo:
+            while self._undo:
+                self._undo.pop()()
+            refresh_recurrent(self._model)
+
+    # --- blocks -------------------------------------------------------------------------------
+    def _as_here(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What a block does on this stage."""
+        here = self._blocks_here
+        if number in here:
+            return self._computed(number, forward)
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            if number == here.stop:
+                args, kwargs = self._take(args, kwargs)
+            with torch.no_grad(), EmptyIsAbsent():
+                return forward(*args, **kwargs)
+
+        return skip
+
+    def _computed(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            self._ran.append(number)
+            if number == self._blocks_here.start and number > 0:
+                args, kwargs = self._inject(args, kwargs)
+            self._seed_block(number)
+            return forward(*args, **kwargs)
+
+        return compute
+
+    def _inject(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        flat, spec = tree_flatten((args, kwargs))
+        wanted = self._chain.arguments[self._blocks_here.start]
+        found = [i for i, value in enumerate(flat) if isinstance(value, Absent)]
+        if found != [argument.position for argument in wanted]:
+            raise self._other_arguments(self._blocks_here.start, len(wanted), len(found))
+        tensors = self._receive([flat[i] for i in found])
+        for argument, tensor in zip(wanted, tensors, strict=True):
+            if argument.needs_gradient and torch.is_grad_enabled():
+                self._crossing.received.append(tensor.requires_grad_())
+            flat[argument.position] = tensor.clone() if argument.is_modified else tensor
+        return tree_unflatten(flat, spec)
+
+    def _take(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        flat, spec = tree_flatten((args, kwargs))
+        wanted = self._chain.arguments[self._blocks_here.stop]
+        if len(flat) <= max(argument.position for argument in wanted):
+            raise self._other_arguments(self._blocks_here.stop, len(wanted), len(flat))
+        for argument in wanted:
+            tensor = flat[argument.position]
+            if not isinstance(tensor, Tensor) or isinstance(tensor, Absent):
+                raise self._other_arguments(self._blocks_here.stop, len(wanted), 0)
+            self._crossing.sent.append(tensor)
+            if argument.needs_gradient:
+                self._crossing.sent_with_gradient.append(tensor)
+            flat[argument.position] = absent_like(tensor)
+        return tree_unflatten(flat, spec)
+
+    def _other_arguments(self, block: int, wanted: int, found: int) -> UserError:
+        return UserError(
+            f"{self._chain.names[block]} takes {found} tensors of what is computed before it on "
+            f"this micro-batch, and {wanted} on the one that the pipeline was found on",
+            "",
+        )
