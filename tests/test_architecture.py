@@ -203,6 +203,8 @@ HOST_READS = {
     "workers/tensors/local.py as_bytes": "in host memory",
     "workers/step/vote.py encode": "numpy's",
     "workers/step/vote.py decode": "numpy's",
+    "workers/step/vote.py _means": "numpy's",
+    "workers/step/vote.py _pace": "numpy's",
     "workers/reduction/tree.py _part": "numpy's",
     "workers/worker.py place_in_stream": "numpy's",
     "workers/health/preflight.py _keeps": "no group yet",

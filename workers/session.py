@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.messages.to_controller import Measured
 from elastic.protocol.worker_spec import WorkerSpec
 from workers import evaluation
 from workers.checkpoint.saver import Saving
@@ -24,6 +25,7 @@ from workers.data.placement import to_device
 from workers.data.supply import AnyLoader
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
+from workers.health.gpu import peak_memory
 from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
@@ -418,17 +420,27 @@ class Step:
             is_saving=member.saver.is_busy,
             wants_save=member.wants_save,
             is_finite=reduced.is_finite(read),
+            timing=self._vitals.anatomy.timing(member.rank, member.world_size),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
         self._is_agreed = True
         if not vote.is_finite:
             judge(session._inspection, vote, records, member)
-        prepared = replace(prepared, step_s=self._so_far_s())
         self._apply(prepared, vote, vector)
+        self._measure(vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member)
         self.committed = True
         self._vitals.enter("user")
+
+    def _measure(self, vote: Vote) -> None:
+        """The step is over: where its time went, now and then on record."""
+        member, anatomy = self._member, self._vitals.anatomy
+        peak = partial(peak_memory, member.device)
+        step_s = anatomy.end(vote.pace, member.step, member.rank, peak)
+        member.records.complete(member.step, step_s)
+        if rows := anatomy.take():
+            member.link.send(Measured(rows))
 
     def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """All hold the reduced gradients, so the step counts: take it, offer it to those who

@@ -25,6 +25,8 @@ from elastic.cli import (
     checkpoint_exchange,
     data,
     journal,
+    profile,
+    runs,
     stop,
 )
 from elastic.cli.absence import Absence, said_of
@@ -36,10 +38,12 @@ from elastic.cli.progress import (
     printable,
     worker_table,
 )
+from elastic.cli.share_table import share_table
 from elastic.config import FaultPolicy, RunConfig
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import load_target, parse_arguments
+from elastic.observe.anatomy import newest
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.files import Folder, encode
@@ -336,7 +340,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
-    past = read_past_run(open_run(run_dir))
+    folder = open_run(run_dir)
+    past = read_past_run(folder)
     if past is None or (found := past.status) is None:
         raise WrongInput(f"{run_dir}: the run has no status yet; look again in a moment")
     check_status(found, f"{run_dir}/status.json")
@@ -351,6 +356,8 @@ def status(
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
     if found["workers"] or found["standby"]:
         Console(soft_wrap=True).print(worker_table(found))
+    if rows := newest(folder):
+        Console(soft_wrap=True).print(share_table(rows))
     return 0
 
 
@@ -394,5 +401,7 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
+app.command()(runs.ls)
+app.command()(profile.profile)
 app.command()(journal.replay)
 app.command()(journal.story)

@@ -2,9 +2,10 @@
 
 A pure fold over the journal's events and decisions; what the numbers mean is below.
 
-Every second of the run is in exactly one place. The time up to a new committed step is goodput;
-all other time goes to the bucket of the phase it was spent in. Steps that the run falls back
-behind take their (mean) time from goodput to "rolled_back".
+Every second of the run is in exactly one place. The time up to a new committed step is goodput, but
+for the mean of what its members wait for each other in it, which is "idle"; all other time goes to
+the bucket of the phase it was spent in. Steps that the run falls back behind take their (mean) time
+from goodput to "rolled_back".
 
 Losses between the first and the next committed step are one recovery: cause and detection are the
 first one's, "fence" lasts until the last Form before that step and so contains attempts that were
@@ -33,13 +34,16 @@ from elastic.control.state import (
     Waiting,
 )
 
-Bucket = Literal["starting", "waiting", "recovering", "retried", "growing", "rolled_back", "ending"]
+Bucket = Literal[
+    "starting", "waiting", "recovering", "retried", "growing", "idle", "rolled_back", "ending"
+]
 BUCKETS: tuple[Bucket, ...] = (
     "starting",  # until the first committed step's generation has formed
     "waiting",  # fewer than min workers
     "recovering",  # from a worker's last sign of life until the survivors have formed
     "retried",  # work on a step that was given up and done again
     "growing",  # pausing and forming with newcomers
+    "idle",  # in steps, while a member waits for slower ones or for those with more to compute
     "rolled_back",  # steps that were committed and then lost with all their holders
     "ending",  # after the last step
 )
@@ -138,10 +142,18 @@ def account(so_far: Account, event: Event, before: Decision, decision: Decision)
         if not has_stepped:
             entry = hear_late(entry, event.step_s)
         if isinstance(phase, Running | Pausing):
-            entry = replace(entry, goodput_s=entry.goodput_s + now - entry.since, since=now)
+            entry = take_step(entry, event, now)
     if type(decision.phase) is not type(phase) or decision.ledger.generation != generation:
         entry = leave_phase(entry, event, phase, decision.phase, now)
     return heal(entry, event, decision, has_stepped, now)
+
+
+def take_step(entry: Account, event: Committed, now: float) -> Account:
+    """The time since what was before is the step's: work, but for what members wait in it."""
+    spent_s = now - entry.since
+    idle_s = min(max(0.0, event.idle_s), spent_s)
+    entry = replace(entry, goodput_s=entry.goodput_s + spent_s - idle_s, since=now)
+    return spend(entry, "idle", idle_s) if idle_s else entry
 
 
 def spend(entry: Account, bucket: Bucket, seconds: float) -> Account:

@@ -119,6 +119,8 @@ class Committed:
     origin: int = 0
     """The generation that computed the step; 0 in old journals."""
     has_vote: bool = True
+    idle_s: float = 0.0
+    """Of `step_s` a member waited so long for slower ones, the mean over members."""
 
 
 @dataclass(frozen=True, slots=True)

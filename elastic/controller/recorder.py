@@ -20,6 +20,7 @@ from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read
 from elastic.controller.publisher import Checkpoints, Publisher
 from elastic.controller.writer import Writer
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.membership import worker_name
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -268,6 +269,12 @@ class Recorder:
             directory.record_step(line["metrics"], line["samples"])
         finally:
             self._draw(directory, line["metrics"])
+
+    def record_anatomy(self, worker: int, rows: tuple[dict[str, Any], ...]) -> None:
+        """Where the time of some steps went, on one worker."""
+        if self.directory is not None:
+            lines = [{"worker": worker_name(worker), **row} for row in rows]
+            self.writer.write_soon(self.directory.append_anatomy, lines)
 
     async def settle(self) -> None:
         """Until everything that was told so far, checkpoints too, is in the run directory."""

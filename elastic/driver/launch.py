@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from elastic.config import RunConfig
 from elastic.driver import resume
 from elastic.driver.display import Display
+from elastic.driver.idle_ranks import idle_note
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import target_of
 from elastic.protocol import nccl_settings
@@ -174,6 +175,8 @@ def run_config(
         function_named(strategy, f"parallel='{config.parallel}' names no strategy")
     try:
         check_writable(storage)
+        if not is_silent and (note := idle_note(config)):
+            print(f"elastic: {note}", file=sys.stderr)
         newest = asked(storage, partial(resume.newest_generation, folder_of_run, past))
         record: dict[str, Any] = {
             "storage": storage,

@@ -405,6 +405,8 @@ class RayCluster:
             case r.Committed():
                 self.progress.commits.hear(report)
                 record.step = max(record.step, self.recorded_step)
+            case r.Measured(rows):
+                self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
             case r.Protected():

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,15 @@ class Folder:
         found = self.filesystem.get_file_info(selector)
         files = (i for i in found if i.type == arrow_fs.FileType.File)
         return {i.base_name: (i.mtime_ns or 0) / 1e9 for i in files}
+
+    def all_files(self) -> Iterator[tuple[str, int, float]]:
+        """Path below this folder, bytes and Unix seconds of the last change of every file in it, at
+        any depth. What goes while it is listed is left out."""
+        selector = arrow_fs.FileSelector(self.path, allow_not_found=True, recursive=True)
+        start = len(self.path) + 1 if self.path else 0
+        for info in self.filesystem.get_file_info(selector):
+            if info.type == arrow_fs.FileType.File:
+                yield info.path[start:], info.size or 0, (info.mtime_ns or 0) / 1e9
 
     @property
     def is_there(self) -> bool:

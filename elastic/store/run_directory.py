@@ -32,8 +32,9 @@ from elastic.store.files import (
     reach_folder,
     write_json,
 )
-from elastic.store.journal import LineFile, as_object, lines_backwards, segments
+from elastic.store.journal import LineFile, segments
 from elastic.store.remote import AWAY, is_refused, shown_uri
+from elastic.store.step_lines import end_of_step, end_without_moved, last_step
 
 UPLOAD_EVERY_S = 5.0
 REMOTE_STATUS_EVERY_S = 10.0
@@ -126,6 +127,7 @@ class RunDirectory:
         self._journal = self._open("journal.jsonl")
         self._metrics = self._open("metrics.jsonl")
         self._samples = self._open("samples.jsonl")
+        self._anatomy = self._open("anatomy.jsonl")
         has_rolled_back = self.folder.exists(ROLLED_BACK) or segments(self.folder, ROLLED_BACK)
         self._rolled_back = self._open(ROLLED_BACK) if has_rolled_back else None
         self._owed: deque[Callable[[], object]] = deque()
@@ -134,6 +136,12 @@ class RunDirectory:
         """Committed steps on record."""
         self._written_step = self._uploaded_step = self.last_step
         self._uploader = threading.Thread(target=self._keep_uploading, daemon=True)
+
+    @property
+    def _files(self) -> tuple[LineFile | None, ...]:
+        """In the order in which they are closed."""
+        records = self._samples, self._metrics
+        return (self._journal, self._anatomy, self._rolled_back, *records)
 
     @property
     def logs(self) -> Path:
@@ -181,6 +189,12 @@ class RunDirectory:
 
     def append_journal(self, line: dict[str, Any]) -> None:
         self._journal.append(line)
+
+    def append_anatomy(self, lines: list[dict[str, Any]]) -> None:
+        """Measurements: nothing goes on from them, and a lost one costs nothing."""
+        for line in lines:
+            self._anatomy.keep(encode(line) + b"\n")
+        self._anatomy.write()
 
     def append_logs(self, texts: dict[str, str]) -> None:
         """Add to files among the logs, by name."""
@@ -310,7 +324,7 @@ class RunDirectory:
             self._check_claim()
             step = self._written_step
             self._cut_storage()
-            for lines in (self._journal, self._samples, self._metrics):
+            for lines in (self._journal, self._anatomy, self._samples, self._metrics):
                 lines.upload()
             self._uploaded_step = min(step, self.last_step)
         if with_status and self._status is not None:
@@ -322,7 +336,7 @@ class RunDirectory:
         """Close a run that came to nothing: all is put back before anybody else may open it."""
         self._end_uploads()
         self._check_claim()
-        for lines in (self._journal, self._rolled_back, self._samples, self._metrics):
+        for lines in self._files:
             if lines is not None:
                 lines.abandon()
         try:
@@ -340,7 +354,7 @@ class RunDirectory:
         self._end_uploads()
         self._write_out()
         self.flush()
-        for lines in (self._journal, self._rolled_back, self._samples, self._metrics):
+        for lines in self._files:
             if lines is not None:
                 lines.close()
         if self._remote is not None:
@@ -456,41 +470,3 @@ def as_dict(value: object) -> dict[str, Any]:
 
 def check_fields(name: str, values: dict[str, Any], fields: frozenset[str]) -> None:
     assert values.keys() == fields, f"{name}: fields differ by {sorted(values.keys() ^ fields)}"
-
-
-# --- offsets in files of one line per step --------------------------------------
-def last_step(path: Path) -> int:
-    return next((step_of(path, line) for _, line in lines_backwards(path)), 0)
-
-
-def end_of_step(path: Path, step: int) -> int:
-    """The offset where the lines after `step` begin."""
-    end = path.stat().st_size
-    for start, line in lines_backwards(path):
-        if step_of(path, line) <= step:
-            return end
-        end = start
-    return 0
-
-
-def end_without_moved(metrics: Path, moved: Path) -> int:
-    """The offset in `metrics` from which all lines are among the `moved` ones, in their order."""
-    end = metrics.stat().st_size
-    kept = lines_backwards(metrics)
-    given_up = (line for _, line in lines_backwards(moved))
-    start, last = next(kept, (end, b""))
-    if last not in given_up:  # which it has been, up to the same line
-        return end
-    for before, line in kept:
-        if line != next(given_up, b""):
-            return start
-        start = before
-    return start
-
-
-def step_of(path: Path, line: bytes) -> int:
-    """WrongInput if it is none of ours, which nobody may go on from."""
-    step = (as_object(line) or {}).get("step")
-    if not isinstance(step, int):
-        raise WrongInput(f"{path} has a damaged line: {line[:60]!r}; move the file away")
-    return step

@@ -97,6 +97,20 @@ def test_every_second_of_a_run_with_one_loss_is_in_one_place():
     assert so_far.lost_steps == 0
 
 
+def test_what_members_wait_for_each_other_in_steps_is_idle_and_no_goodput():
+    calm, _ = play([*BEGIN, Committed(2, 3, 1.0, 8.5)])
+    so_far, _ = play(
+        [
+            *BEGIN,
+            Committed(2, 3, 1.0, 8.5, idle_s=0.25),
+            Committed(2, 4, 0.5, 9.0, idle_s=7.0),  # clocks differ: no more than there was
+        ]
+    )
+    assert so_far.badput_s == {**calm.badput_s, "idle": 0.25 + 0.5}
+    assert so_far.goodput_s == calm.goodput_s - 0.25
+    assert so_far.goodput_s + sum(so_far.badput_s.values()) == so_far.wall_s
+
+
 def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
     so_far, _ = play(
         [

@@ -134,7 +134,7 @@ def test_a_run_that_restarts_at_zero_keeps_no_line(run):
 def test_a_run_without_roll_back_has_no_file_for_it(run):
     record(run, range(1, 3))
     run.close()
-    names = ["journal.jsonl", "metrics.jsonl", "samples.jsonl"]
+    names = ["anatomy.jsonl", "journal.jsonl", "metrics.jsonl", "samples.jsonl"]
     assert run.folder.names() == names
 
 
@@ -229,8 +229,8 @@ def test_storage_that_cannot_append_gets_segments_then_whole_files(tmp_path):
     assert run.roll_back(1) == 2
     run.close()
     assert run.folder.names() == [
-        "journal.jsonl", "metrics.jsonl", "metrics.rolledback.jsonl", "samples.jsonl",
-        "status.json",
+        "anatomy.jsonl", "journal.jsonl", "metrics.jsonl", "metrics.rolledback.jsonl",
+        "samples.jsonl", "status.json",
     ]  # fmt: skip
     again = RunDirectory(remote, "r", spool=tmp_path / "another machine")
     assert again.last_step == 1

@@ -90,6 +90,11 @@ def name_of(device: torch.device) -> str:
     return f"GPU-{found.uuid} {place} {found.name}"
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes that its tensors have taken at most; None for the CPU. No device is waited for."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def fault_of(error: BaseException, device: torch.device) -> str:
     """What is wrong with the device itself, which then can do nothing more in this process; "" if
     the error says nothing of that."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from mmap import mmap
 
+from workers.health.anatomy import Anatomy
+
 PHASES = (
     "starting",
     "lobby",
@@ -111,6 +113,7 @@ class Vitals:
         self._own_now_s, self._own_steps, self._own_s = 0.0, 0, 0.0
         self._own: deque[float] = deque(maxlen=_OWN_WINDOW)
         self.generation, self.step = 0, 0
+        self.anatomy = Anatomy(clock)
         self._write()
 
     @property
@@ -125,11 +128,13 @@ class Vitals:
         if self.phase in OWN:
             self._own_now_s += now - self._since
         self._phase, self._since = NUMBERS[phase], now
+        self.anatomy.enter(phase, now)
         self._write()
 
     def begin_step(self) -> None:
         """An attempt at a step."""
         self._own_now_s = 0.0
+        self.anatomy.begin(self.generation, self._clock())
 
     def end_step(self, num_microbatches: int) -> None:
         """This rank has done its own part, and goes on to what all do together."""
@@ -164,6 +169,7 @@ class Vitals:
         """Within: another phase in the middle of this one, whose time stands still."""
         phase, before, began = self._phase, self._since, self._clock()
         self._phase, self._since = NUMBERS[name], began
+        self.anatomy.enter(name, began)
         self._write()
         try:
             yield
@@ -171,6 +177,7 @@ class Vitals:
             now = self._clock()
             self._seen[self._phase].add(now - began)
             self._phase, self._since = phase, before + now - began
+            self.anatomy.enter(PHASES[phase], now)
             self._write()
 
     def _write(self) -> None:

@@ -292,6 +292,8 @@ class Member:
     def returned(self) -> None:
         """The user's loop has, or has nothing to do: wait until there is, or the run ends."""
         self._tell(e.LoopReturned())
+        if rows := self.vitals.anatomy.take(is_last=True):
+            self.link.send(r.Measured(rows))
         self.wait_for_generation()
 
     def wait_for_generation(self) -> None:

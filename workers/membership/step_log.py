@@ -62,6 +62,7 @@ class Records:
                     "applied": vote.is_finite,
                     "user": {k: v if math.isfinite(v) else None for k, v in vote.user.items()},
                 },
+                "idle_s": vote.pace.idle_s,
                 "samples": {
                     "step": step,
                     "first": (step - 1) * batch,
@@ -71,6 +72,11 @@ class Records:
             }
         )
         self._drop_recorded()
+
+    def complete(self, step: int, step_s: float) -> None:
+        """How long the step took that was added last, now that it is over."""
+        if self._unrecorded and step_of(last := self._unrecorded[-1]) == step:
+            last["metrics"]["step_s"] = step_s
 
     def _drop_recorded(self) -> None:
         while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:

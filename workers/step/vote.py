@@ -19,8 +19,12 @@ from elastic.protocol.errors import StepCancelled
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import fold_scalars
+from workers.step.timing import NO_TIMING, Pace, Timing, pace_of
 
-_COUNTS = 7  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save
+_COUNTS = (
+    8  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save, row
+)
+_TIMES = 2  # of each rank: gather, reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class VoteLayout:
     @property
     def size(self) -> int:
         per_id = self.num_microbatches * self.slots_per_microbatch
-        return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_id
+        per_rank = self.world_size * _TIMES
+        return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_rank + per_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class Ballot:
     is_saving: bool
     wants_save: bool
     is_finite: bool
+    timing: Timing = NO_TIMING
 
     @property
     def log_names(self) -> list[str]:
@@ -111,6 +117,7 @@ class Vote:
     divisor: float
     rows: np.ndarray  # int64, (global_batch,)
     user: dict[str, float]
+    pace: Pace
 
     @property
     def rows_sha256(self) -> str:
@@ -149,8 +156,10 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
         bool(ballot.untracked),
         ballot.is_saving,
         ballot.wants_save,
+        ballot.timing.wants_row,
     )
-    used, untracked, table = _parts(layout, vector)
+    used, untracked, times, table = _parts(layout, vector)
+    times[ballot.timing.rank] = _bits(ballot.timing.gather_s), _bits(ballot.timing.reduce_s)
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
@@ -164,11 +173,19 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     return vector
 
 
-def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Behind the counts, as views: a slot per parameter, one per buffer, a row per micro-batch."""
+def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Behind the counts, as views: a slot per parameter, one per buffer, a row per rank, one per
+    micro-batch."""
     at = _COUNTS + len(layout.names.parameters)
     end = at + len(layout.names.buffers)
-    return vector[_COUNTS:at], vector[at:end], vector[end:].reshape(layout.num_microbatches, -1)
+    last = end + layout.world_size * _TIMES
+    times, table = vector[end:last], vector[last:]
+    return (
+        vector[_COUNTS:at],
+        vector[at:end],
+        times.reshape(layout.world_size, _TIMES),
+        table.reshape(layout.num_microbatches, -1),
+    )
 
 
 def add_up(group: AnyGroup, vector: np.ndarray) -> np.ndarray:
@@ -184,9 +201,9 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     Raises ValueError if the ranks' models have other names, or micro-batches disagree on an integer
     buffer or on the kind of loss.
     """
-    digests, pauses, nonfinite, unknown, _, saving, saves = vector[:_COUNTS].tolist()
+    digests, pauses, nonfinite, unknown, _, saving, saves, rows = vector[:_COUNTS].tolist()
     _check_names(layout, digests)
-    used, untracked, table = _parts(layout, vector)
+    used, untracked, times, table = _parts(layout, vector)
     losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
     losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
     is_weighted = ~np.isnan(weights)
@@ -204,12 +221,6 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
                 "value must not depend on the samples (keep it as a floating buffer, or outside)"
             )
     column += len(layout.integer_buffers)
-    user: dict[str, float] = {}
-    for i, name in enumerate(layout.log_names):
-        present = table[:, column + 2 * i] > 0
-        if present.any():
-            values = np.ascontiguousarray(table[present, column + 2 * i + 1]).view(np.float64)
-            user[name] = fold_scalars(values) / int(present.sum())
     total = fold_scalars(losses)
     return Vote(
         should_pause=bool(pauses),
@@ -222,8 +233,26 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         loss=total / divisor if divisor else math.nan,
         divisor=divisor,
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
-        user=user,
+        user=_means(layout.log_names, table[:, column:]),
+        pace=_pace(times, wants_row=bool(rows)),
     )
+
+
+def _means(log_names: tuple[str, ...], table: np.ndarray) -> dict[str, float]:
+    """Of what was logged. table: int64, (micro-batches, 2 per name): is it there, and its bits."""
+    means: dict[str, float] = {}
+    for i, name in enumerate(log_names):
+        present = table[:, 2 * i] > 0
+        if present.any():
+            values = np.ascontiguousarray(table[present, 2 * i + 1]).view(np.float64)
+            means[name] = fold_scalars(values) / int(present.sum())
+    return means
+
+
+def _pace(times: np.ndarray, *, wants_row: bool) -> Pace:
+    """times: int64, (ranks, _TIMES), the bits of seconds."""
+    gather_s, reduce_s = np.ascontiguousarray(times.T).view(np.float64).tolist()
+    return pace_of(gather_s, reduce_s, wants_row=wants_row)
 
 
 def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:

@@ -72,7 +72,9 @@ class Progress:
             self.recorded_step, self.recorded_generation = step, done_by
             self._record.record_step(line)
             has_vote = self.commits.knows_vote_of(step, done_by)
-            self._say(e.Committed(generation, step, step_s, self._now(), done_by, has_vote))
+            idle_s = round(line.get("idle_s", 0.0), 6)
+            said = e.Committed(generation, step, step_s, self._now(), done_by, has_vote, idle_s)
+            self._say(said)
         elif step > self.recorded_step:
             log.error('step=%d reason="step %d is not on record"', step, self.recorded_step + 1)
 

@@ -145,6 +145,14 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Where the time of committed steps went."""
+
+    rows: tuple[dict[str, Any], ...]
+    """Lines of anatomy.jsonl, without the worker's name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """A rank's copy of a step is held, or nobody is there to hold it."""
 
@@ -263,6 +271,7 @@ Report: TypeAlias = (
     | Suspended
     | CollectiveFailed
     | Committed
+    | Measured
     | Held
     | Protected
     | HolderSilent

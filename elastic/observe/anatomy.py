@@ -1,0 +1,61 @@
+"""`anatomy.jsonl` as its readers take it: rows, and what share of a step's time each part has.
+
+Who measures is workers/health/anatomy.py; what the fields mean is in docs/running.md.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import Folder, Kinds, check_kinds
+from elastic.store.journal import LineTail
+
+NAME = "anatomy.jsonl"
+PARTS = ("data", "compute", "gather", "reduce", "wait", "vote", "apply")
+KINDS: Kinds = {
+    "step": int,
+    "steps": int,
+    "generation": int,
+    "rank": int,
+    "worker": str,
+    "time": float,
+    "step_s": float,
+    **{f"{part}_s": float for part in PARTS},
+    "memory_bytes": int,
+    "gpu_memory_bytes": int | None,
+    "spans": list,
+}
+LAST_BYTES = 1 << 18
+"""Of the file's end: enough for the newest row of each of many ranks."""
+
+Row: TypeAlias = dict[str, Any]
+
+
+def newest(folder: Folder) -> list[Row]:
+    """The newest row of each rank of the newest generation, by rank. Reads the file's end only."""
+    lines = LineTail(folder, NAME, last_bytes=LAST_BYTES).poll()
+    rows = [line for line in lines if is_row(line)]
+    generation = max((row["generation"] for row in rows), default=0)
+    found = {row["rank"]: row for row in rows if row["generation"] == generation}
+    return [found[rank] for rank in sorted(found)]
+
+
+def is_row(line: Row) -> bool:
+    """Others may have put something there; measurements that are none are passed over."""
+    try:
+        check_kinds(line, KINDS, NAME)
+    except WrongInput:
+        return False
+    seconds = (line["step_s"], line["time"], *(line[f"{part}_s"] for part in PARTS))
+    return all(math.isfinite(s) and s >= 0 for s in seconds)
+
+
+def shares(rows: Iterable[Row]) -> dict[str, float]:
+    """Of all their time, by part; they add up to 1. Nothing for no time at all."""
+    sums = dict.fromkeys(PARTS, 0.0)
+    for row in rows:
+        for part in PARTS:
+            sums[part] += row[f"{part}_s"]
+    total_s = sum(sums.values())
+    return {part: s / total_s for part, s in sums.items()} if total_s > 0 else {}
