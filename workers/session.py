@@ -65,6 +65,8 @@ class Session:
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
         """The step at hand, likewise; None outside of steps."""
+        self.fitted_over = 0
+        """Members of the generation that has committed last, likewise."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -427,7 +429,7 @@ class Step:
         self._apply(prepared, vote, vector)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member)
-        self.committed = True
+        self.committed, session.fitted_over = True, member.world_size
         self._vitals.enter("user")
 
     def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
