@@ -67,6 +67,8 @@ class Session:
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
         """The step at hand, likewise; None outside of steps."""
+        self.fitted_over = 0
+        """Members of the generation that has committed last, likewise."""
 
     # --- what a loop reads ---------------------------------------------------------
     @property
@@ -430,7 +432,7 @@ class Step:
         self._measure(vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member)
-        self.committed = True
+        self.committed, session.fitted_over = True, member.world_size
         self._vitals.enter("user")
 
     def _measure(self, vote: Vote) -> None:

@@ -55,7 +55,7 @@ from workers.session import Session
 from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
 from workers.train_state.build import check_threads
-from workers.train_state.out_of_memory import OutOfMemory
+from workers.train_state.out_of_memory import OutOfMemory, advice
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
@@ -393,6 +393,8 @@ class Worker:
         is_users_own = isinstance(error, UserError)
         is_ours = isinstance(error, WrongInput)
         what = error.message if is_users_own else str(error) if is_ours else in_words(error)
+        if self._has_begun and self._session is not None and self._member is not None:
+            what += advice(error, self._member.world_size, self._session.fitted_over)
         return (
             f"{where}: {what}\n{error.traceback_text if is_users_own else traceback.format_exc()}"
         )

@@ -13,3 +13,11 @@ def place(request):
     where.go_to(request.param)
     yield request.param
     where.leave()
+
+
+@pytest.fixture(params=["cpu", pytest.param("sim", marks=pytest.mark.slow)], scope="module")
+def place_slowly(request):
+    """Likewise, where the second time takes too long for `make test`."""
+    where.go_to(request.param)
+    yield request.param
+    where.leave()

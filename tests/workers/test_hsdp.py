@@ -19,13 +19,15 @@ from tests.workers.sharded_rig import (
 from workers.distributed.process_group import Alone
 from workers.tensors.local import local
 
+pytestmark = pytest.mark.usefixtures("place_slowly")
+
 STEPS = 3
 KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 1))
 """Two replicas of two; whole copies; one stands by; fewer than a replica."""
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(place_slowly):
     strategy, hashes = build("ddp"), []
     for _ in range(STEPS + 1):
         hashes.append(sha256(strategy))
@@ -38,7 +40,7 @@ HALF = {"precision": "bf16", "activation_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(place_slowly):
     """By rank: what became of each kind of run."""
 
     def body(ranks):
@@ -85,7 +87,9 @@ def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only
     assert found[:2] == found[2:]
     for name, parameter in strategy.train_state.model.named_parameters():
         values = found[0][name] + found[1][name] if parameter.dim() else found[0][name]
-        torch.testing.assert_close(torch.tensor(values), parameter.detach(), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(values), parameter.detach().cpu(), rtol=1e-3, atol=1e-5
+        )
 
 
 def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):

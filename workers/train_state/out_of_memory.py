@@ -30,6 +30,17 @@ def told_as_loss(doing: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory while {doing}: {first_line(error)}") from error
 
 
+def advice(error: Exception, world_size: int, fitted_over: int) -> str:
+    """For a person, behind an error in a step of fewer members than those who committed the one
+    before; else "". With sharded state each of fewer members holds more."""
+    if not says_no_memory(error) or world_size >= fitted_over:
+        return ""
+    return (
+        f" (step and state fit over {fitted_over} workers, and not over {world_size}: resume with "
+        f"workers=({fitted_over}, ...), so that the run waits for as many, or with offload=True)"
+    )
+
+
 def says_no_memory(error: Exception) -> bool:
     is_host = isinstance(error, RuntimeError) and REFUSED in str(error)
     is_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
