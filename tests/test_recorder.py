@@ -21,6 +21,7 @@ from elastic.control.transition import start
 from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of
+from elastic.observe.anatomy import is_row
 from elastic.on_ray.cluster import RayCluster
 from elastic.protocol.messages.to_controller import Loaded, PartSaved
 from elastic.store import run_directory
@@ -31,6 +32,7 @@ from elastic.store.files import open_folder, read_json
 from elastic.store.journal import read_lines
 from elastic.store.remote import StoreAway
 from tests.cli.test_cli import RESULT, STATUS
+from tests.cli.test_profile import row
 from tests.object_store import FaultProxy, S3Server, uri
 from tests.store.saves import part_of, tensors
 from tests.store.test_run_directory import metrics, samples
@@ -141,6 +143,28 @@ def test_a_run_is_seen_before_a_worker_is_ready_and_is_gone_if_it_comes_to_nothi
         "r/checkpoints",
         "r/checkpoints/step-00000000",
     ]
+
+
+def test_measurements_are_in_a_file_and_in_the_curves_while_the_run_goes_on(tmp_path):
+    rows = tuple(
+        {k: v for k, v in row(1, rank, wait_s=1.0).items() if k != "worker"} for rank in (0, 1)
+    )
+
+    async def run() -> None:
+        opened = recorder(str(tmp_path))
+        await opened.open_at(0, [])
+        record(opened, 1)
+        opened.record_anatomy(3, rows[:1])
+        opened.record_anatomy(4, rows[1:])
+        await settled(opened)
+        lines = read_lines(open_folder(opened.place), "anatomy.jsonl")
+        assert [(line["worker"], line["rank"]) for line in lines] == [("w3", 0), ("w4", 1)]
+        assert all(is_row(line) for line in lines)
+        await end(opened)
+
+    asyncio.run(run())
+    (events,) = (tmp_path / "r/tensorboard").iterdir()
+    assert b"anatomy/wait" in events.read_bytes()
 
 
 def test_a_resume_that_comes_to_nothing_leaves_the_run_as_it_was(tmp_path):

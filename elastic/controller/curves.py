@@ -45,6 +45,11 @@ class Curves:
         self._write(metrics["time"], metrics["step"], summary=self._summary(values))
         self.flush_now_and_then()
 
+    def record_shares(self, step: int, at: float, shares: Mapping[str, float]) -> None:
+        """Where the time of the steps up to `step` went, of all ranks. at: Unix seconds."""
+        summary = self._summary({f"anatomy/{part}": share for part, share in shares.items()})
+        self._write(at, step, summary=summary)
+
     def flush_now_and_then(self) -> None:
         """To be called while steps are slow, too: whoever looks sees those of seconds ago."""
         now = time.monotonic()

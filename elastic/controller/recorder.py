@@ -19,6 +19,7 @@ from elastic.controller.curves import Curves
 from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read_past
 from elastic.controller.publisher import Checkpoints, Publisher
 from elastic.controller.writer import Writer
+from elastic.observe.anatomy import SharesByStep
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
 from elastic.store.before import Before, look_at
@@ -63,6 +64,7 @@ class Recorder:
         self._before: Before | None = None
         """What the run directory held when it was opened; None once a worker was sound."""
         self._curves: Curves | None = None
+        self._shares = SharesByStep()
         self.writer = Writer(self._storage_failed, fail)
         self.trouble = self.writer.trouble
         self.publisher = Publisher(self.writer, tell_of_save)
@@ -274,7 +276,16 @@ class Recorder:
         """Where the time of some steps went, on one worker."""
         if self.directory is not None:
             lines = [{"worker": worker_name(worker), **row} for row in rows]
-            self.writer.write_soon(self.directory.append_anatomy, lines)
+            self.writer.write_soon(self._record_anatomy, self.directory, lines)
+
+    def _record_anatomy(self, directory: RunDirectory, lines: list[dict[str, Any]]) -> None:
+        """In the writer's thread. Curves are of whole steps: of all ranks."""
+        try:
+            directory.append_anatomy(lines)
+        finally:
+            for step in self._shares.hear(lines):
+                if self._curves is not None:
+                    self._curves.record_shares(step.step, step.time, step.shares)
 
     async def settle(self) -> None:
         """Until everything that was told so far, checkpoints too, is in the run directory."""

@@ -5,6 +5,7 @@ Who measures is workers/health/anatomy.py; what the fields mean is in docs/runni
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from elastic.protocol.errors import WrongInput
@@ -18,6 +19,7 @@ KINDS: Kinds = {
     "steps": int,
     "generation": int,
     "rank": int,
+    "world_size": int,
     "worker": str,
     "time": float,
     "step_s": float,
@@ -59,3 +61,44 @@ def shares(rows: Iterable[Row]) -> dict[str, float]:
             sums[part] += row[f"{part}_s"]
     total_s = sum(sums.values())
     return {part: s / total_s for part, s in sums.items()} if total_s > 0 else {}
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the time of all ranks."""
+
+    step: int
+    """The last of the steps."""
+    time: float
+    """Unix seconds."""
+    shares: dict[str, float]
+
+
+class SharesByStep:
+    """Rows as ranks send them, each some at a time, of steps that are whole once all have."""
+
+    MOST_STEPS = 64
+    """Ranks are never so far apart: an older step is one of which a row was lost."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, dict[int, Row]] = {}
+        """By step, by rank."""
+        self._told = self._generation = 0
+
+    def hear(self, rows: Iterable[Row]) -> list[Shares]:
+        """What is whole by now, in order of steps."""
+        for row in rows:
+            if row["generation"] > self._generation:  # it may do steps again
+                self._generation, self._told = row["generation"], 0
+                self._rows.clear()
+            if row["step"] > self._told and row["generation"] == self._generation:
+                self._rows.setdefault(row["step"], {})[row["rank"]] = row
+        whole: list[Shares] = []
+        for step in sorted(self._rows):
+            of_step = list(self._rows[step].values())
+            if len(of_step) < of_step[0]["world_size"] and len(self._rows) <= self.MOST_STEPS:
+                break
+            del self._rows[step]
+            self._told = step
+            whole.append(Shares(step, max(row["time"] for row in of_step), shares(of_step)))
+        return whole

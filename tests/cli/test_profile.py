@@ -13,7 +13,7 @@ def row(step: int, rank: int, generation: int = 1, **changed) -> dict:
     spans = [["data", 0.1], ["compute", 0.2 + rank], ["vote", 0.1], ["apply", 0.05]]
     return {
         **{"step": step, "steps": 1, "generation": generation, "rank": rank, "worker": f"w{rank}"},
-        **{"time": 1.0, "step_s": 1.0, **{f"{part}_s": 0.0 for part in PARTS}},
+        **{"world_size": 2, "time": 1.0, "step_s": 1.0, **{f"{part}_s": 0.0 for part in PARTS}},
         **{"memory_bytes": 1, "gpu_memory_bytes": None, "spans": spans},
         **changed,
     }

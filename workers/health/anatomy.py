@@ -49,7 +49,7 @@ class Anatomy:
         """The next step is to be traced."""
         self._sums = [0.0] * len(PARTS)
         """Of the committed steps that no row has yet."""
-        self._num_steps = self._generation = 0
+        self._num_steps = self._generation = self._world_size = 0
         self._row_at = self._said_at = now
         self._rows: list[dict[str, Any]] = []
 
@@ -72,6 +72,7 @@ class Anatomy:
 
     def timing(self, rank: int, world_size: int) -> Timing:
         """For the vote of this step. Rank 0 says when all are to make a row."""
+        self._world_size = world_size
         is_due = rank == 0 and self._since - self._row_at >= ROW_EVERY_S * world_size
         return Timing(rank, self._step[_GATHER], self._step[_REDUCE], wants_row=is_due)
 
@@ -105,6 +106,7 @@ class Anatomy:
             "steps": self._num_steps,
             "generation": self._generation,
             "rank": rank,
+            "world_size": self._world_size,
             "time": time.time(),
             "step_s": round(sum(self._sums), 6),
             **{f"{part}_s": round(s, 6) for part, s in zip(PARTS, self._sums, strict=True)},
