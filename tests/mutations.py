@@ -59,6 +59,7 @@ MUTATIONS = (
         "generation=max([ledger.generation, *(s.generation for s in standings)]),",
         "generation=ledger.generation,",
         "tests/control/test_failover.py",
+        is_of_protocol=True,
     ),
     Mutation(
         "a generation that begins behind the record leaves the record as it is",
@@ -73,6 +74,7 @@ MUTATIONS = (
         "    state = replace(state, prepared_by=0)\n    return Outcome(state, (leave,",
         "    return Outcome(state, (leave,",
         "tests/workers/test_machine.py",
+        is_of_protocol=True,
     ),
     Mutation(
         "a step that is not on record is said once only",
@@ -80,6 +82,7 @@ MUTATIONS = (
         "    | r.Committed\n",
         "",
         "tests/control/test_in_force.py",
+        is_of_protocol=True,
     ),
     Mutation(
         "a generation that is over is obeyed again over another connection",
@@ -87,6 +90,7 @@ MUTATIONS = (
         "case Form(generation) if generation <= state.seat.generation:",
         "case Form(generation) if generation < state.seat.generation:",
         "tests/workers/test_machine.py",
+        is_of_protocol=True,
     ),
     Mutation(
         "a sharded state is gone on from although nobody can report the steps before it",
@@ -157,6 +161,7 @@ MUTATIONS = (
         "is_early = save.step > ledger.recorded_step",
         "is_early = save.step > ledger.step",
         f"tests/control/test_sharded_transition.py {NETWORK}",
+        is_of_protocol=True,
     ),
     Mutation(
         "who is prepared rolls forward without the vote",
