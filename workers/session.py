@@ -29,7 +29,8 @@ from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.microbatches import Logged, Microbatches, check_loss, kept
+from workers.step.microbatches import Logged, Microbatches, kept
+from workers.step.passes import Passes, PlainPasses
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
@@ -54,6 +55,7 @@ class Session:
         self.workload = workload
         self._spec, self._member, self._loader = spec, member, loader
         self._reducer: Reducer | None = None
+        self._passes: Passes = PlainPasses()
         self._reducer_of = (0, ())  # generation, tracked buffers
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
@@ -208,6 +210,7 @@ class Session:
             assert group is not None
             parameters = member.train_state.parameters
             self._reducer = member.strategy.reducer(parameters, member.mesh, group)
+            self._passes = member.strategy.passes(member.mesh, group)
             self._reducer_of = key
         return self._reducer
 
@@ -230,6 +233,7 @@ class Step:
         self._reducer: Reducer | None = None
         self._ids = self._member.ids
         """Of this rank's micro-batches."""
+        self._num_forwards = 0
         self._has_iterated = False
         self._is_awaiting_backward = False
         self._num_passes_left = 0
@@ -269,6 +273,7 @@ class Step:
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
+        self._session._passes.reset()
         self._member.train_state.casting.restore()
         if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
@@ -302,11 +307,12 @@ class Step:
         session, member = self._session, self._member
         self._reducer = session._take_reducer()
         self._reducer.begin()
+        session._passes.begin(self._from_step)
         member.train_state.buffers.begin_step()
         member.train_state.casting.cast()
         session._assign_loader(self._ids)
         for self._num_passes_left in reversed(range(member.num_passes)):
-            if len(self._done) == len(self._ids):
+            if self._num_forwards == len(self._ids):
                 self._reducer.serve_pass()
                 continue
             self._vitals.enter("data")
@@ -314,6 +320,7 @@ class Step:
             batch = to_device(loaded.batch, member.device)
             member.train_state.buffers.begin_microbatch()
             seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
+            session._passes.before_forward(loaded.microbatch_id)
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
             yield batch
@@ -324,7 +331,7 @@ class Step:
 
     def _next_batch(self) -> LoadedBatch:
         session, member = self._session, self._member
-        microbatch_id = self._ids[len(self._done)]
+        microbatch_id = self._ids[self._num_forwards]
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
         session.attempt = LoadedBatch(self._from_step, microbatch_id, np.empty(0, np.int64), None)
         session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
@@ -340,21 +347,28 @@ class Step:
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
-        total, weight = check_loss(loss)
+        passes = session._passes
+        found = passes.loss_of(loss)
         attempt, scale = session.attempt, member.train_state.loss_scale
-        self._reducer.before_backward(not self._num_passes_left)
         session._inspection.before_backward(attempt.microbatch_id)
         try:
-            (total * scale.value if scale else total).backward()
+            passes.backward(
+                attempt.microbatch_id,
+                found and (found[0] * scale.value if scale else found[0]),
+                self._reducer,
+                member.train_state.buffers.end_microbatch,
+                is_last=not self._num_passes_left,
+            )
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        leaves = member.train_state.buffers.end_microbatch()
-        self._reducer.after_backward(attempt.microbatch_id, leaves)
-        self._done.add(total, weight, attempt.rows, session._take_logged())
+        self._num_forwards += 1
+        logged = session._take_logged()
+        if found is not None:  # else another rank has the loss, and what follows from it
+            self._done.add(*found, attempt.rows, logged)
 
     def commit(self) -> None:
         """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.
@@ -365,9 +379,9 @@ class Step:
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
         self._check_cancelled()
-        if self._reducer is None or len(self._done) != len(self._ids):
+        if self._reducer is None or self._num_forwards != len(self._ids):
             raise RuntimeError(
-                f"commit() after {len(self._done)} of {len(self._ids)} micro-batches; "
+                f"commit() after {self._num_forwards} of {len(self._ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._member.train_state.casting.restore()

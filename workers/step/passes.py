@@ -7,7 +7,6 @@ What is done with the gradients is the reducer's (workers/reduction/reducers.py)
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from workers.reduction.reducers import Reducer
@@ -73,7 +72,7 @@ class PlainPasses:
     ) -> None:
         assert loss is not None
         reducer.before_backward(is_last)
-        torch.autograd.backward(loss)
+        loss.backward()
         reducer.after_backward(microbatch_id, end_microbatch())
 
     def reset(self) -> None:
