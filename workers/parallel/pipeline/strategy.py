@@ -105,26 +105,30 @@ class Staged(Replicated):
         is_it = self._mesh.plan is not None and world_size == self._mesh.world_size
         return self._mesh if is_it else super().mesh_of(world_size)
 
+    @property
+    def plan(self) -> PipelinePlan:
+        """Of the generation at hand."""
+        assert self._mesh.plan is not None
+        return self._mesh.plan
+
     # --- a step -----------------------------------------------------------------------------
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:
         assert self.chain is not None
         assert self._groups is not None
-        assert self._mesh.plan is not None
         return PipelineReducer(
             parameters,
             self.train_state.buffers,
             self._groups,
             self.chain,
-            self._mesh.plan,
+            self.plan,
             ranks=mesh.ranks(),
             num_microbatches=self._spec.num_microbatches,
         )
 
     def passes(self, mesh: Mesh, group: AnyGroup) -> Passes:
-        plan, formed, chain = self._mesh.plan, self._formed, self.chain
-        assert plan is not None
+        plan, formed, chain = self.plan, self._formed, self.chain
         assert formed is not None
         assert chain is not None
         position = mesh.position(group.rank())
