@@ -132,8 +132,11 @@ class RunConfig:
     micro_batch: int
     """Samples per forward pass, a divisor of `global_batch`; required."""
     parallel: Parallel = field(default_factory=Parallel)
-    """How the model is spread over the workers: a `Parallel`, or its words, such as "ddp" or
-    "package.module:function" for a strategy of your own; default "ddp"."""
+    """How the model is spread over the workers: a `Parallel`, or its words; default "ddp".
+
+    The words are "ddp", "fsdp", "fsdp-grad-op" or "hsdp:S" (S ranks in a replica).
+    "package.module:function" names a strategy of your own, behind a comma or alone.
+    """
     reduction: str = "fast"
     """"fast": stock collectives. "bitwise": weights equal for every history. Default "fast"."""
     precision: str = "fp32"

@@ -147,6 +147,20 @@ MUTATIONS = (
         "tests/control/test_failover.py",
     ),
     Mutation(
+        "a checkpoint is published ahead of the record",
+        "elastic/control/checkpointing.py",
+        "is_early = save.step > ledger.recorded_step",
+        "is_early = save.step > ledger.step",
+        f"tests/control/test_sharded_transition.py {NETWORK}",
+    ),
+    Mutation(
+        "who is prepared rolls forward without the vote",
+        RECOVERY,
+        "    if not ledger.has_vote:\n        return NOBODY\n",
+        "",
+        "tests/control/test_failover.py",
+    ),
+    Mutation(
         "who has copied a step takes part in what others do after it",
         RECOVERY,
         "usable = usable - (phase.copied - phase.between - rollers)",

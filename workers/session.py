@@ -134,10 +134,8 @@ class Session:
             raise RuntimeError("next_step(): the block of the step before is still open")
         member = self._joined()
         if member.train_state.step >= self.steps:
-            raise RuntimeError(
-                f"next_step(): all {self.steps} steps are committed; loop while session.step < "
-                "session.steps"
-            )
+            why = f"all {self.steps} steps are committed; loop while session.step < session.steps"
+            raise RuntimeError(f"next_step(): {why}")
         member.boundary()
         return Step(self)
 

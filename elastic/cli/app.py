@@ -134,7 +134,11 @@ def run(
     micro_batch: Annotated[int, typer.Option(help="Samples per forward, divides global batch.")],
     workers: Annotated[str, typer.Option(help="A number, or MIN..MAX to be elastic.")] = "1",
     parallel: Annotated[
-        str, typer.Option(help="ddp, fsdp, fsdp-grad-op, hsdp:S, or package.module:function.")
+        str,
+        typer.Option(
+            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica); package.module:function: "
+            "a strategy of your own."
+        ),
     ] = "ddp",
     reduction: Annotated[
         str, typer.Option(help="fast, or bitwise: weights equal for every history.")

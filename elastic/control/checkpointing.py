@@ -42,11 +42,12 @@ def hear_part(ledger: Ledger, phase: Active, event: PartSaved, limits: Limits) -
 
 
 def publish_if_whole(decision: Decision, at: float, limits: Limits) -> Decision:
-    """All parts are durable, and the step is committed: with peer memory that may come later."""
+    """All parts are durable, and the step is on record, which may come later: with peer memory, or
+    over another connection."""
     ledger, phase, save = decision.ledger, decision.phase, decision.ledger.save
     assert isinstance(phase, Active)
     world_size = phase.membership.world_size
-    is_early = not limits.is_whole and save.step > ledger.step
+    is_early = save.step > ledger.recorded_step
     if save.has_failed or is_early or len(save.saved) < world_size:
         return decision
     publish = Publish(save.generation, save.step)

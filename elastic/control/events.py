@@ -66,6 +66,8 @@ class Adopted:
     at: float
     newest: int = -1
     """The highest number that Ray knows an actor by, even if it has not said a word."""
+    recorded: int = -1
+    """The newest step on record; -1 in old journals."""
 
 
 @dataclass(frozen=True, slots=True)

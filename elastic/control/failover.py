@@ -12,7 +12,7 @@ from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Recall
 from elastic.control.events import Adopted
 from elastic.control.planning import Nodes, wants_nodes
-from elastic.control.pool import explain, names, top_up
+from elastic.control.pool import explain, names, record, top_up
 from elastic.control.scaling import staff
 from elastic.control.shutdown import finish
 from elastic.control.standing import Standing
@@ -54,6 +54,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     if holding:  # a step that nobody alive has is lost: its vote died with the controller
         step, origin = proven_state(holding, limits)
         ledger = replace(ledger, step=step, origin=origin, has_vote=False)
+        ledger = record(ledger, step if event.recorded < 0 else event.recorded)
     found = f"a new controller: {counted(len(standings), 'worker')} found"
     beyond = replace(ledger, generation=ledger.generation + UNHEARD * (ledger.num_generations > 0))
     if any(s.kind == "ended" for s in holding):

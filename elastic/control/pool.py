@@ -62,6 +62,11 @@ def lobby(ledger: Ledger) -> NumberSet:
     return reduce(NumberSet.__or__, others, spawned)
 
 
+def record(ledger: Ledger, step: int) -> Ledger:
+    """The record ends with `step`."""
+    return replace(ledger, recorded=-1 if step >= ledger.step else step)
+
+
 def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
     falls = ledger.falls if step <= ledger.fallen_from else 0
     costly = forget(ledger.costly, step)

@@ -323,12 +323,16 @@ def with_answer(phase: Suspending, event: Suspended) -> Suspending:
     return replace(phase, answers=(*phase.answers, said))
 
 
-def learn_step(ledger: Ledger, event: Committed | Suspended) -> Ledger:
+def learn_step(ledger: Ledger, event: Committed | Suspended, limits: Limits) -> Ledger:
     """Somebody has committed a step. Of one that two generations have done, the later counts: the
     earlier one's was lost with its members, but for those who followed them."""
+    recorded = ledger.recorded_step
+    if not limits.is_whole:
+        return replace(ledger, step=max(ledger.step, event.step), recorded=recorded)
     said, known = (event.step, event.origin), (ledger.step, ledger.origin)
     if said > known:
-        return replace(ledger, step=event.step, origin=event.origin, has_vote=event.has_vote)
+        ledger = replace(ledger, step=event.step, origin=event.origin, recorded=recorded)
+        return replace(ledger, has_vote=event.has_vote)
     if said == known:
         return replace(ledger, has_vote=ledger.has_vote or event.has_vote)
     return ledger
@@ -339,10 +343,7 @@ def hear_answer(ledger: Ledger, phase: Suspending, event: Suspended, limits: Lim
         return Decision(ledger, phase)
     if phase.standbys_by:  # the source serves nobody before it is out of its step
         phase = replace(phase, standbys_by=event.at + STANDBYS_S)
-    if limits.is_whole:
-        ledger = learn_step(ledger, event)
-    else:
-        ledger = replace(ledger, step=max(ledger.step, event.step))
+    ledger = learn_step(ledger, event, limits)
     return settle(Decision(ledger, with_answer(phase, event)), event.at, limits)
 
 

@@ -135,6 +135,12 @@ class Ledger:
     state, only those whose step is of this origin are members of one mesh."""
     has_vote: bool = False
     """The vote of `step` was heard: who has prepared the step can roll forward to it."""
+    recorded: int = -1
+    """The newest step on record, if members hold later ones; -1: `step` is."""
+
+    @property
+    def recorded_step(self) -> int:
+        return self.step if self.recorded < 0 else min(self.recorded, self.step)
 
     @property
     def num_generations(self) -> int:

@@ -51,6 +51,7 @@ from elastic.control.pool import (
     is_member,
     lost_members,
     move,
+    record,
     top_up,
 )
 from elastic.control.recovery import (
@@ -200,17 +201,16 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return Decision(ledger, replace(phase, apart=phase.apart.remove(rank)))
         case Suspending(), Suspended():
             return hear_answer(ledger, phase, event, limits)
-        case Suspending(), Committed(step=step) if not limits.is_whole:
-            return Decision(replace(ledger, step=max(step, ledger.step)), phase)
-        case Suspending(), Committed() as committed:
-            return Decision(learn_step(ledger, committed), phase)
+        case Suspending(), Committed(step=step, at=at) as committed:
+            ledger = record(learn_step(ledger, committed, limits), step)
+            return publish_if_whole(Decision(ledger, phase), at, limits)
         # --- a generation at work
         case Forming(), Connected(rank=rank):
             return Decision(ledger, replace(phase, connected=phase.connected.add(rank)))
         case Forming(), Joined(rank=rank, step=step, at=at):
             joined, connected = phase.joined.add(rank), phase.connected.remove(rank)
-            if not limits.is_whole:
-                ledger = replace(ledger, step=step)  # all find the same
+            if not limits.is_whole:  # all find the same
+                ledger = record(replace(ledger, step=step), ledger.recorded_step)
             if len(joined) < phase.membership.world_size:
                 return Decision(ledger, replace(phase, joined=joined, connected=connected))
             return formed(ledger, phase, at, limits)
@@ -220,9 +220,9 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             commands = (*before.commands, *after.commands)
             return explain(before.reason, after)._replace(commands=commands)
         case ((Running() | Pausing() | Ending()), Committed(step=step, at=at) as done):
-            if step <= ledger.step:
-                return Decision(ledger, phase)  # repeated after a regroup: no progress
-            ledger = commit(ledger, step, done.origin, has_vote=done.has_vote)
+            if step <= ledger.step:  # repeated after a regroup: no progress
+                return publish_if_whole(Decision(record(ledger, step), phase), at, limits)
+            ledger = record(commit(ledger, step, done.origin, has_vote=done.has_vote), step)
             return ask_to_save(publish_if_whole(Decision(ledger, phase), at, limits), at, limits)
         case Running(), Paused(rank=rank) as left:
             # only a vote pauses, so all members will
@@ -332,6 +332,7 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
         step=event.step,
         origin=event.origin,
         has_vote=False,
+        recorded=-1,
         loading=NOBODY,
         ready=others,
         outdated=NOBODY,
@@ -364,7 +365,9 @@ def left_step(
 ) -> Decision:
     """A rank has paused or is done; when all are, there is a next generation or an end.
 
-    Until then its word alone does not commit the step: unlike Committed it brings no vote.
+    Until then its word alone does not commit the step: unlike Committed it brings no vote. The
+    lowest rank has said before what it has committed; of a state in parts, its copies
+    may not all be held.
     """
     membership, at = phase.membership, event.at
     num_left = len(phase.done)
@@ -373,7 +376,8 @@ def left_step(
     if num_left < membership.world_size:
         return Decision(ledger, phase)
     if event.step > ledger.step:
-        ledger = commit(ledger, event.step, event.origin, has_vote=False)
+        recorded = event.step if limits.is_whole else ledger.recorded_step
+        ledger = record(commit(ledger, event.step, event.origin, has_vote=False), recorded)
     if len(phase.done) == membership.world_size:
         why = f"the training loop has returned after step {ledger.step}"
         return end(ledger, phase, "succeeded", why, at, limits)

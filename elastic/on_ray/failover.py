@@ -146,7 +146,8 @@ class Failover:
             self._end(actor)
         self._candidates.clear()
         by_worker = tuple(self._standings[w] for w in sorted(self._standings))
-        return Adopted(by_worker, self._cluster.now(), self._newest)
+        recorded = self._cluster.recorded_step
+        return Adopted(by_worker, self._cluster.now(), self._newest, recorded)
 
     async def _drop_dead(self, worker: int) -> None:
         """A candidate that Ray knows, or learns, to be dead says nothing."""

@@ -20,6 +20,7 @@ OfGeneration: TypeAlias = (
     r.Connected
     | r.Joined
     | r.Committed
+    | r.Held
     | r.Paused
     | r.Kept
     | r.Suspended
@@ -85,17 +86,27 @@ class ReportsInForce:
                 self._generation = report.generation
                 self._of_generation.clear()
             if report.generation == self._generation:
+                if isinstance(report, r.Held):  # the newest says it of the steps before as well
+                    others = (s for s in self._of_generation if not isinstance(s, r.Held))
+                    self._of_generation = list(others)
                 self._of_generation.append(report)
 
     def forget(self, recorded_step: int) -> None:
         """Steps up to this one are on record."""
-        self._of_generation = [
-            s
-            for s in self._of_generation
-            if not isinstance(s, r.Committed) or s.steps[-1]["metrics"]["step"] > recorded_step
-        ]
+        self._of_generation = [s for s in self._of_generation if counts(s, recorded_step)]
 
     def again_after(self, unsent: Iterable[r.Report]) -> deque[r.Report]:
         """All that is to be said over another connection."""
         in_force = (*self._of_generation, *self._lasting)
         return deque((*(s for s in unsent if s not in in_force), *in_force))
+
+
+def counts(report: OfGeneration, recorded_step: int) -> bool:
+    """If the record ends there."""
+    match report:
+        case r.Committed(steps=steps):
+            return steps[-1]["metrics"]["step"] > recorded_step
+        case r.Held(step=step):
+            return step > recorded_step
+        case _:
+            return True

@@ -1,8 +1,8 @@
 """Files of JSON lines that only grow: `journal.jsonl`, `metrics.jsonl`, `samples.jsonl`.
 
 Where a filesystem cannot append, the local copy is the file and `upload` brings numbered segments
-to storage; a segment's number is the offset of its first byte, so that none counts twice.
-What the lines mean is in run_directory.py.
+to storage; a segment's number is the offset of its first byte, so that none counts twice. Old ones
+are merged (tiers.py). What the lines mean is in run_directory.py.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, Kinds, check_kinds, encode, open_own
+from elastic.store.tiers import Span, Tiers
 
 BLOCK_BYTES = 1 << 16
 REMOTE_BLOCK_BYTES = 1 << 20
@@ -20,6 +21,8 @@ REMOTE_BLOCK_BYTES = 1 << 20
 JOINS = 100
 """So often may a file be joined while it is read."""
 OFFSET_DIGITS = 15
+IDLE_LOOKS = 3
+"""After so many looks without news a tail looks whether its place is inside of a segment by now."""
 
 
 class LineFile:
@@ -29,6 +32,7 @@ class LineFile:
         """is_new: storage has nothing of it, and need not be asked."""
         self.path = path
         self._remote = remote
+        self._tiers = Tiers()
         if remote is not None and not is_new and not path.exists():
             path.write_bytes(joined(remote, path.name))
         self._file = open_own(path, "ab")
@@ -91,9 +95,22 @@ class LineFile:
             file.seek(self._uploaded)
             new = file.read()
         new = new[: new.rfind(b"\n") + 1]
-        if new:
-            self._remote.write(segment_name(self.path.name, self._uploaded), new)
-            self._uploaded += len(new)
+        if not new:
+            return
+        self._remote.write(segment_name(self.path.name, self._uploaded), new)
+        start, self._uploaded = self._uploaded, self._uploaded + len(new)
+        self._tiers.add(start, self._uploaded)
+        for group in self._tiers.due():
+            self._merge(self._remote, group)
+
+    def _merge(self, remote: Folder, group: list[Span]) -> None:
+        """What a crash leaves of the old segments begins where none ends: nobody reads it."""
+        start, end = group[0][0], group[-1][1]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            remote.write(segment_name(self.path.name, start), file.read(end - start))
+        for each, _ in group[1:]:
+            remote.delete(segment_name(self.path.name, each))
 
     def join(self) -> None:
         """Replace the segments in storage by one file."""
@@ -108,6 +125,7 @@ class LineFile:
         for name in segments(self._remote, self.path.name):
             self._remote.delete(name)
         self._uploaded = len(content)
+        self._tiers.clear()
 
     def close(self) -> None:
         self.sync()
@@ -175,13 +193,20 @@ def read_backwards(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
 def _remote_backwards(folder: Folder, name: str) -> Iterator[bytes]:
     """Segment by segment: each holds whole lines."""
     end: int | None = None
-    for segment in reversed(chain(folder.sizes(), name)):
-        try:
-            content = folder.read(segment)
-        except FileNotFoundError:
-            break  # the file has it by now
-        end = offset_of(segment)
-        yield from reversed(content.splitlines())
+    for _ in range(JOINS):
+        for segment in reversed(chain(folder.sizes(), name)):
+            start = offset_of(segment)
+            if end is not None and start >= end:
+                continue
+            try:
+                content = folder.read(segment)
+            except FileNotFoundError:
+                break  # the file has it by now, or an earlier segment
+            content = content if end is None else content[: end - start]
+            end = start
+            yield from reversed(content.splitlines())
+        else:
+            break
     if end == 0:
         return
     try:
@@ -285,6 +310,7 @@ class LineTail:
         self._offset: int | None = None
         """Of the first byte that was not given yet; None before the first look."""
         self._joined_bytes = 0
+        self._num_idle = 0
 
     def poll(self) -> list[dict[str, Any]]:
         """The lines that came since the last call; after a roll back as at the first call."""
@@ -309,11 +335,26 @@ class LineTail:
         content = b""
         if joined_bytes > self._offset:
             content = self._folder.read_from(self._name, self._offset)
-        while True:
-            segment = segment_name(self._name, self._offset + len(content))
-            if self._folder.size(segment) is None:
+        while (segment := self._next_segment(self._offset + len(content))) is not None:
+            try:
+                found = self._folder.read(segment)
+            except FileNotFoundError:  # merged since then
                 return content
-            content += self._folder.read(segment)
+            content += found[self._offset + len(content) - offset_of(segment) :]
+        self._num_idle = 0 if content else self._num_idle + 1
+        return content
+
+    def _next_segment(self, offset: int) -> str | None:
+        """That begins there, or has been merged into one that begins earlier."""
+        segment = segment_name(self._name, offset)
+        if self._folder.size(segment) is not None:
+            return segment
+        if self._num_idle < IDLE_LOOKS:
+            return None
+        self._num_idle = 0
+        sizes = self._folder.sizes()
+        found = (s for s in chain(sizes, self._name) if offset_of(s) < offset)
+        return next((s for s in found if offset < offset_of(s) + sizes[s]), None)
 
     def _begin(self, size_bytes: int) -> int:
         """Not always a line's beginning: what is left of that line is no JSON object."""
@@ -324,7 +365,7 @@ class LineTail:
             return 0
         sizes = self._folder.sizes()
         joined_bytes = sizes.get(self._name, 0)
-        offsets = [o for n in numbered(sizes, self._name) if (o := offset_of(n)) >= joined_bytes]
+        offsets = [offset_of(segment) for segment in chain(sizes, self._name)]
         if not offsets:
             return self._begin(joined_bytes)
         start = self._begin(offsets[-1] + sizes[segment_name(self._name, offsets[-1])])

@@ -149,6 +149,7 @@ class FakeCluster:
         assert save not in self.dropped or is_repeated, "it was discarded"
         group = self.groups[command.generation]
         assert group.saved[command.step] == set(range(len(group.members))), command
+        assert command.step <= self.recorded, "published ahead of the record"
         self.published.append(command.step)
         for w in self.workers.values():
             is_told = w.cut_until <= self.now  # else it may say again what is published
@@ -211,7 +212,7 @@ class FakeCluster:
                 vote = self.commits.vote_of(command.step, command.origin)[0]["weights"]
                 assert w.gradient == vote, "no vote to roll forward with"
                 states.add(vote)
-            elif not w.follows and not w.has_complained and w.is_alive:
+            elif not w.follows and w.is_alive:
                 assert w.step == command.step, (w, command)
                 states.add(w.weights)
             if w.is_alive and not w.follows and w.generation:
@@ -395,7 +396,7 @@ class FakeCluster:
                 w.unsent.clear()
         told = [self.workers[n].machine.word.told.generation for n in known]
         self.generation = max(told, default=0)
-        return ev.Adopted(tuple(standings), self.now, self.newest)
+        return ev.Adopted(tuple(standings), self.now, self.newest, self.recorded)
 
     def go_on_alone(self) -> None:
         """Without a controller, until the next worker has found its successor."""

@@ -49,10 +49,12 @@ def committed(generation: int, step: int) -> r.Committed:
 def test_reports_count_until_their_generation_is_over_and_steps_until_they_are_on_record():
     in_force = ReportsInForce()
     joined, paused = r.Joined(1, 0, 0.0, 3), r.Paused(1, 0, 5)
-    said = [joined, committed(1, 4), r.Held(1, 0, 4), committed(1, 5), paused, r.Synced(3)]
+    early, held = r.Held(1, 0, 3), r.Held(1, 0, 4)
+    said = [joined, early, committed(1, 4), held, committed(1, 5), paused, r.Synced(3)]
     for report in said:
         in_force.say(report)
-    assert list(in_force.again_after(())) == [joined, committed(1, 4), committed(1, 5), paused]
+    steps = [committed(1, 4), held, committed(1, 5)]
+    assert list(in_force.again_after(())) == [joined, *steps, paused]
     in_force.forget(4)
     assert list(in_force.again_after(())) == [joined, committed(1, 5), paused]
     in_force.say(r.Joined(2, 0, 0.0, 5))

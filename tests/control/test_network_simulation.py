@@ -31,6 +31,12 @@ def bad_network(seed: int) -> tuple[Limits, Faults]:
     limits, faults = close_faults(seed) if seed % 3 == 0 else scenario(seed)
     if seed % 3 == 1:
         faults.controller_kills = dice.choice((1, 2))
+    if seed % 5 == 2:
+        faults.stop_at = 4 * dice.random()
+    if seed % 7 == 3:
+        faults.drains, faults.drain_chance = dice.choice((1, 3, 6)), 0.01
+    if seed % 11 == 5:
+        limits = replace(limits, can_save=True)
     faults.link_breaks = dice.choice((1, 4, 10))
     faults.false_alarms = dice.choice((0.0, 0.0005, 0.002))
     faults.lags = dice.choice((0.0, 0.3))
@@ -46,8 +52,10 @@ def run_seed(kind: type[FakeCluster], seed: int) -> str:
     run = simulate(seed, limits, faults, kind)
     check_end(run)
     assert isinstance(run.phase, Finished)
-    if run.phase.outcome != "succeeded":  # all were killed between the last step and the end
-        assert run.phase.reason.startswith("no member lived"), (seed, run.phase)
+    if run.phase.outcome != "succeeded":  # or all were killed between the last step and the end
+        is_stopped = faults.stop_at is not None and run.phase.outcome == "stopped"
+        is_unlucky = run.phase.reason.startswith("no member lived")
+        assert is_stopped or is_unlucky, (seed, run.phase)
     if seed % 10 == 0:
         assert not list(replay(run.journal))
     return run.phase.outcome
@@ -56,7 +64,7 @@ def run_seed(kind: type[FakeCluster], seed: int) -> str:
 @pytest.mark.parametrize("kind", [FakeCluster, ShardedCluster])
 def test_runs_over_a_bad_network_end_with_all_steps(kind: type[FakeCluster]) -> None:
     seen = Counter(run_seed(kind, seed) for seed in range(NUM_SEEDS))
-    assert seen["succeeded"] > 0.9 * NUM_SEEDS, seen
+    assert seen["succeeded"] > 0.7 * NUM_SEEDS, seen
 
 
 @pytest.mark.slow
@@ -64,4 +72,4 @@ def test_runs_over_a_bad_network_end_with_all_steps(kind: type[FakeCluster]) -> 
 @pytest.mark.parametrize("begin", range(0, ALL_SEEDS, SLICE))
 def test_twenty_thousand_runs_over_a_bad_network(kind: type[FakeCluster], begin: int) -> None:
     seen = Counter(run_seed(kind, seed) for seed in range(begin, begin + SLICE))
-    assert seen["succeeded"] > 0.9 * SLICE, seen
+    assert seen["succeeded"] > 0.7 * SLICE, seen

@@ -1,74 +1,80 @@
-"""What a killed driver leaves of the Ray that it has started is ended, and nothing else."""
+"""Of the Ray that a killed driver has started its agents are ended, and nothing else."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
+from elastic.on_ray.driver.remnants import lives, stat_of
 
 PATIENCE_S = 60.0
+RAYLET = """
+import subprocess, sys, time
+for name in ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Worker"):
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", name]).pid)
+print(flush=True)
+time.sleep(600)
+"""
 DRIVER = """
-import sys, time
+import subprocess, sys, time
 from elastic.on_ray.driver.remnants import Remnants
-remnants = Remnants(sys.argv[1], sys.argv[2])
-if sys.argv[3:]:
+command = [sys.executable, "-c", "import time; time.sleep(600)", "my own agent"]
+pids = [subprocess.Popen(command).pid]  # the user's own
+raylet = subprocess.Popen([sys.executable, "-c", sys.argv[1], "raylet"], stdout=subprocess.PIPE)
+pids += [raylet.pid, *(int(raylet.stdout.readline()) for _ in range(3))]
+remnants = Remnants()
+if sys.argv[2:]:
     remnants.close()
-print(remnants._process.pid, flush=True)
+print(remnants._process.pid, *pids, flush=True)
 time.sleep(600)
 """
 
 
-@pytest.fixture
-def start():
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*command: str) -> subprocess.Popen[str]:
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def await_end(*processes: subprocess.Popen[str]) -> None:
-    for process in processes:
-        process.wait(PATIENCE_S)
-
-
-def test_programs_of_its_session_are_ended_and_others_are_not(tmp_path: Path, start):
-    session, ray = tmp_path / "session_1_2", tmp_path / "ray"
-    (ray / "dashboard").mkdir(parents=True)
-    agent, elsewhere = ray / "dashboard" / "agent.py", tmp_path / "agent.py"
-    agent.write_text("import time; time.sleep(600)")
-    shutil.copy(agent, elsewhere)
-    left = [
-        start(sys.executable, "-u", str(agent), f"--session-dir={session}"),
-        start(sys.executable, str(agent), f"--log-dir={session}/logs"),
-    ]
-    others = [
-        start(sys.executable, str(agent), f"--session-dir={session}0"),
-        start(sys.executable, str(elsewhere), f"--log-dir={session}/logs"),
-    ]
-    driver = start(sys.executable, "-c", DRIVER, str(session), str(ray))
+def start_driver(*words: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """And the pids of the watch, the user's process, the raylet, two agents and a worker."""
+    command = [sys.executable, "-c", DRIVER, RAYLET, *words]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
-    watch = int(driver.stdout.readline())
-    driver.kill()
-    await_end(*left)
-    assert [process.returncode for process in left] == [-signal.SIGKILL] * 2
-    assert [process.poll() for process in others] == [None, None]
+    return driver, [int(pid) for pid in driver.stdout.readline().split()]
+
+
+def is_running(pid: int) -> bool:
+    fields = stat_of(pid)
+    return fields is not None and fields[0] not in "ZX"
+
+
+def await_end(*pids: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while os.path.exists(f"/proc/{watch}") and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)  # polling, bounded by the deadline
-    assert not os.path.exists(f"/proc/{watch}")
+    assert not any(map(is_running, pids))
 
 
-def test_it_goes_with_a_ray_that_was_shut_down(tmp_path: Path, start):
-    driver = start(sys.executable, "-c", DRIVER, str(tmp_path / "s"), str(tmp_path), "close")
-    assert driver.stdout is not None
-    assert not os.path.exists(f"/proc/{int(driver.stdout.readline())}")
+def test_agents_are_ended_and_other_processes_are_not():
+    driver, (watch, own, raylet, *agents, worker) = start_driver()
+    try:
+        driver.kill()
+        driver.wait()
+        await_end(watch, *agents)
+        assert [is_running(pid) for pid in (own, raylet, worker)] == [True] * 3
+    finally:
+        for pid in filter(is_running, (own, raylet, *agents, worker)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_watch_goes_with_a_ray_that_was_shut_down():
+    driver, (watch, *others) = start_driver("close")
+    assert not Path(f"/proc/{watch}").exists()
+    driver.kill()
+    driver.wait()
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_another_process_of_the_same_number_is_none_of_them():
+    fields = stat_of(os.getpid())
+    assert fields is not None
+    assert lives(os.getpid(), int(fields[19]))
+    assert not lives(os.getpid(), int(fields[19]) - 1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.control.commands import Abort, Finish, Form, Publish, Retire, Spawn
+from elastic.control.commands import Abort, Discard, Finish, Form, Publish, Retire, Spawn
 from elastic.control.events import (
     CollectiveFailed,
     Committed,
@@ -50,6 +50,21 @@ def test_survivors_one_step_apart_form_at_the_higher_and_say_where_they_begin():
     assert commands == [Abort(ABC), Form(AB, 41)]
     ledger, phase, commands = told(ledger, phase, Joined(8, 1, 0.1, 1.3, 40))
     assert (ledger.step, phase, commands) == (40, Forming(AB, 31.2, joined=some(1)), [])
+
+
+def test_a_checkpoint_of_a_step_that_survivors_hold_is_published_once_it_is_on_record():
+    """Until then they may go back behind it, and a resume would begin with what never counted."""
+    ledger = Ledger(generation=7, step=40, next_worker=3)
+    parts = [PartSaved(7, rank, 41, 1.0) for rank in (0, 2)]
+    lost = WorkerLost(2, "process_died", 1.1, 1.1)
+    events = [*parts, lost, Suspended(7, 0, 41, False, False, 1.2), PartSaved(7, 1, 41, 1.3)]
+    ledger, phase, commands = told(ledger, Running(ABC), *events)
+    assert commands == [Abort(ABC)]
+    assert (ledger.step, ledger.recorded_step) == (41, 40)
+    after, _, commands = told(ledger, phase, Committed(7, 41, 0.1, 1.4))
+    assert (after.recorded_step, commands) == (41, [Publish(7, 41)])
+    _, _, commands = told(ledger, phase, Suspended(7, 1, 40, False, False, 1.4))
+    assert commands == [Discard(7, 41), Form(AB, 41)]
 
 
 MET = [Connected(7, rank, 1.0) for rank in range(3)]

@@ -787,12 +787,20 @@ def test_a_part_that_cannot_be_written_discards_the_save_and_training_goes_on():
     others = [PartSaved(7, 0, 40, 3.0), PartSaved(7, 2, 40, 3.0), replace(failed, rank=2)]
     ledger, phase, commands = play(decision.ledger, decision.phase, *others)
     assert commands == []
-    again = [PartSaved(7, rank, 50, 4.0) for rank in range(3)]
+    again = [Committed(7, 50, 0.1, 4.0), *(PartSaved(7, rank, 50, 4.0) for rank in range(3))]
     assert play(ledger, phase, *again)[2] == [Publish(7, 50)]
     strict = transition(LEDGER, Running(ABC), failed, replace(LIMITS, must_save=True))
     assert strict.phase == Finished(
         "failed", "the checkpoint of step 40 failed: No space left on device"
     )
+
+
+def test_a_checkpoint_waits_for_its_step_to_be_on_record():
+    """Over another connection its parts are said before the steps."""
+    parts = [PartSaved(7, rank, 42, 4.0) for rank in range(3)]
+    ledger, phase, commands = play(LEDGER, Running(ABC), *parts, Committed(7, 41, 0.1, 4.1))
+    assert commands == []
+    assert play(ledger, phase, Committed(7, 42, 0.1, 4.2))[2] == [Publish(7, 42)]
 
 
 TIMED = replace(LIMITS, save_every_s=600.0)

@@ -13,16 +13,16 @@ from contextlib import suppress
 
 LOOK_EVERY_S = 0.25
 GRACE_S = 3.0
-"""For Ray to end its processes by itself."""
+"""For them to end by themselves."""
 
 
 class Remnants:
     """Watches this process, until it has shut its Ray down."""
 
-    def __init__(self, session: str, ray: str) -> None:
-        """session: the folder of the Ray that this process has started; no other Ray has its name.
-        ray: the folder of the installed package."""
-        command = [sys.executable, "-I", "-S", __file__, session, ray, str(os.getpid())]
+    def __init__(self) -> None:
+        """Once this process has started a Ray."""
+        known = [f"{pid}:{started}" for pid, started in agents_of(os.getpid()).items()]
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), *known]
         self._process = subprocess.Popen(command, start_new_session=True)
 
     def close(self) -> None:
@@ -30,31 +30,53 @@ class Remnants:
         self._process.wait()
 
 
-def end_after(driver: int, session: str, ray: str) -> None:
-    """driver: this process's parent."""
+def agents_of(driver: int) -> dict[int, int]:
+    """Those that the raylet has started which the driver has started, and when."""
+    parents = {pid: int(fields[1]) for pid in running() if (fields := stat_of(pid))}
+    raylets = [p for p, parent in parents.items() if parent == driver and "raylet" in command_of(p)]
+    return {
+        pid: int(fields[19])
+        for pid, parent in parents.items()
+        if parent in raylets and "agent" in command_of(pid).lower() and (fields := stat_of(pid))
+    }
+
+
+def end_after(driver: int, known: dict[int, int]) -> None:
+    """driver: this process's parent. known: when each process was started, as no other of its
+    number was."""
     while os.getppid() == driver:
         time.sleep(LOOK_EVERY_S)
     deadline = time.monotonic() + GRACE_S
-    while (left := processes_of(session, ray)) and time.monotonic() < deadline:
+    while (left := [p for p in known if lives(p, known[p])]) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def processes_of(session: str, ray: str) -> list[int]:
-    """Programs of Ray with the session's folder, or what lies in it, in their command lines."""
-    name, program, found = os.path.basename(session), f"{ray}/", list[int]()
-    for entry in os.listdir("/proc"):
-        with suppress(OSError):  # it has just ended
-            if entry.isdigit() and int(entry) != os.getpid():
-                with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    words = file.read().decode(errors="replace").split("\0")
-                is_of_ray = any(word.startswith(program) for word in words[:4])
-                if is_of_ray and any(name in word.split("/") for word in words):
-                    found.append(int(entry))
-    return found
+def lives(pid: int, started: int) -> bool:
+    fields = stat_of(pid)
+    return fields is not None and fields[0] not in "ZX" and int(fields[19]) == started
+
+
+def running() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def stat_of(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat (proc(5)) from the third, the state, on; None if it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()
+    return None
+
+
+def command_of(pid: int) -> str:
+    """Empty if it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
+        return command.read().decode(errors="replace")
+    return ""
 
 
 if __name__ == "__main__":
-    end_after(int(sys.argv[3]), sys.argv[1], sys.argv[2])
+    pairs = (word.partition(":") for word in sys.argv[2:])
+    end_after(int(sys.argv[1]), {int(pid): int(started) for pid, _, started in pairs})

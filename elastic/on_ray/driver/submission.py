@@ -143,15 +143,14 @@ class RayDriver:
             )
         self.is_embedded = True
         with request.slow_step("starting Ray on this machine"):
-            started: Any = ray.init(
+            ray.init(
                 address="local",
                 num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
                 **quiet,
             )
-        remnants = Remnants(started.address_info["session_dir"], str(Path(ray.__file__).parent))
-        self._at_close.callback(remnants.close)
+        self._at_close.callback(Remnants().close)
 
     def _runtime_env(self, folder: Path | None) -> dict[str, Any] | None:
         """Ray ships the folder, unless the job has chosen a working_dir already."""
