@@ -30,7 +30,7 @@ from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.microbatches import Logged, Microbatches, kept
-from workers.step.passes import Passes, PlainPasses
+from workers.step.passes import NoPasses, Passes
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
@@ -55,7 +55,7 @@ class Session:
         self.workload = workload
         self._spec, self._member, self._loader = spec, member, loader
         self._reducer: Reducer | None = None
-        self._passes: Passes = PlainPasses()
+        self._passes: Passes = NoPasses()
         self._reducer_of = (0, ())  # generation, tracked buffers
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
@@ -197,7 +197,7 @@ class Session:
         self._assigned = (member.generation, step + 1)
 
     def _take_reducer(self) -> Reducer:
-        """This generation's reducer."""
+        """This generation's reducer; its passes begin a step."""
         member = self._member
         key = (member.generation, member.train_state.buffers.tracked)
         if self._reducer is None or self._reducer_of != key:
@@ -208,8 +208,9 @@ class Session:
             assert group is not None
             parameters = member.train_state.parameters
             self._reducer = member.strategy.reducer(parameters, member.mesh, group)
-            self._passes = member.strategy.passes(member.mesh, group)
+            self._passes = member.strategy.passes(member.mesh, group, self._reducer)
             self._reducer_of = key
+        self._passes.begin(member.train_state.step)
         return self._reducer
 
 
@@ -305,7 +306,6 @@ class Step:
         session, member = self._session, self._member
         self._reducer = session._take_reducer()
         self._reducer.begin()
-        session._passes.begin(self._from_step)
         member.train_state.buffers.begin_step()
         member.train_state.casting.cast()
         session._assign_loader(self._ids)
@@ -345,18 +345,12 @@ class Step:
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
-        passes = session._passes
-        found = passes.loss_of(loss)
+        found = session._passes.loss_of(loss)
         attempt, scale = session.attempt, member.train_state.loss_scale
         session._inspection.before_backward(attempt.microbatch_id)
         try:
-            passes.backward(
-                attempt.microbatch_id,
-                found and (found[0] * scale.value if scale else found[0]),
-                self._reducer,
-                member.train_state.buffers.end_microbatch,
-                is_last=not self._num_passes_left,
-            )
+            total = found and (found[0] * scale.value if scale else found[0])
+            session._passes.backward(attempt.microbatch_id, total, self._num_passes_left)
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
@@ -364,9 +358,8 @@ class Step:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
         self._num_forwards += 1
-        logged = session._take_logged()
         if found is not None:  # else another rank has the loss, and what follows from it
-            self._done.add(*found, attempt.rows, logged)
+            self._done.add(*found, attempt.rows, session._take_logged())
 
     def commit(self) -> None:
         """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.

@@ -54,7 +54,7 @@ def train(strategy: Staged, group: Any, name: str, num_steps: int, after_step: A
     state, batches, case = strategy.train_state, CASES[name].batches(), CASES[name]
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
-    passes = strategy.passes(mesh, group)
+    passes = strategy.passes(mesh, group, reducer)
     ids = mesh.ids(len(batches), group.rank())
     for _ in range(num_steps):
         reducer.begin()
@@ -66,8 +66,7 @@ def train(strategy: Staged, group: Any, name: str, num_steps: int, after_step: A
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))
-                end = state.buffers.end_microbatch
-                passes.backward(i, loss and loss[0], reducer, end, is_last=i == ids[-1])
+                passes.backward(i, loss and loss[0], ids[-1] - i)
             except (PeerLost, StepCancelled):
                 passes.reset()
                 raise

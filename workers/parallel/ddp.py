@@ -87,8 +87,8 @@ class Replicated:
         pass  # every rank computes whole micro-batches
 
     # --- a step ------------------------------------------------------------------------
-    def passes(self, mesh: Mesh, group: AnyGroup) -> Passes:
-        return PlainPasses()
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        return PlainPasses(reducer, self.train_state.buffers)
 
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup

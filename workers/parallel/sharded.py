@@ -140,8 +140,8 @@ class Sharded:
         pass  # every rank computes whole micro-batches
 
     # --- a step -----------------------------------------------------------------------------
-    def passes(self, mesh: Mesh, group: AnyGroup) -> Passes:
-        return PlainPasses()
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        return PlainPasses(reducer, self.train_state.buffers)
 
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup

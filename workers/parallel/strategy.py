@@ -125,8 +125,8 @@ class Strategy(Protocol):
         ...
 
     # --- a step -----------------------------------------------------------------------
-    def passes(self, mesh: Mesh, group: AnyGroup) -> Passes:
-        """This generation's way through the micro-batches of a step. Not before its reducer."""
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        """This generation's way through the micro-batches of a step, told to its reducer."""
         ...
 
     def reducer(

@@ -28,7 +28,7 @@ from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.reducers import Reducer
-from workers.step.passes import Passes, PlainPasses
+from workers.step.passes import NoPasses, Passes
 from workers.step.randomness import seed_block
 from workers.train_state.train_state import TrainState
 
@@ -127,14 +127,14 @@ class Staged(Replicated):
             num_microbatches=self._spec.num_microbatches,
         )
 
-    def passes(self, mesh: Mesh, group: AnyGroup) -> Passes:
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         plan, formed, chain = self.plan, self._formed, self.chain
         assert formed is not None
         assert chain is not None
         position = mesh.position(group.rank())
         seat = plan.seat(position)
         if seat is None:
-            return PlainPasses()  # it stands by: no micro-batch is its
+            return NoPasses()  # it stands by
         first, stages = position - seat.stage, plan.pipelines[seat.pipeline]
 
         def on_lost(error: PeerLost) -> NoReturn:
@@ -151,6 +151,7 @@ class Staged(Replicated):
             Neighbours(group, ranks, on_lost, formed.gathering),
             parameters=self.train_state.parameters,
             buffers=self.train_state.buffers,
+            reducer=reducer,
             schedule=self._spec.parallel.schedule,
             seed_block=lambda step, microbatch_id, block: seed_block(
                 seed, step, microbatch_id, block
