@@ -82,7 +82,7 @@ def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member:
     if inspection.found is not None:
         losses = {record.microbatch_id: record.loss for record in records}
         microbatch_id, name = inspection.found
-        mine = [microbatch_id, name, repr(losses[microbatch_id])]
+        mine = [microbatch_id, name, repr(losses.get(microbatch_id, math.nan))]
     gathered = gather_json(member.group, mine)
     by_rank = enumerate(gathered)
     return told([(one[0], rank, one[1], float(one[2])) for rank, one in by_rank if one])

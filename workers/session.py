@@ -31,7 +31,8 @@ from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.microbatches import Logged, Microbatches, check_loss, kept
+from workers.step.microbatches import Logged, Microbatches, kept
+from workers.step.passes import NoPasses, Passes
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,
@@ -56,6 +57,7 @@ class Session:
         self.workload = workload
         self._spec, self._member, self._loader = spec, member, loader
         self._reducer: Reducer | None = None
+        self._passes: Passes = NoPasses()
         self._reducer_of = (0, ())  # generation, tracked buffers
         self._assigned = (0, 0)  # generation, next step that the loader works ahead for
         self._logged: Logged = {}
@@ -199,7 +201,7 @@ class Session:
         self._assigned = (member.generation, step + 1)
 
     def _take_reducer(self) -> Reducer:
-        """This generation's reducer."""
+        """This generation's reducer; its passes begin a step."""
         member = self._member
         key = (member.generation, member.train_state.buffers.tracked)
         if self._reducer is None or self._reducer_of != key:
@@ -210,7 +212,9 @@ class Session:
             assert group is not None
             parameters = member.train_state.parameters
             self._reducer = member.strategy.reducer(parameters, member.mesh, group)
+            self._passes = member.strategy.passes(member.mesh, group, self._reducer)
             self._reducer_of = key
+        self._passes.begin(member.train_state.step)
         return self._reducer
 
 
@@ -232,6 +236,7 @@ class Step:
         self._reducer: Reducer | None = None
         self._ids = self._member.ids
         """Of this rank's micro-batches."""
+        self._num_forwards = 0
         self._has_iterated = False
         self._is_awaiting_backward = False
         self._num_passes_left = 0
@@ -271,6 +276,7 @@ class Step:
     def _end(self, error: BaseException | None) -> bool:
         """True if the block was cancelled, which swallows the error."""
         self._vitals.enter("user")
+        self._session._passes.reset()
         self._member.train_state.casting.restore()
         if self._is_cancelled_with(error):
             self._session._logged = self._carried  # the next attempt takes it again
@@ -308,7 +314,7 @@ class Step:
         member.train_state.casting.cast()
         session._assign_loader(self._ids)
         for self._num_passes_left in reversed(range(member.num_passes)):
-            if len(self._done) == len(self._ids):
+            if self._num_forwards == len(self._ids):
                 self._reducer.serve_pass()
                 continue
             self._vitals.enter("data")
@@ -316,6 +322,7 @@ class Step:
             batch = to_device(loaded.batch, member.device)
             member.train_state.buffers.begin_microbatch()
             seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
+            session._passes.before_forward(loaded.microbatch_id)
             self._vitals.enter("compute")
             self._is_awaiting_backward = True
             yield batch
@@ -326,7 +333,7 @@ class Step:
 
     def _next_batch(self) -> LoadedBatch:
         session, member = self._session, self._member
-        microbatch_id = self._ids[len(self._done)]
+        microbatch_id = self._ids[self._num_forwards]
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
         session.attempt = LoadedBatch(self._from_step, microbatch_id, np.empty(0, np.int64), None)
         session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
@@ -342,21 +349,21 @@ class Step:
         session, member = self._session, self._member
         if not self._is_awaiting_backward or self._reducer is None or session.attempt is None:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
-        total, weight = check_loss(loss)
+        found = session._passes.loss_of(loss)
         attempt, scale = session.attempt, member.train_state.loss_scale
-        self._reducer.before_backward(not self._num_passes_left)
         session._inspection.before_backward(attempt.microbatch_id)
         try:
-            (total * scale.value if scale else total).backward()
+            total = found and (found[0] * scale.value if scale else found[0])
+            session._passes.backward(attempt.microbatch_id, total, self._num_passes_left)
         except Exception:
             self._check_cancelled()  # a sharded backward met a lost peer
             raise
         finally:
             session._inspection.after_backward()
         self._is_awaiting_backward = False
-        leaves = member.train_state.buffers.end_microbatch()
-        self._reducer.after_backward(attempt.microbatch_id, leaves)
-        self._done.add(total, weight, attempt.rows, session._take_logged())
+        self._num_forwards += 1
+        if found is not None:  # else another rank has the loss, and what follows from it
+            self._done.add(*found, attempt.rows, session._take_logged())
 
     def commit(self) -> None:
         """Reduce, vote, divide, clip, step the optimizer and the scheduler; then the step counts.
@@ -367,9 +374,9 @@ class Step:
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
         self._check_cancelled()
-        if self._reducer is None or len(self._done) != len(self._ids):
+        if self._reducer is None or self._num_forwards != len(self._ids):
             raise RuntimeError(
-                f"commit() after {len(self._done)} of {len(self._ids)} micro-batches; "
+                f"commit() after {self._num_forwards} of {len(self._ids)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._member.train_state.casting.restore()

@@ -319,6 +319,7 @@ class Worker:
                 total, weight = check_loss(self._workload.loss(train_state.model, batch))
                 weight_of(0, weight)
                 total.backward()
+            self._strategy.examine(lambda: self._workload.loss(train_state.model, batch))
             if with_optimizer:
                 try_optimizer(self._workload, self._spec, train_state)
         except WrongInput:

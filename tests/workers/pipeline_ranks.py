@@ -88,8 +88,8 @@ class Trained:
             self.neighbours = Neighbours(group, in_order, raise_it, nullcontext)
             passes = self.passes = StagePasses(
                 self.stage, self.chain, stages, seat.stage, self.neighbours,
-                parameters=self.parameters, buffers=self.buffers, schedule=schedule,
-                seed_block=seed_block,
+                parameters=self.parameters, buffers=self.buffers, reducer=self.reducer,
+                schedule=schedule, seed_block=seed_block,
             )  # fmt: skip
         for _ in range(num_steps):
             self.reducer.begin()
@@ -98,19 +98,19 @@ class Trained:
             if passes is not None:
                 passes.begin(self.step)
                 for i in plan.ids(position):
-                    losses[i] = self._pass(passes, i, i == plan.ids(position)[-1])
+                    losses[i] = self._pass(passes, i, plan.ids(position)[-1] - i)
             self.casting.restore()
             self._apply(self.reducer.finish())
         return losses
 
-    def _pass(self, passes: StagePasses, i: int, is_last: bool) -> float:
+    def _pass(self, passes: StagePasses, i: int, num_left: int) -> float:
         self.buffers.begin_microbatch()
         torch.manual_seed(7 + i)
         passes.before_forward(i)
         returned = self.case.loss(self.model, self.batches[i])
         loss = passes.loss_of(returned)
         total = None if loss is None else loss[0]
-        passes.backward(i, total, self.reducer, self.buffers.end_microbatch, is_last)
+        passes.backward(i, total, num_left)
         return float("nan") if total is None else float(total.detach())
 
     def _apply(self, reduced: Reduced) -> None:

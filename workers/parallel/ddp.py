@@ -24,6 +24,7 @@ from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
+from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import layout_of
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
@@ -82,7 +83,13 @@ class Replicated:
     def layout(self, name: str, tensor: Tensor) -> TensorLayout:
         return layout_of(name, tensor)
 
+    def examine(self, compute: Callable[[], Any]) -> None:
+        pass  # every rank computes whole micro-batches
+
     # --- a step ------------------------------------------------------------------------
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        return PlainPasses(reducer, self.train_state.buffers)
+
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:

@@ -32,6 +32,7 @@ from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.resharding.whole import whole_on_first
+from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
 from workers.train_state import serialization
@@ -135,7 +136,13 @@ class Sharded:
         self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
         return shards
 
+    def examine(self, compute: Callable[[], Any]) -> None:
+        pass  # every rank computes whole micro-batches
+
     # --- a step -----------------------------------------------------------------------------
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        return PlainPasses(reducer, self.train_state.buffers)
+
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:

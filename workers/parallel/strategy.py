@@ -8,7 +8,7 @@ A new one is a module beside ddp.py and sharded.py, and a line in build.py, whic
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced, Reducer
+from workers.step.passes import Passes
 from workers.train_state.train_state import TrainState, Update
 
 
@@ -118,7 +119,16 @@ class Strategy(Protocol):
         """How the ranks share a tensor of the state. ValueError if nobody could tell."""
         ...
 
+    def examine(self, compute: Callable[[], Any]) -> None:
+        """Before the first generation: whether the workload's loss can be spread as it is to be.
+        compute: gives the loss of a micro-batch, as the workload returns it. Raises WrongInput."""
+        ...
+
     # --- a step -----------------------------------------------------------------------
+    def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
+        """This generation's way through the micro-batches of a step, told to its reducer."""
+        ...
+
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:

@@ -4,17 +4,14 @@ way, a backward behind each forward.
 What is done with the gradients is the reducer's (workers/reduction/reducers.py).
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from workers.reduction.reducers import Reducer
+from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
 
-EndMicrobatch = Callable[[], Sequence[Tensor]]
-"""Gives the floating buffers that a micro-batch has left behind."""
 Loss = tuple[Tensor, Tensor | None]
 """To differentiate, and its weight or None."""
 
@@ -34,16 +31,9 @@ class Passes(Protocol):
         """What the user's loss has returned, checked; None: another rank has it. WrongInput."""
         ...
 
-    def backward(
-        self,
-        microbatch_id: int,
-        loss: Tensor | None,
-        reducer: Reducer,
-        end_microbatch: EndMicrobatch,
-        is_last: bool,
-    ) -> None:
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
         """The forward of a micro-batch has ended. Those backwards that are due now, each told to
-        the reducer. loss: scaled; None as `loss_of` gave it. is_last: no other forward follows."""
+        the reducer. loss: scaled; None as `loss_of` gave it. num_left: forwards that follow."""
         ...
 
     def reset(self) -> None:
@@ -51,8 +41,8 @@ class Passes(Protocol):
         ...
 
 
-class PlainPasses:
-    """Of a rank that computes whole micro-batches, one after another."""
+class NoPasses:
+    """Of a rank that computes no micro-batch."""
 
     def begin(self, step: int) -> None:
         pass
@@ -60,21 +50,27 @@ class PlainPasses:
     def before_forward(self, microbatch_id: int) -> None:
         pass
 
-    def loss_of(self, returned: Any) -> Loss:
-        return check_loss(returned)
+    def loss_of(self, returned: Any) -> Loss | None:
+        raise AssertionError("this rank has no micro-batch")
 
-    def backward(
-        self,
-        microbatch_id: int,
-        loss: Tensor | None,
-        reducer: Reducer,
-        end_microbatch: EndMicrobatch,
-        is_last: bool,
-    ) -> None:
-        assert loss is not None
-        reducer.before_backward(is_last)
-        torch.autograd.backward(loss)
-        reducer.after_backward(microbatch_id, end_microbatch())
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
+        raise AssertionError("this rank has no micro-batch")
 
     def reset(self) -> None:
         pass
+
+
+class PlainPasses(NoPasses):
+    """Of a rank that computes whole micro-batches, one after another."""
+
+    def __init__(self, reducer: Reducer, buffers: TrackedBuffers) -> None:
+        self._reducer, self._buffers = reducer, buffers
+
+    def loss_of(self, returned: Any) -> Loss:
+        return check_loss(returned)
+
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
+        assert loss is not None
+        self._reducer.before_backward(not num_left)
+        loss.backward()
+        self._reducer.after_backward(microbatch_id, self._buffers.end_microbatch())

@@ -22,7 +22,7 @@ from workers.parallel.pipeline.stage import Crossing, StageModel
 from workers.reduction.reducers import Reducer
 from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
-from workers.step.passes import EndMicrobatch, Loss
+from workers.step.passes import Loss
 
 SeedBlock = Callable[[int, int, int], None]
 """(step, micro-batch, block)"""
@@ -41,12 +41,14 @@ class StagePasses:
         *,
         parameters: Mapping[str, nn.Parameter],
         buffers: TrackedBuffers,
+        reducer: Reducer,
         schedule: str,
         seed_block: SeedBlock,
     ) -> None:
         """parameters: all that are trained."""
         self._model, self._stage, self._stages = model, stage, stages
-        self._neighbours, self._seed_block, self._buffers = neighbours, seed_block, buffers
+        self._neighbours, self._seed_block = neighbours, seed_block
+        self._buffers, self._reducer = buffers, reducer
         self._order = actions(schedule, stages.depth, stage, len(stages.ids))
         self._todo: deque[Action] = deque()
         self._flight: dict[int, _InFlight] = {}
@@ -89,16 +91,9 @@ class StagePasses:
             )
         return check_loss(returned)
 
-    def backward(
-        self,
-        microbatch_id: int,
-        loss: Tensor | None,
-        reducer: Reducer,
-        end_microbatch: EndMicrobatch,
-        is_last: bool,
-    ) -> None:
+    def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
         crossing = self._model.end()
-        flight = _InFlight(crossing, loss, list(end_microbatch()))
+        flight = _InFlight(crossing, loss, self._buffers.end_microbatch())
         if not self._model.is_last:
             after = self._stage + 1
             self._neighbours.send(crossing.sent, after, "activation", microbatch_id)
@@ -109,10 +104,10 @@ class StagePasses:
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
         while self._todo and self._todo[0].kind == "backward":
             of = self._stages.ids[self._todo.popleft().index]
-            reducer.before_backward(not self._todo)
+            self._reducer.before_backward(not self._todo)
             held = self._flight.pop(of)
             self._backward(of, held)
-            reducer.after_backward(of, held.buffers)
+            self._reducer.after_backward(of, held.buffers)
         if not self._todo:
             self._neighbours.settle()
 

@@ -1,0 +1,83 @@
+"""Stages by a strategy of one's own: `parallel="staged:build_two"` wants pipelines of two."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from toy import Samples
+
+import elastic
+from elastic.protocol.worker_spec import WorkerSpec
+from workers.backup.backup import Backup
+from workers.parallel.pipeline.strategy import Staged, build_staged
+
+STAGED = "staged:build_two"
+
+
+def build_two(
+    workload: elastic.Workload,
+    spec: WorkerSpec,
+    device: torch.device,
+    open_backup: Callable[[], Backup],
+) -> Staged:
+    return build_staged(workload, spec, device, 2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+class Tied(nn.Module):
+    """Blocks with BatchNorm between two uses of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Parameter(torch.randn(8, 8) / 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(5))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = x @ self.ends
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.ends.t()
+
+
+class Layers(elastic.Workload):
+    def __init__(self, sleep: float = 0.0) -> None:
+        """sleep: seconds before each forward."""
+        self.sleep = sleep
+
+    def build_model(self):
+        return Tied()
+
+    def build_optimizer(self, params):
+        return torch.optim.AdamW(params, lr=1e-2)
+
+    def dataset(self):
+        return Samples(501)
+
+    def loss(self, model, batch):
+        time.sleep(self.sleep)
+        inputs, labels = batch
+        return nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
+
+
+class Skipping(Layers):
+    """A model that no stages can be made of."""
+
+    def build_model(self):
+        class Skip(Tied):
+            def forward(self, x):
+                kept = x = x @ self.ends
+                for block in self.blocks:
+                    x = block(x + kept)
+                return x
+
+        return Skip()

@@ -1,0 +1,149 @@
+"""The strategy of stages on ranks of their own: what a lost rank computed the others cut anew."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from tests.workers.pipeline_models import CASES, Case
+from tests.workers.ranks import Ranks, run_ranks
+from tests.workers.sharded_rig import CPU, enter, sha256, spec
+from workers.distributed.process_group import Alone
+from workers.parallel.pipeline.strategy import Staged, build_staged
+from workers.step.randomness import seed_microbatch
+from workers.train_state.train_state import Update
+
+STEPS, LOST_AFTER = 4, 2
+
+
+class Work:
+    """A case, as a workload."""
+
+    def __init__(self, name: str) -> None:
+        self.case: Case = CASES[name]
+
+    def build_model(self) -> Any:
+        return self.case.build()
+
+    def build_optimizer(self, params: Any) -> Any:
+        return torch.optim.AdamW(params, lr=0.1)
+
+    def pipeline_costs(self, model: Any) -> list[int]:
+        """Of four blocks: two stages have two each, three stages have the ends alone."""
+        return [3, 1, 1, 3]
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self.case.loss(model, batch)
+
+
+def build(name: str) -> Staged:
+    torch.set_num_threads(1)
+    work = Work(name)
+    config = spec("ddp", global_batch=16, micro_batch=4)
+    strategy = build_staged(work, config, CPU, 2)
+    batch = work.case.batches()[0]
+    strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+    return strategy
+
+
+def train(strategy: Staged, group: Any, name: str, num_steps: int, after_step: Any = None) -> None:
+    """As a session does it, with a vote of what was used."""
+    state, batches, case = strategy.train_state, CASES[name].batches(), CASES[name]
+    mesh = strategy.mesh_of(group.size())
+    reducer = strategy.reducer(state.parameters, mesh, group)
+    passes = strategy.passes(mesh, group, reducer)
+    ids = mesh.ids(len(batches), group.rank())
+    for _ in range(num_steps):
+        reducer.begin()
+        passes.begin(state.step)
+        state.buffers.begin_step()
+        for i in ids:
+            state.buffers.begin_microbatch()
+            seed_microbatch(3, state.step, i)
+            passes.before_forward(i)
+            try:
+                loss = passes.loss_of(case.loss(state.model, batches[i]))
+                passes.backward(i, loss and loss[0], ids[-1] - i)
+            except (PeerLost, StepCancelled):
+                passes.reset()
+                raise
+        reduced = reducer.finish()
+        mine = [parameter in reducer.used for parameter in state.parameters]
+        used = torch.tensor(mine, dtype=torch.int64)
+        group.control.all_reduce(used).wait()
+        flags = zip(state.parameters, used.tolist(), strict=True)
+        some = {parameter for parameter, flag in flags if flag}
+        strategy.apply(
+            Update(
+                step=state.step + 1,
+                is_finite=True,
+                divisor=float(len(batches)),
+                num_microbatches=len(batches),
+                gradients={n: g for n, g in reduced.gradients.items() if n in some},
+                buffers=reduced.buffers,
+                integers=state.buffers.integers,
+                log_names=(),
+            )
+        )
+        if after_step is not None:
+            after_step(state)
+    reducer.close()
+
+
+@pytest.mark.parametrize("name", ["llama, dropout", "resnet"])
+def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(name: str):
+    undisturbed = build(name)
+    enter(undisturbed, Alone(), 0)
+    train(undisturbed, Alone(), name, STEPS)
+
+    def body(ranks: Ranks) -> str:
+        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(name)
+        enter(strategy, group, 0)
+        ranks.once_said("abort", group.abandon)
+
+        def die(state: Any) -> None:
+            if state.step == LOST_AFTER and ranks.index == 2:
+                ranks.tell("killed")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            train(strategy, group, name, STEPS, die)
+        except (PeerLost, StepCancelled):  # in the middle of a step: the others do it again
+            ranks.say("abort")
+            strategy.train_state.buffers.restore_all()
+            group = ranks.form(2, [0, 1, 3])
+            enter(strategy, group, LOST_AFTER)
+            assert [p.depth for p in strategy.plan.pipelines] == [3]
+            train(strategy, group, name, STEPS - strategy.train_state.step)
+        return sha256(strategy)
+
+    wanted = sha256(undisturbed)
+    assert run_ranks(4, body) == [wanted, wanted, "killed", wanted]
+
+
+def test_a_parameter_of_three_blocks_is_refused_and_one_of_two_is_not():
+    class Thrice(Work):
+        def build_model(self) -> Any:
+            model = super().build_model()
+            shared = model.blocks[0].linear.weight
+            for block in model.blocks[1:3]:
+                block.linear.weight = shared
+            return model
+
+        def pipeline_blocks(self, model: Any) -> list[str]:
+            return [f"blocks.{i}" for i in range(4)]
+
+    work = Thrice("gates")
+    strategy = build_staged(work, spec("ddp"), CPU, 2)
+    batch = work.case.batches()[0]
+    with pytest.raises(WrongInput, match=r"blocks\.0\.linear\.weight is shared by 3 blocks"):
+        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+
+
+def test_a_worker_that_could_not_find_the_blocks_says_so():
+    strategy = build_staged(Work("gates"), spec("ddp"), CPU, 2)
+    with pytest.raises(WrongInput, match=r"found with the workload's loss\(\) on a micro-batch"):
+        enter(strategy, Alone(), 0)
