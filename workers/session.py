@@ -194,8 +194,7 @@ class Session:
 
     def _assign_loader(self, ids: range) -> None:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
-        member = self._member
-        step = member.train_state.step
+        member, step = self._member, self._member.train_state.step
         if ids and self._assigned != (member.generation, step):
             self._loader.assign(step, ids)
         self._assigned = (member.generation, step + 1)
@@ -208,9 +207,8 @@ class Session:
             if self._reducer is not None:
                 self._reducer.close()
                 self._reducer = None  # its memory may serve the next one
-            group = member.group
+            group, parameters = member.group, member.train_state.parameters
             assert group is not None
-            parameters = member.train_state.parameters
             self._reducer = member.strategy.reducer(parameters, member.mesh, group)
             self._passes = member.strategy.passes(member.mesh, group, self._reducer)
             self._reducer_of = key
@@ -290,10 +288,8 @@ class Step:
                 self._session.forget_logged()
             return True
         if error is None and not self.committed:
-            raise RuntimeError(
-                "the step's block ended without step.commit(); call it once, after the last "
-                "micro-batch"
-            )
+            why = "ended without step.commit(); call it once, after the last micro-batch"
+            raise RuntimeError(f"the step's block {why}")
         if error is None:
             self._session.attempted_step = None
         return False
@@ -484,7 +480,8 @@ class Step:
                 integer_buffers=train_state.buffers.integer_names,
                 log_names=train_state.log_names,
             )
-            prepared = Prepared(reduced, layout, self._so_far_s(), member.generation)
+            took_s = time.perf_counter() - self._began
+            prepared = Prepared(reduced, layout, took_s, member.generation)
             member.prepare(partial(self._roll_forward, prepared))
             vector = add_up(group, encode(layout, ballot))
             vote = decode(layout, vector)
@@ -497,9 +494,6 @@ class Step:
             logged = gather_json(group, ballot.log_names)
             found = {name for of_rank in logged for name in of_rank}
             train_state.log_names = tuple(sorted(found | set(train_state.log_names)))
-
-    def _so_far_s(self) -> float:
-        return time.perf_counter() - self._began
 
     def _check_cancelled(self) -> None:
         if self._member.is_cancelled:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from workers.reduction.reducers import Reduced
+from workers.step.timing import Pace
 from workers.step.vote import CompletedVote, Names, Prepared, Vote, VoteLayout
 
 LAYOUT = VoteLayout(1, 1, 1, Names((), ()), (), ())
@@ -19,6 +20,7 @@ VOTE = Vote(
     divisor=1.0,
     rows=np.zeros(1, np.int64),
     user={},
+    pace=Pace(0.0, 0.0, 0.0, wants_row=False),
 )
 
 

@@ -281,7 +281,7 @@ def test_a_run_directory_grows_by_segments_and_survives_an_outage(
         metrics(s, attempt=a) for s, a in itertools.zip_longest(range(1, 6), (0, 0, 0, 1, 1))
     ]
     names = ["metrics.jsonl", "metrics.rolledback.jsonl", "samples.jsonl", "status.json"]
-    assert seen.names() == ["config.json", "journal.jsonl", *names]
+    assert seen.names() == ["anatomy.jsonl", "config.json", "journal.jsonl", *names]
     assert seen.at("logs").read("w0.log") == b"hello\n"
 
 

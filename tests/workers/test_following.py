@@ -45,6 +45,11 @@ def lines_of(rig) -> list[dict]:
     return [line for fields, _ in rig.link.of("committed") for line in fields["steps"]]
 
 
+def without_its_seconds(line: dict) -> dict:
+    """What a source tells of a step is under way before the step is over on it."""
+    return {**line, "metrics": {**line["metrics"], "step_s": None}}
+
+
 def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     """Copied with the state: step 1, which is on record, and 2, 3, which the source's last breath
     has not put there. Without them no later step would ever go on record."""
@@ -56,7 +61,8 @@ def test_a_follower_says_the_steps_that_its_source_could_not(pair):
     assert newcomer.step().committed
     *repeated, last = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in repeated[0][0]["steps"]] == [2, 3]
-    assert list(repeated[0][0]["steps"]) == lines_of(source)[1:]
+    theirs = [without_its_seconds(line) for line in lines_of(source)[1:]]
+    assert [without_its_seconds(line) for line in repeated[0][0]["steps"]] == theirs
     assert repeated[0][1] == source.link.of("committed")[-1][1], "the newest vote"
     assert last[0]["steps"][-1]["metrics"]["step"] == 4
     assert source.step().committed

@@ -54,7 +54,9 @@ def test_private_names_of_a_sharded_tensor_are_in_its_room_and_in_one_file():
 
 
 def test_what_is_imported_elsewhere_from_private_torch_is_known():
-    """Two names for batch normalisation and half precision, which replicated runs have, too."""
+    """Names for batch normalisation and half precision, which replicated runs have, too, and for
+    the tensors in what a module is called with."""
+    trees = "workers/parallel/pipeline/trees.py"
     found: set[tuple[str, str]] = set()
     for path in (ROOT / "workers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,6 +66,10 @@ def test_what_is_imported_elsewhere_from_private_torch_is_known():
             private = [name for name in names if "._" in name and path.parent != ROOM]
             found |= {(str(path.relative_to(ROOT)), name) for name in private}
     assert found == {
+        *(
+            (trees, f"torch.utils._pytree.tree_{what}")
+            for what in ("flatten", "map_only", "unflatten")
+        ),
         ("workers/step/buffers.py", "torch.nn.modules.batchnorm._NormBase"),
         ("workers/step/precision.py", "torch.distributed.utils._apply_to_tensors"),
         ("workers/step/precision.py", "torch.nn.modules.batchnorm._NormBase"),

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from workers.parallel.pipeline.trees import tensors_in, tree_flatten, tree_map_only, tree_unflatten
 
 MOST_KNOWN = 10_000
 """Operations whose results' shapes are remembered: a shape that varies makes new ones."""
@@ -282,7 +283,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
     if statistics and args[5]:  # it trains
         found += [args[i] for i in statistics]
-    return [t for t in tree_flatten(found)[0] if isinstance(t, Tensor)]
+    return tensors_in(found)
 
 
 def _is_in_place(func: Any) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from elastic.protocol.errors import WrongInput
 from workers.parallel.pipeline.absent import (
@@ -26,6 +25,7 @@ from workers.parallel.pipeline.absent import (
     watched_by,
 )
 from workers.parallel.pipeline.costs import cost_of
+from workers.parallel.pipeline.trees import tensors_in, tree_flatten
 from workers.train_state.blocks import blocks_of
 
 
@@ -205,7 +205,7 @@ class _Probe(Watch):
                 result = forward(*args, **kwargs)
             self._inside.pop()
             call.modified = [_version(t) != v for t, v in zip(flat, versions, strict=True)]
-            call.returned = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+            call.returned = tensors_in(result)
             call.returned_nodes = [t.grad_fn for t in call.returned]
             return result
 

@@ -8,9 +8,9 @@ import math
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
+
+from workers.parallel.pipeline.trees import tensors_in
 
 _aten = torch.ops.aten
 _VIEWS = {"view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze"}
@@ -18,7 +18,7 @@ _VIEWS = {"view", "t", "transpose", "permute", "expand", "slice", "select", "det
 
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Of one operation that returned `result`."""
-    returned = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+    returned = tensors_in(result)
     packet = func._overloadpacket
     if packet.__name__ in _VIEWS:
         return 0
@@ -31,7 +31,7 @@ def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
         rows = math.prod(query.shape[:-1])
         return written + 2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     if packet in (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn):
-        tensors = [t for t in tree_flatten(args[1:])[0] if isinstance(t, Tensor)]
+        tensors = tensors_in(args[1:])
         weights = sum(t.numel() for t in tensors if t.dim() == 2)
         return written + 2.0 * math.prod(args[0].shape[:-1]) * weights
     return written

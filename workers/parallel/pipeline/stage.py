@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from elastic.protocol.errors import UserError
 from workers.parallel.pipeline.absent import Absent, EmptyIsAbsent, absent_like
 from workers.parallel.pipeline.chain import Chain, refresh_recurrent, wrap_forward
+from workers.parallel.pipeline.trees import tree_flatten, tree_unflatten
 
 Receive = Callable[[Sequence[Tensor]], list[Tensor]]
 """Gives tensors of these shapes and dtypes from the stage before."""
