@@ -24,6 +24,7 @@ from elastic.protocol.messages.to_worker import Command, Finish, Form
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Damage
 from workers.checkpoint.saver import Saver
+from workers.distributed.exchange import gather_json
 from workers.distributed.pieces import ROUND_OF_JOINING, Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.health.compilation import Compilation
@@ -426,9 +427,11 @@ class Member:
 
     def _assemble(self, form: Form) -> e.Event | None:
         self.backup.hear(form.holders)
-        try:
-            entered = self.strategy.enter(self._formed(form))
-            assert self.group is not None
+        assert self.group is not None
+        try:  # of what is on record, a newcomer may have heard nothing yet
+            recorded_step = max(gather_json(self.group, self.link.recorded_step))
+            known_step = self.records.known_from(recorded_step)
+            entered = self.strategy.enter(replace(self._formed(form), known_step=known_step))
             self.records.share(self.group)
         except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
             self.strategy.forget()
