@@ -22,7 +22,9 @@ def notices(seed: int, faults: Faults) -> Faults:
 
 
 @pytest.mark.parametrize("part", seeds(500, 2400))
-def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_steps(part: range) -> None:
+def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_steps(
+    part: range,
+) -> None:
     seen: Counter[str] = Counter()
     for seed in part:
         limits, faults = scenario(seed)

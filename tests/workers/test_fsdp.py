@@ -247,9 +247,7 @@ def test_a_checkpoint_of_any_strategy_and_world_size_loads_into_any_other(plain,
                     hashes.append((before, sha256(strategy)))
         return hashes
 
-    counts = [
-        len(kinds) * sum(world_size > rank for _, world_size in kinds) for rank in range(3)
-    ]
+    counts = [len(kinds) * sum(world_size > rank for _, world_size in kinds) for rank in range(3)]
     expected = [[(plain[STEPS], plain[2 * STEPS])] * count for count in counts]
     assert run_ranks(3, reload) == expected
 
