@@ -42,6 +42,8 @@ from tests.cluster.live import environment, leftovers
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 * 2**20
 HEAD, SPOT = "head", "spot"
+COMMANDS = ("setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
+"""What Ray would run on a node, all of which it wants named."""
 IDLE_MINUTES = 0.05
 NOTICED = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -108,9 +110,9 @@ class Instances(FakeMultiNodeProvider):
             raylet = node.all_processes["raylet"][0].process.pid
             (self._folder / node_id).write_text(json.dumps({"pid": raylet, "made": time.time()}))
 
-    def _terminate_node(self, node: dict[str, Any]) -> None:
-        super()._terminate_node(node)
-        (self._folder / node["tags"][TAG_RAY_NODE_NAME]).unlink(missing_ok=True)
+    def terminate_node(self, node_id: str) -> None:
+        super().terminate_node(node_id)
+        (self._folder / node_id).unlink(missing_ok=True)
 
 
 def tags(node_id: str, role: str, kind: str) -> dict[str, str]:
@@ -162,6 +164,13 @@ class FakeCloud:
             "idle_timeout_minutes": IDLE_MINUTES,
             "upscaling_speed": 100.0,
             "head_node_type": HEAD,
+            "initialization_commands": [],
+            "cluster_synced_files": [],
+            "file_mounts": {},
+            "rsync_exclude": [],
+            "rsync_filter": [],
+            "auth": {},
+            **{f"{name}_commands": [] for name in COMMANDS},
             "provider": {
                 "type": "external",
                 "module": "tests.cluster.fake_cloud.Instances",
@@ -208,7 +217,7 @@ class FakeCloud:
 
     def log(self) -> str:
         """What the autoscaler wrote."""
-        found = sorted(self.temp.glob("session_*/logs/monitor.*"))
+        found = sorted(self.temp.glob("ray/session_2*/logs/monitor.*"))
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in found)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ def cloud(request, fork_server):
     """`request.param`: whether its autoscaler is version 2."""
     found = FakeCloud(v2=request.param)
     yield found
+    print(found.log())  # shown of a test that fails
     found.close()
 
 
@@ -65,12 +66,12 @@ def test_a_run_grows_with_the_cloud_and_loses_no_step_with_its_nodes(
         assert {lost, leaves}.isdisjoint(w["node_id"] for w in status["workers"])
         grown.touch()
         end = run.finish()
+        nodes_go_s = cloud.wait_until_empty(NODES_GO_S)
         pids = run.seen_pids
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     result = end["result"]
     assert (result["lost_steps"], len(result["recoveries"])) == (0, 1)
     assert_gone(pids)
-    nodes_go_s = cloud.wait_until_empty(NODES_GO_S)
     print(
         f"submit to first step, 0 -> 3 nodes: {first_step_s:.1f} s, to three workers "
         f"{all_three_s:.1f} s; without notice: recovered in "
