@@ -406,7 +406,7 @@ class Step:
 
     def _end_passes(self) -> None:
         self._vitals.enter("reduce")
-        self._vitals.end_step(len(self._ids))
+        self._vitals.end_step(self._member.load)
 
     def _vote(self, reduced: Reduced, used: Set[str]) -> None:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""
