@@ -347,7 +347,7 @@ class Step:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
         found = session._passes.loss_of(loss)
         attempt, scale = session.attempt, member.train_state.loss_scale
-        session._inspection.before_backward(attempt.microbatch_id)
+        session._inspection.before_backward(session._passes)
         try:
             total = found and (found[0] * scale.value if scale else found[0])
             session._passes.backward(attempt.microbatch_id, total, self._num_passes_left)
