@@ -367,6 +367,13 @@ MUTATIONS = (
         "tests/workers/test_entering.py",
     ),
     Mutation(
+        "on record is what the lowest rank has heard of",
+        MEMBER,
+        "max(gather_json(self.group, self.link.recorded_step))",
+        "gather_json(self.group, self.link.recorded_step)[0]",
+        "tests/workers/test_entering.py",
+    ),
+    Mutation(
         "what a worker knew before it fell back goes on record",
         MEMBER,
         "                self.records.forget()\n            case a.LoadState",

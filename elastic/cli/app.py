@@ -30,6 +30,7 @@ from elastic.cli import (
     stop,
 )
 from elastic.cli.absence import Absence, said_of
+from elastic.cli.job_file import expanded
 from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outcome import print_failure, print_outcome
 from elastic.cli.progress import (
@@ -95,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         return refuse(f"elastic runs on Linux only, this is {sys.platform}")
     try:
-        status: object = app(args=arguments, standalone_mode=False)
+        words = expanded(sys.argv[1:] if arguments is None else arguments)
+        status: object = app(args=words, standalone_mode=False)
     except TyperException as error:
         message = error.format_message().rstrip(".")
         return refuse(f"{message}; see `{command_of(error)} --help`") if message else WRONG_INPUT
@@ -130,7 +132,7 @@ def run(
         typer.Argument(
             metavar="TARGET",
             help="package.module:Class or path/to/file.py:Class, a Workload; relative paths in it "
-            "are relative to its folder.",
+            "are relative to its folder. Or a job file, elastic.yaml, that tells it and options.",
         ),
     ],
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],

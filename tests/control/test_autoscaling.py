@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 
-from elastic.on_ray.placement.autoscaling import can_add_gpus, report
+from elastic.on_ray.placement.autoscaling import can_add_gpus, infeasible, report
 
 
 @pytest.fixture
@@ -26,6 +27,24 @@ def test_a_state_of_the_cluster_that_cannot_be_read_tells_nothing(demands, monke
     assert can_add_gpus() is None
     assert 'gpus=unknown reason="DecodeError: ' in caplog.text
     assert demands == ["made", "cancelled"]
+
+
+@pytest.mark.parametrize("answer", [b"\xff of another version", None])
+def test_demands_that_cannot_be_read_are_none(answer, monkeypatch, caplog):
+    gcs = SimpleNamespace(get_cluster_status=lambda: answer)
+    monkeypatch.setattr(internal_kv, "internal_kv_get_gcs_client", lambda: gcs)
+    assert infeasible() == ()
+    assert "demand=unknown" in caplog.text
+
+
+def test_demands_that_no_node_type_can_fill_are_read():
+    status = autoscaler_pb2.GetClusterStatusReply()
+    request = status.autoscaling_state.infeasible_resource_requests.add()
+    request.resources_bundle["CPU"] = 64.0
+    gcs = SimpleNamespace(get_cluster_status=status.SerializeToString)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(internal_kv, "internal_kv_get_gcs_client", lambda: gcs)
+        assert infeasible() == ({"CPU": 64.0},)
 
 
 def test_a_ray_that_has_no_such_call_tells_nothing(demands, monkeypatch, caplog):

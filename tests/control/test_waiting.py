@@ -56,6 +56,19 @@ def test_the_line_says_so_if_nothing_can_fill_the_wish_any_more():
     assert "nothing adds nodes" not in waits_for(1, Need(8, 0), replace(after, report=None))
 
 
+def test_the_line_says_so_if_the_autoscaler_has_no_such_node():
+    """What else waits, and could be had, says nothing of ours."""
+    wish = Need(2, 1)
+    offer = Offer((machine(CPU=4),), {"CPU": 4}, infeasible=({"CPU": 2.0, "GPU": 1.0},))
+    assert waits_for(3, wish, offer) == (
+        "waiting for a place for 3 workers of 2 CPUs and 1 GPU; the cluster has 1 node with "
+        "4 CPUs (4 free) and 0 GPUs (0 free); Ray's autoscaler has no kind of node for that and "
+        "adds none: start one"
+    )
+    for other in ({"CPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 1.0}):
+        assert "autoscaler" not in waits_for(3, wish, replace(offer, infeasible=(other,)))
+
+
 def test_the_start_line_says_how_far_the_workers_are():
     assert start_line({}, 1, NOTHING) == "waiting for 1 worker to start: none is asked for yet"
     states = [("pending", False), ("pending", True), ("pending", True), ("ready", True)]

@@ -116,10 +116,10 @@ def undisturbed(parallel: str, reduction: str) -> Reference:
     return Reference([rows for rows, _ in found], found[0][1])
 
 
-def sweep(case: Case, limit: int = 80) -> list[Outcome]:
-    """One run for each instant of the case, until there are no more."""
+def sweep(case: Case, every: int = 1, limit: int = 80) -> list[Outcome]:
+    """One run for each of the case's instants, or for one in `every`, until there are no more."""
     reference, outcomes = undisturbed(case.parallel, case.reduction), []
-    for k in range(limit):
+    for k in range(0, limit, every):
         outcome = _disturbed(case, k, reference)
         if outcome is None:
             return outcomes

@@ -17,8 +17,9 @@ def named(case):
     return f"{case.parallel}-{case.reduction}-{case.at}"
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_a_generation_can_be_given_up_at_any_instant(case):
-    outcomes = sweep(case)
+def test_a_generation_can_be_given_up_at_any_instant(case, every):
+    outcomes = sweep(case, every)
     assert outcomes
     assert [o for o in outcomes if o.wrong] == []

@@ -15,7 +15,7 @@ import elastic
 from tests.docs.pages import ROOT, files, named
 
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh")
-OF_USERS = {"my_job.py", "path/to/file.py"}
+OF_USERS = {"my_job.py", "path/to/file.py", "elastic.yaml"}
 """Files of a reader's own, in examples."""
 BEFORE = ("CHANGELOG.md", "RESULTS.md")
 FILE = re.compile(r"(?<![\w./<*{$-])(?:[\w.-]+/)*[\w-]+\.(?:md|py)\b")
@@ -47,7 +47,7 @@ def is_file(name: str) -> bool:
 def is_module(name: str) -> bool:
     """Of ours, or something in one: the first part that is no folder is a file, or public."""
     parts = name.split(".")
-    if parts[1] in elastic.__all__ or parts == ["elastic", "run"]:
+    if name in OF_USERS or parts[1] in elastic.__all__ or parts == ["elastic", "run"]:
         return True
     for i in range(1, len(parts)):
         folder, stem = ROOT.joinpath(*parts[:i]), parts[i]

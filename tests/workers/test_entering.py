@@ -1,5 +1,6 @@
 """Two sharded members form a generation: what the one that comes learns, and what it forgets."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,3 +93,26 @@ def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_noth
     for _, step, frame, phase in told:
         assert (step, frame) == (2, lines(1, 1, 2))
         assert phase == "restore", "its own work, for which nobody is waited"
+
+
+def test_what_is_on_record_counts_although_the_lowest_rank_has_heard_nothing_of_it(tmp_path):
+    """It is a newcomer; the other member has the state, and knows that it is on record."""
+
+    def body(ranks):
+        torch.set_num_threads(1)
+        work = Looking()
+        member = member_of(work, str(tmp_path))
+        if ranks.index == 1:
+            obey(member, Load("", 0))
+            assert obey(member, form(1, 0, 1, None, 0))
+            train(member.strategy, member.group, "fsdp", 2, work=work)
+            member.link.recorded_step = 2
+            obey(member, session_rig.abort(1))
+        else:
+            obey(member, Sync(0, None))
+        before = member.link.recorded_step
+        told = replace(form(2, ranks.index, 2, ranks.address, 2), recorded_step=2)
+        is_at_work = obey(member, told)
+        return before, is_at_work, member.step
+
+    assert run_ranks(2, body) == [(0, True, 2), (2, True, 2)]

@@ -21,7 +21,6 @@ from workers.distributed.device_mesh import default_group
 from workers.distributed.process_group import Alone, Group, Unconnected
 
 CPU = torch.device("cpu")
-NUM_GENERATIONS = 200
 
 
 def mesh_over(group: Group) -> Any:
@@ -217,12 +216,13 @@ def counts() -> dict[str, int]:
     }
 
 
-def test_nothing_is_left_of_two_hundred_generations():
+@pytest.mark.parametrize("num_generations", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_nothing_is_left_of_many_generations(num_generations):
     """Of which each was abandoned with an operation that nobody waits for."""
 
     def body(ranks: Ranks) -> Any:
         early: dict[str, int] = {}
-        for generation in range(1, NUM_GENERATIONS + 1):
+        for generation in range(1, num_generations + 1):
             group = ranks.form(generation, [0, 1])
             part = group.part("shard0", [1, 0], 60.0)
             assert doubled(mesh_over(group)).full_tensor().tolist() == [2.0] * 4
@@ -233,7 +233,7 @@ def test_nothing_is_left_of_two_hundred_generations():
             unawaited(group.group_name)
             group.all_reduce(torch.ones(1)).wait()
             process_group.leave(group)
-            if generation == NUM_GENERATIONS // 10:
+            if generation == num_generations // 4:
                 early = counts()
         return early, counts()
 

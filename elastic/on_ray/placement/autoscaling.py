@@ -88,8 +88,7 @@ def can_add_gpus() -> bool | None:
     try:
         gcs = cast(Any, internal_kv).internal_kv_get_gcs_client()
         while time.monotonic() < deadline:
-            status = cast(Any, autoscaler_pb2).GetClusterStatusReply()
-            status.ParseFromString(gcs.get_cluster_status())
+            status = status_from(gcs)
             if seen_in is None:
                 seen_in = version_with_gpu_demand(status)
             if seen_in is not None and (is_judged := judgement(status, seen_in)) is not None:
@@ -100,6 +99,25 @@ def can_add_gpus() -> bool | None:
     finally:
         ray.cancel(demand)
     return None
+
+
+def status_from(gcs: Any) -> Any:
+    """What the head's table (a GcsClient) has of the cluster and of its autoscaler."""
+    status = cast(Any, autoscaler_pb2).GetClusterStatusReply()
+    status.ParseFromString(gcs.get_cluster_status())
+    return status
+
+
+def infeasible() -> tuple[dict[str, float], ...]:
+    """The demands of which version 2 says that it never adds a node for them; of a cluster whose
+    nodes are started by hand, all that none of them can hold."""
+    try:
+        status = status_from(cast(Any, internal_kv).internal_kv_get_gcs_client())
+    except Exception as error:  # of a private API: whatever it is, nothing is known
+        log.warning('demand=unknown reason="%s: %s"', type(error).__name__, first_line(error))
+        return ()
+    requests = status.autoscaling_state.infeasible_resource_requests
+    return tuple(dict(request.resources_bundle) for request in requests)
 
 
 def version_with_gpu_demand(status: Any) -> int | None:

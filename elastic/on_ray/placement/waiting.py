@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import ray
 
-from elastic.on_ray.placement.autoscaling import report, unfillable
+from elastic.on_ray.placement.autoscaling import infeasible, report, unfillable
 from elastic.on_ray.placement.machines import Machine, Need, machines
 from elastic.on_ray.slots import Slot
 from elastic.store.files import first_line
@@ -40,15 +40,23 @@ class Offer:
     free: dict[str, float]
     report: bytes | None = None
     """See elastic/on_ray/placement/autoscaling.py."""
+    infeasible: tuple[Mapping[str, float], ...] = ()
+    """Demands for which its autoscaler adds no node."""
 
     def lacks(self, need: Need) -> bool:
         """Whether not even one more worker can have a place."""
         has_room = all(self.free.get(kind, 0) >= amount for kind, amount in need.amounts.items())
         return not (has_room and any(need.fits(m) for m in self.machines))
 
+    def adds_none(self, need: Need) -> bool:
+        """Whether the autoscaler says that no node type of its own takes such a worker."""
+        wanted = need.amounts.items()
+        return any(all(d.get(kind, 0) == n for kind, n in wanted) for d in self.infeasible)
+
 
 def offer_now() -> Offer:
-    return Offer(tuple(machines()), cast("dict[str, Any]", ray.available_resources()), report())
+    free = cast("dict[str, Any]", ray.available_resources())
+    return Offer(tuple(machines()), free, report(), infeasible())
 
 
 def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
@@ -56,7 +64,11 @@ def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
     workers = "1 worker" if num_missing == 1 else f"{num_missing} workers"
     line = f"waiting for a place for {workers} of {need}; {inventory(offer, need)}"
     why = unfillable(need, offer.machines, offer.report)  # a node may have left since the start
-    return f"{line}; {why}: start a larger one" if why else line
+    if why:
+        return f"{line}; {why}: start a larger one"
+    if offer.adds_none(need):
+        return f"{line}; Ray's autoscaler has no kind of node for that and adds none: start one"
+    return line
 
 
 def inventory(offer: Offer, need: Need) -> str:

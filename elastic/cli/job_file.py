@@ -1,0 +1,175 @@
+"""The job file, `elastic run elastic.yaml`: a run's options by section, so that a file tells all.
+
+It becomes the options of `elastic run` and is checked as these are; options on the command line
+come after it and prevail. `job.schema.json` is for editors, made from the sections here.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import first_line
+
+ENDINGS = (".yaml", ".yml")
+NUMBER, WHOLE, TEXT, SWITCH, MAPPING = "number", "integer", "string", "boolean", "object"
+SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "resources": {
+        "workers": (WHOLE, TEXT),
+        "standby": (WHOLE,),
+        "device": (TEXT,),
+        "cpus_per_worker": (WHOLE,),
+        "address": (TEXT,),
+    },
+    "run": {
+        "target": (TEXT,),
+        "arguments": (MAPPING,),
+        "steps": (WHOLE,),
+        "global_batch": (WHOLE,),
+        "micro_batch": (WHOLE,),
+        "parallel": (TEXT,),
+        "reduction": (TEXT,),
+        "precision": (TEXT,),
+        "clip_norm": (NUMBER,),
+        "activation_checkpointing": (SWITCH,),
+        "offload": (SWITCH,),
+        "seed": (WHOLE,),
+        "eval_every": (WHOLE,),
+    },
+    "storage": {
+        "place": (TEXT,),
+        "name": (TEXT,),
+        "checkpoint_every": (WHOLE,),
+        "snapshot_every": (WHOLE,),
+        "on_storage_error": (TEXT,),
+    },
+    "elastic": {
+        "detect_s": (NUMBER, TEXT),
+        "max_failures": (WHOLE,),
+        "faults": (MAPPING,),
+    },
+}
+"""Kinds of values, in JSON schema's words, by section and key."""
+OPTIONS = {"place": "--storage", "arguments": "--set"}
+"""Where the option is not called as the key."""
+PYTHON: dict[str, tuple[type, ...]] = {
+    WHOLE: (int,),
+    NUMBER: (int, float),
+    TEXT: (str,),
+    SWITCH: (bool,),
+    MAPPING: (dict,),
+}
+
+
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """The command line with a job file's options in its place; as it is where it names none.
+
+    WrongInput if the file cannot be read, has an unknown key or a value of another kind.
+    """
+    if len(arguments) < 2 or arguments[0] != "run" or not arguments[1].endswith(ENDINGS):
+        return list(arguments)
+    command, path, *given = arguments
+    return [command, *options_of(Path(path), given), *given]
+
+
+def options_of(path: Path, given: Sequence[str] = ()) -> list[str]:
+    """TARGET and its options. given: those of the command line, whose KEY=VALUEs prevail."""
+    found: list[str] = []
+    for section, values in read_job(path).items():
+        for key, value in values.items():
+            if key == "target":
+                found.insert(0, beside(path, value))
+            else:
+                found += option(section, key, value, path, given)
+    if not found or found[0].startswith("--"):
+        raise WrongInput(f"{path}: run.target is missing: package.module:Class or file.py:Class")
+    return found
+
+
+def option(section: str, key: str, value: Any, path: Path, given: Sequence[str]) -> list[str]:
+    """One key as an option; none for a switch that is off."""
+    name = OPTIONS.get(key, f"--{key.replace('_', '-')}")
+    if isinstance(value, bool):
+        return [name] if value else []
+    if isinstance(value, dict):
+        pairs = cast("dict[Any, Any]", value).items()
+        overridden = {text.partition("=")[0] for text in given}
+        chosen = ((str(k), v) for k, v in pairs)
+        return [text for k, v in chosen if k not in overridden for text in (name, f"{k}={v!r}")]
+    if key == "place" and "://" not in value:
+        value = str(path.absolute().parent / Path(value).expanduser())
+    return [name, str(value)]
+
+
+def beside(path: Path, target: str) -> str:
+    """TARGET, whose file is relative to the job file's folder."""
+    place, colon, name = target.rpartition(":")
+    is_file = place.endswith(".py") or "/" in place
+    file = path.absolute().parent / Path(place).expanduser()
+    return f"{file}{colon}{name}" if is_file else target
+
+
+def read_job(path: Path) -> dict[str, dict[str, Any]]:
+    """Its sections, without what is null. Raises WrongInput."""
+    try:
+        content: object = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise WrongInput(f"job file {path} cannot be read: {words_of(error)}") from error
+    sections = checked_keys(content, list(SECTIONS), f"{path}: ")
+    found: dict[str, dict[str, Any]] = {}
+    for section, values in sections.items():
+        kinds = SECTIONS[section]
+        keys = checked_keys(values, list(kinds), f"{path}: {section}.") if values else {}
+        found[section] = {key: value for key, value in keys.items() if value is not None}
+        for key, value in found[section].items():
+            if not is_of(value, kinds[key]):
+                wanted = " or ".join(kinds[key])
+                raise WrongInput(f"{path}: {section}.{key} must be {wanted}, got {value!r}")
+    return found
+
+
+def words_of(error: Exception) -> str:
+    """One line, with the place in the file where there is one."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return first_line(error)
+    return f"line {mark.line + 1}: {getattr(error, 'problem', None) or 'no YAML'}"
+
+
+def checked_keys(content: object, known: list[str], place: str) -> dict[str, Any]:
+    """`content` as a mapping of known keys; WrongInput names the nearest one."""
+    if not isinstance(content, dict):
+        what = place.rstrip(". ")
+        raise WrongInput(f"{what.rstrip(':')} must be a mapping of {', '.join(known)}")
+    for key in cast("dict[object, Any]", content):
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"do you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+            raise WrongInput(f"{place}{key} is unknown: {hint}")
+    return cast("dict[str, Any]", content)
+
+
+def is_of(value: object, kinds: tuple[str, ...]) -> bool:
+    if isinstance(value, bool):
+        return SWITCH in kinds
+    return any(isinstance(value, PYTHON[kind]) for kind in kinds)
+
+
+def schema() -> dict[str, Any]:
+    """What job.schema.json holds."""
+    sections: dict[str, Any] = {}
+    for section, kinds in SECTIONS.items():
+        values = {key: {"type": [*kind, "null"]} for key, kind in kinds.items()}
+        closed = {"type": ["object", "null"], "additionalProperties": False}
+        sections[section] = {**closed, "properties": values}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A job of elastic",
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["run"],
+        "properties": sections,
+    }
