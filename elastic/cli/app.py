@@ -142,7 +142,8 @@ def run(
     parallel: Annotated[
         str,
         typer.Option(
-            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica); package.module:function: "
+            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica), pp:S (S stages of a "
+            "pipeline); package.module:function: "
             "a strategy of your own."
         ),
     ] = "ddp",
