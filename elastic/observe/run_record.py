@@ -4,16 +4,17 @@ Whatever is damaged or missing is left out and noted: a report is of any run dir
 that has just begun. What it looks like is report_page.py's and charts.py's.
 """
 
+import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, cast
 
 from elastic.chaos.timeline import Timeline, follow
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.observe.anatomy import NAME as ANATOMY
-from elastic.observe.anatomy import PARTS, is_row
+from elastic.observe.anatomy import PARTS
 from elastic.observe.series import Floats, np
 from elastic.protocol.encoding import decode
 from elastic.protocol.errors import WrongInput, in_words
@@ -23,6 +24,7 @@ from elastic.store.run_directory import ROLLED_BACK, as_dict
 
 MOST_SCALARS = 24
 """Of the user's own: as many curves can be looked at."""
+LINES_AT_ONCE = 1000
 NUM_BINS = 400
 """Of shares over time, at most."""
 
@@ -141,18 +143,31 @@ def lines_of(folder: Folder, name: str, notes: list[str]) -> Iterator[dict[str, 
     lines = joined(folder, name).split(b"\n")
     lines.pop()  # empty, or torn: the run goes on
     num_damaged = 0
-    for line in lines:
-        value = as_object(line)
-        if value is None:
-            num_damaged += 1
-        else:
-            yield value
+    for start in range(0, len(lines), LINES_AT_ONCE):
+        for value in objects(lines[start : start + LINES_AT_ONCE]):
+            if value is None:
+                num_damaged += 1
+            else:
+                yield value
     if num_damaged:
         notes.append(f"{name}: damaged lines are left out, {num_damaged} of {len(lines)}")
 
 
+def objects(lines: list[bytes]) -> list[dict[str, Any] | None]:
+    """Each line as `as_object` has it; together they take half the time."""
+    try:
+        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) == len(lines) and all(type(value) is dict for value in values):
+        return values
+    return [as_object(line) for line in lines]
+
+
 def number(value: object) -> float:
     """NaN for what is no finite number."""
+    if type(value) is float:  # most are
+        return value if -math.inf < value < math.inf else math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -175,11 +190,12 @@ COLUMNS = ("step", "time", "loss", "world_size", "samples", "step_s")
 
 def steps_of(folder: Folder, name: str, notes: list[str]) -> Steps:
     columns: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    pairs = list(columns.items())
     user: dict[str, list[tuple[int, float]]] = {}
     unshown: set[str] = set()
     for i, line in enumerate(lines_of(folder, name, notes)):
-        for column in COLUMNS:
-            columns[column].append(number(line.get(column)))
+        for column, values in pairs:
+            values.append(number(line.get(column)))
         for key, value in as_dict(line.get("user")).items():
             if math.isnan(scalar := number(value)):
                 continue
@@ -195,8 +211,8 @@ def steps_of(folder: Folder, name: str, notes: list[str]) -> Steps:
 def spread(found: list[tuple[int, float]], count: int) -> Floats:
     """An array of shape (count,), NaN where nothing was found."""
     array = np.full(count, math.nan)
-    positions, values = zip(*found, strict=True)
-    array[list(positions)] = values
+    pairs = np.array(found)
+    array[pairs[:, 0].astype(int)] = pairs[:, 1]
     return array
 
 
@@ -239,30 +255,47 @@ def is_sound(timeline: Timeline) -> bool:
 
 
 # --- anatomy.jsonl -----------------------------------------------------------------
+MEASURED = itemgetter("time", "rank", "steps", "memory_bytes", *(f"{part}_s" for part in PARTS))
+NUMBERS = {int, float}
+
+
 def anatomy_of(folder: Folder, notes: list[str]) -> Anatomy | None:
-    keys = ("time", "memory_bytes", *(f"{part}_s" for part in PARTS))
-    found: dict[str, list[float]] = {key: [] for key in (*keys, "gpu_memory_bytes")}
-    ranks: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys((*PARTS, "steps"), 0.0))
-    for row in lines_of(folder, ANATOMY, notes):
-        if not is_row(row):
+    """Rows as `is_row` would have them, checked all at once."""
+    found: list[tuple[Any, ...]] = []
+    gpu: list[float] = []
+    for line in lines_of(folder, ANATOMY, notes):
+        try:
+            values = MEASURED(line)
+        except KeyError:
             continue
-        for key in keys:
-            found[key].append(float(row[key]))
-        found["gpu_memory_bytes"].append(number(row["gpu_memory_bytes"]))
-        rank = ranks[row["rank"]]
-        rank["steps"] += row["steps"]
-        for part in PARTS:
-            rank[part] += row[f"{part}_s"]
-    if not found["time"]:
+        if {*map(type, values)} <= NUMBERS and min(values) >= 0 and max(values) < 1e300:
+            found.append(values)
+            gpu.append(number(line.get("gpu_memory_bytes")))
+    all_rows = np.array(found, dtype=float).reshape(-1, 4 + len(PARTS))
+    is_sound = np.isfinite(all_rows).all(axis=1) & (all_rows >= 0).all(axis=1)
+    rows, gpu_bytes = all_rows[is_sound], np.array(gpu)[is_sound]
+    if not len(rows):
         return None
-    arrays = {key: np.array(values) for key, values in found.items()}
-    num_bins = min(NUM_BINS, max(4, len(arrays["time"]) // (4 * len(ranks))))
-    low, high = arrays["time"].min(), arrays["time"].max() + 1e-3
-    edges = np.linspace(low, high, num_bins + 1)
-    bins = np.clip(np.searchsorted(edges, arrays["time"], "right") - 1, 0, num_bins - 1)
-    seconds = {p: np.bincount(bins, arrays[f"{p}_s"], num_bins) for p in PARTS}
-    memory = {k: highest(arrays[f"{k}_bytes"], bins, num_bins) for k in ("memory", "gpu_memory")}
-    return Anatomy(edges, seconds, memory, dict(sorted(ranks.items())))
+    time, rank, steps, memory_bytes = rows.T[:4]
+    parts = dict(zip(PARTS, rows.T[4:], strict=True))
+    numbers, of_rank = np.unique(rank, return_inverse=True)
+    num_bins = min(NUM_BINS, max(4, len(rows) // (4 * len(numbers))))
+    edges = np.linspace(time.min(), time.max() + 1e-3, num_bins + 1)
+    bins = np.clip(np.searchsorted(edges, time, "right") - 1, 0, num_bins - 1)
+    sums = {"steps": np.bincount(of_rank, steps)}
+    sums |= {part: np.bincount(of_rank, values) for part, values in parts.items()}
+    return Anatomy(
+        edges=edges,
+        seconds={part: np.bincount(bins, values, num_bins) for part, values in parts.items()},
+        memory_bytes={
+            "memory": highest(memory_bytes, bins, num_bins),
+            "gpu_memory": highest(gpu_bytes, bins, num_bins),
+        },
+        ranks={
+            int(number): {key: float(values[i]) for key, values in sums.items()}
+            for i, number in enumerate(numbers)
+        },
+    )
 
 
 def highest(values: Floats, bins: Floats, num_bins: int) -> Floats:
