@@ -26,6 +26,7 @@ MARK = '<meta name="generator" content="elastic report">'
 MOST_CHARACTERS = 600
 """Of a text from a run's files."""
 MOST_RECOVERIES, MOST_DECISIONS, DECISIONS_EACH = 1000, 500, 8
+OPEN_RECOVERIES = 20
 MOST_SETTINGS = 200
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:1.5em auto;padding:0 1em;
 color:#222}h1{font-size:22px;overflow-wrap:anywhere}h2{font-size:18px;margin:2.2em 0 .3em;
@@ -195,7 +196,10 @@ def recoveries(record: RunRecord, drawn: Drawn) -> str:
             about += f"<p>The first {left} of {len(line.episodes)} are not listed.</p>"
     if not told:
         return section("Recoveries", "<p>There were none.</p>")
-    return section("Recoveries", place(drawn, "recoveries") + about + "".join(told))
+    listed = "".join(told[:OPEN_RECOVERIES])
+    if more := told[OPEN_RECOVERIES:]:
+        listed += f"<details><summary>{len(more)} more</summary>{''.join(more)}</details>"
+    return section("Recoveries", place(drawn, "recoveries") + about + listed)
 
 
 def phase_word(phase: str) -> str:

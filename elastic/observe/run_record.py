@@ -4,9 +4,11 @@ Whatever is damaged or missing is left out and noted: a report is of any run dir
 that has just begun. What it looks like is report_page.py's and charts.py's.
 """
 
+import contextlib
+import gc
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, cast
@@ -112,6 +114,24 @@ class RunRecord:
 
 def read_record(folder: Folder) -> RunRecord:
     """OSError if the store is away."""
+    with no_collection():
+        return read_all(folder)
+
+
+@contextlib.contextmanager
+def no_collection() -> Generator[None]:
+    """Millions of values are made, none of them in a cycle: to look for some takes a third of the
+    time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def read_all(folder: Folder) -> RunRecord:
     notes: list[str] = []
     timeline, decisions = journal_of(folder, notes)
     return RunRecord(

@@ -1,6 +1,8 @@
 """`elastic report`: one page of any run directory, in which nothing of its files is markup."""
 
 import json
+import shutil
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -60,6 +62,8 @@ CONFIG = {
     "versions": {"elastic": "0.1.0"},
 }
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\u2028\ud800`${x}"
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Run:
@@ -340,7 +344,29 @@ def test_steps_without_a_decision_are_followed_as_one_by_one(tmp_path):
     assert follow([journal], 99.0) == follow([one_by_one], 99.0)
 
 
-@pytest.mark.slow  # 100,000 decisions are made for it, and a browser is started if there is one
+@pytest.mark.slow  # a browser starts, 5 s
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get install chromium")
+def test_a_browser_draws_every_chart_without_an_error_and_runs_nothing_of_the_run(tmp_path):
+    run = a_run(tmp_path, why=EVIL)
+    place = run.write(name=EVIL, target=EVIL)
+    page = reported(place, tmp_path / "out.html")
+    assert EVIL[:20] in page.text
+    quiet = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
+    out = [f"--user-data-dir={tmp_path}/browser", "--enable-logging=stderr", "--dump-dom"]
+    found = subprocess.run(
+        [str(BROWSER), *quiet, *out, (tmp_path / "out.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    said = [line for line in found.stderr.splitlines() if ":CONSOLE" in line]
+    assert [line for line in said if '"[bokeh ' not in line] == []
+    assert any("document idle" in line for line in said)
+    assert found.stdout.count('class="bk-Figure"') == 10
+
+
+@pytest.mark.slow  # 100,000 decisions are made for it
 def test_a_run_of_100_000_steps_and_500_recoveries_is_a_page_of_5_mb_in_20_s(tmp_path):
     run = Run(tmp_path)
     for _ in range(500):
