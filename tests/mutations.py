@@ -211,6 +211,7 @@ MUTATIONS = (
         "    prepared_by = event.prepared_by if event.is_prepared else UNPREPARED\n",
         "    prepared_by = event.origin\n",
         f"tests/control/test_transition.py {NETWORK}",
+        is_of_protocol=True,
     ),
     Mutation(
         "losses after a notice count against the budget",
@@ -414,6 +415,7 @@ MUTATIONS = (
         "return isinstance(self.phase, Working) and not self.is_given_up",
         "return isinstance(self.phase, Working)",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "a generation that pauses at once cuts off what the loop is in",
@@ -421,6 +423,7 @@ MUTATIONS = (
         "return reach_boundary(state) if state.loop is Loop.OUTSIDE else Outcome(state)",
         "return reach_boundary(state)",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "a step is prepared, too, once it is committed",
@@ -428,6 +431,7 @@ MUTATIONS = (
         "state = replace(state, step=event.step, origin=state.prepared_by, prepared_by=0)",
         "state = replace(state, step=event.step, origin=state.prepared_by)",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "nobody repeats the steps that a lost lowest rank may not have said",
@@ -435,6 +439,7 @@ MUTATIONS = (
         "    if rank == 0:\n        said =",
         "    if rank < 0:\n        said =",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "who holds the reduced gradients does not say so",
@@ -442,6 +447,7 @@ MUTATIONS = (
         "prepared_by=state.prepared_by,\n",
         "prepared_by=0,\n",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "who is recalled answers for the generation that it was in",
@@ -449,6 +455,7 @@ MUTATIONS = (
         "        case Recall():\n            state = replace(state, seat=seat_in(command), source",
         "        case Recall():\n            state = replace(state, source",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "newcomers are taken in while members evaluate",
@@ -456,6 +463,7 @@ MUTATIONS = (
         "    if event.is_between_steps:\n",
         "    if False:\n",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "newcomers are taken in with a step that they miss",
@@ -463,6 +471,7 @@ MUTATIONS = (
         "is_closed = is_between_steps or bool(rollers and arrivals(ledger))",
         "is_closed = is_between_steps",
         NETWORK,
+        is_of_protocol=True,
     ),
     Mutation(
         "a late word of joining takes a step off the record",

@@ -24,6 +24,7 @@ from elastic.cli import (
     checkpoint_compare,
     checkpoint_exchange,
     data,
+    init,
     journal,
     profile,
     runs,
@@ -406,6 +407,7 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
+app.command()(init.init)
 app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(journal.replay)

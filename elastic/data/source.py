@@ -106,17 +106,9 @@ def parquet(
     ValueError for settings that cannot work.
     """
     named = [path] if isinstance(path, str | os.PathLike) else list(path)
-    chain = chain_of(transform)
-    for each in chain:
-        if not isinstance(each, TokenPacking) and not callable(each):
-            raise ValueError(f"a transform is a function or pack_tokens(...), got {each!r}")
-    packings = [t for t in chain if isinstance(t, TokenPacking)]
+    transforms, packing = apart(chain_of(transform))
     if not named:
         raise ValueError("parquet([]): name at least one file or directory")
-    if packings and (len(packings) > 1 or chain[-1] is not packings[0]):
-        raise ValueError(
-            "pack_tokens(...) must be the last transform, and the only one of its kind"
-        )
     if not 0 < window_bytes <= prefetch_bytes:
         raise ValueError(
             f"0 < window_bytes <= prefetch_bytes must hold, got {window_bytes} and {prefetch_bytes}"
@@ -133,8 +125,8 @@ def parquet(
     return ParquetSource(
         paths=tuple(spelled(p) for p in named),
         columns=None if columns is None else tuple(columns),
-        transforms=tuple(t for t in chain if not isinstance(t, TokenPacking)),
-        packing=packings[0] if packings else None,
+        transforms=transforms,
+        packing=packing,
         keeps_rows=keeps_rows,
         shuffle=shuffle,
         window_bytes=window_bytes,
@@ -143,6 +135,22 @@ def parquet(
         cpus_per_read=cpus_per_read,
         on_bad_file=on_bad_file,
     )
+
+
+def apart(
+    chain: tuple[Transform | TokenPacking, ...],
+) -> tuple[tuple[Transform, ...], TokenPacking | None]:
+    """The functions, and the packing that may follow them; ValueError for another order."""
+    for each in chain:
+        if not isinstance(each, TokenPacking) and not callable(each):
+            raise ValueError(f"a transform is a function or pack_tokens(...), got {each!r}")
+    packings = [t for t in chain if isinstance(t, TokenPacking)]
+    if packings and (len(packings) > 1 or chain[-1] is not packings[0]):
+        raise ValueError(
+            "pack_tokens(...) must be the last transform, and the only one of its kind"
+        )
+    transforms = tuple(t for t in chain if not isinstance(t, TokenPacking))
+    return transforms, packings[0] if packings else None
 
 
 def chain_of(

@@ -156,23 +156,9 @@ def run_config(
         folder_of_run = asked(storage, partial(reach_folder, storage)).at(name)
         past = asked(storage, partial(resume.await_last_processes, folder_of_run))
     content = resume.config_json(named, target, arguments, versions(), source, past=past)
-    match resume.compare(place, past, content):
-        case resume.AlreadyFinished() as finished:
-            print(finished, file=sys.stderr)
-            return Result(**finished.result, run_directory=place)
-        case resume.Resumed() if past is not None and (
-            note := resume.changed_code(past.config, content)
-        ):
-            print(note, file=sys.stderr)
-        case _:
-            pass
-    if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
-        raise WrongInput(
-            f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
-            "evaluate(self, session); define it, or leave eval_every out"
-        )
-    if strategy := config.parallel.strategy:
-        function_named(strategy, f"parallel='{config.parallel}' names no strategy")
+    if (result := finished_before(place, past, content)) is not None:
+        return result
+    check_workload(workload, config, loop)
     try:
         check_writable(storage)
         if not is_silent and (note := idle_note(config)):
@@ -201,6 +187,39 @@ def run_config(
     if answer["storage_warning"]:
         print(f"elastic: warning: {answer['storage_warning']}", file=sys.stderr)
     return conclude(answer, place)
+
+
+def finished_before(
+    place: str, past: resume.PastRun | None, content: dict[str, Any]
+) -> Result | None:
+    """What a run that is over came to, None for one that goes on; whichever it is, is told.
+
+    content: config.json as it would be written now.
+    """
+    match resume.compare(place, past, content):
+        case resume.AlreadyFinished() as finished:
+            print(finished, file=sys.stderr)
+            return Result(**finished.result, run_directory=place)
+        case resume.Resumed() if past is not None and (
+            note := resume.changed_code(past.config, content)
+        ):
+            print(note, file=sys.stderr)
+        case _:
+            pass
+    return None
+
+
+def check_workload(
+    workload: Workload, config: RunConfig, loop: Callable[[Any], None] | None
+) -> None:
+    """WrongInput for what the settings ask of it in vain."""
+    if config.eval_every is not None and loop is None and not hasattr(workload, "evaluate"):
+        raise WrongInput(
+            f"eval_every={config.eval_every}, but {type(workload).__name__} has no "
+            "evaluate(self, session); define it, or leave eval_every out"
+        )
+    if strategy := config.parallel.strategy:
+        function_named(strategy, f"parallel='{config.parallel}' names no strategy")
 
 
 def asked(storage: str, read: Callable[[], T]) -> T:

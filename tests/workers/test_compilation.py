@@ -11,7 +11,11 @@ from workers.distributed.process_group import Alone
 from workers.health.compilation import Compilation
 from workers.health.vitals import Vitals
 
-SETTINGS = ({}, {"precision": "bf16"}, {"activation_checkpointing": True})
+SETTINGS = (
+    {},
+    pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+    {"activation_checkpointing": True},
+)
 
 
 class Compiler:

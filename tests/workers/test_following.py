@@ -14,11 +14,23 @@ from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.direction import pack
 from elastic.protocol.messages.to_worker import Load, LogTo, Sync
-from tests.workers.session_rig import Rig, obey
+from tests.workers.session_rig import Rig, form, obey
 from workers.train_state.digest import weights_sha256
 from workers.train_state.out_of_memory import OutOfMemory, told_as_loss
 
 pytestmark = pytest.mark.usefixtures("place")
+
+
+def copy(source, newcomer) -> None:
+    """The newcomer gets the source's state, and follows it."""
+    num_before = len(newcomer.link.of("synced"))
+    obey(newcomer.member, Sync(0, source.member.peers.address))
+    deadline = time.monotonic() + 120
+    while len(newcomer.link.of("synced")) == num_before:
+        assert time.monotonic() < deadline
+        source.member._take_on_newcomers()
+        newcomer.member._copying.apply_received()
+        time.sleep(0.001)  # polling, bounded by the deadline
 
 
 @pytest.fixture
@@ -28,14 +40,7 @@ def pair():
     source, newcomer = Rig("bitwise"), Rig("bitwise")
     source.form(generation=1, step=0)
     assert source.step().committed
-    sync = Sync(0, source.member.peers.address)
-    obey(newcomer.member, sync)
-    deadline = time.monotonic() + 120
-    while not newcomer.link.of("synced"):
-        assert time.monotonic() < deadline
-        source.member._take_on_newcomers()
-        newcomer.member._copying.apply_received()
-        time.sleep(0.001)  # polling, bounded by the deadline
+    copy(source, newcomer)
     yield source, newcomer
     for rig in (source, newcomer):
         rig.loader.close()
@@ -78,6 +83,26 @@ def test_a_follower_whose_source_is_lost_goes_on_from_its_own_state(pair):
     (said,) = newcomer.link.of("committed")
     assert [line["metrics"]["step"] for line in said[0]["steps"]] == [2]
     assert newcomer.link.sent[-1][0:2] == ("loaded", {"step": 2, "damaged": (), "origin": 1})
+
+
+def test_a_follower_that_is_ahead_of_all_members_says_so_and_copies_again(pair):
+    """Its source has died with a step that nobody else has: the others do that step once more."""
+    source, newcomer = pair
+    assert source.step().committed
+    newcomer.member._copying.catch_up(2, 1, lambda: False)
+    assert not obey(newcomer.member, form(2, 1))
+    (failed,) = newcomer.link.of("sync_failed")
+    assert failed[0]["generation"] == 2
+    assert "stands at step 2 of generation 1 and cannot reach step 1" in failed[0]["reason"]
+    assert newcomer.link.of("joined") == []
+    other = Rig("bitwise")
+    other.form(generation=1, step=0)
+    assert other.step().committed
+    copy(other, newcomer)
+    assert newcomer.train_state.step == 1
+    copied, kept = newcomer.train_state.model, other.train_state.model
+    assert weights_sha256(copied) == weights_sha256(kept)
+    other.loader.close()
 
 
 def test_what_is_on_record_is_not_kept(pair):
