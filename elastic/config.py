@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from elastic.protocol.mesh import AVAILABLE, Parallel
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.timeouts import timeouts_of
 
 REDUCTIONS = ("fast", "bitwise")
@@ -134,7 +134,8 @@ class RunConfig:
     parallel: Parallel = field(default_factory=Parallel)
     """How the model is spread over the workers: a `Parallel`, or its words; default "ddp".
 
-    The words are "ddp", "fsdp", "fsdp-grad-op" or "hsdp:S" (S ranks in a replica).
+    The words are "ddp", "fsdp", "fsdp-grad-op", "hsdp:S" (S ranks in a replica), or "pp:S" (S
+    stages of a pipeline; "pp:S/GPipe" for another schedule than 1F1B).
     "package.module:function" names a strategy of your own, behind a comma or alone.
     """
     reduction: str = "fast"
@@ -307,10 +308,8 @@ class RunConfig:
                 f"offload=True moves shards to host memory, and the stages of parallel="
                 f"'{self.parallel}' are none: leave one of them out"
             )
-        if not self.parallel.is_available:
-            raise ValueError(
-                f"parallel='{self.parallel}' is not available yet: choose one of {AVAILABLE}"
-            )
+        if missing := self.parallel.missing:
+            raise ValueError(f"parallel='{self.parallel}' is not available yet{missing}")
         if self.offload and not self.parallel.is_sharded:
             raise ValueError(
                 f"offload=True moves shards to host memory, and parallel='{self.parallel}' has "

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.distributed.exchange import gather_json
 from workers.membership.member import Member
+from workers.step.passes import Passes
 from workers.step.vote import MicrobatchRecord, Repeated, Vote
 
 ADVICE = "Lower the learning rate, set clip_norm"
@@ -26,7 +27,6 @@ class Inspection:
         self._member = member
         self._asked = (0, -1)  # generation, step
         self._hooks: list[RemovableHandle] = []
-        self._microbatch_id = -1
         self.found: tuple[int, str] | None = None
         """This rank's first micro-batch with a gradient that is not finite, and the parameter."""
 
@@ -38,21 +38,21 @@ class Inspection:
     def ask(self, generation: int, step: int) -> None:
         self._asked, self.found = (generation, step), None
 
-    def before_backward(self, microbatch_id: int) -> None:
+    def before_backward(self, passes: Passes) -> None:
+        """passes: know whose backward runs."""
         if self.is_on:
-            self._microbatch_id = microbatch_id
             leaves = self._member.strategy.leaves(self._member.train_state.parameters)
             trained = ((name, t) for name, t in leaves.items() if t.requires_grad)
-            self._hooks = [t.register_hook(self._look(name)) for name, t in trained]
+            self._hooks = [t.register_hook(self._look(name, passes)) for name, t in trained]
 
     def after_backward(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _look(self, name: str) -> Callable[[Tensor], None]:
+    def _look(self, name: str, passes: Passes) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             if self.found is None and not bool(torch.isfinite(gradient).all()):
-                self.found = (self._microbatch_id, name)
+                self.found = (passes.in_backward, name)
 
         return look
 
@@ -78,21 +78,23 @@ def judge(
 def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member: Member) -> str:
     """What the ranks have found, the lowest micro-batch first. A collective. Raises PeerLost."""
     assert member.group is not None
-    mine = None
-    if inspection.found is not None:
-        losses = {record.microbatch_id: record.loss for record in records}
-        microbatch_id, name = inspection.found
-        mine = [microbatch_id, name, repr(losses.get(microbatch_id, math.nan))]
-    gathered = gather_json(member.group, mine)
-    by_rank = enumerate(gathered)
-    return told([(one[0], rank, one[1], float(one[2])) for rank, one in by_rank if one])
+    gathered = gather_json(member.group, inspection.found)
+    mesh, found = member.mesh, [(one, rank) for rank, one in enumerate(gathered) if one]
+    if not found:
+        return told([])
+    # Where ranks share a micro-batch, its backward comes to the last one first, which has the loss.
+    found.sort(key=lambda each: (each[0][0], -mesh.position(each[1])))
+    first = found[0][0][0]
+    mine = [repr(record.loss) for record in records if record.microbatch_id == first]
+    losses = [float(loss) for of_rank in gather_json(member.group, mine) for loss in of_rank]
+    return told([(one[0], rank, one[1], losses[0]) for one, rank in found])
 
 
 def told(found: list[tuple[int, int, str, float]]) -> str:
-    """found: micro-batch id, rank, parameter, loss."""
+    """found: micro-batch id, rank, parameter, loss; that which is told first."""
     if not found:
         return f"every micro-batch's gradient is finite, their sum is not. {ADVICE}"
-    microbatch_id, rank, name, loss = min(found)
+    microbatch_id, rank, name, loss = found[0]
     what = f"loss {loss:g}" if math.isfinite(loss) else f"loss {loss}"
     more = f"; {len(found)} ranks have some" if len(found) > 1 else ""
     return (

@@ -347,7 +347,7 @@ class Step:
             raise RuntimeError("backward() belongs inside `for batch in step.microbatches()`, once")
         found = session._passes.loss_of(loss)
         attempt, scale = session.attempt, member.train_state.loss_scale
-        session._inspection.before_backward(attempt.microbatch_id)
+        session._inspection.before_backward(session._passes)
         try:
             total = found and (found[0] * scale.value if scale else found[0])
             session._passes.backward(attempt.microbatch_id, total, self._num_passes_left)
@@ -406,7 +406,7 @@ class Step:
 
     def _end_passes(self) -> None:
         self._vitals.enter("reduce")
-        self._vitals.end_step(len(self._ids))
+        self._vitals.end_step(self._member.load)
 
     def _vote(self, reduced: Reduced, used: Set[str]) -> None:
         """Commit what all agree on. Raises PeerLost; Repeated, which all ranks do."""

@@ -24,6 +24,7 @@ from elastic.cli import (
     checkpoint_compare,
     checkpoint_exchange,
     data,
+    init,
     journal,
     profile,
     runs,
@@ -142,7 +143,8 @@ def run(
     parallel: Annotated[
         str,
         typer.Option(
-            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica); package.module:function: "
+            help="ddp, fsdp, fsdp-grad-op, hsdp:S (S ranks in a replica), pp:S (S stages of a "
+            "pipeline); package.module:function: "
             "a strategy of your own."
         ),
     ] = "ddp",
@@ -353,6 +355,8 @@ def status(
     size = counted(found["world_size"], "worker")
     print(f"{printable(found['phase'])}, generation {found['generation']}, {size}")
     print(f"step {found['step']} of {found['steps']}")
+    if layout := found.get("layout"):
+        print(printable(str(layout)))
     print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))
@@ -403,6 +407,7 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
+app.command()(init.init)
 app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(journal.replay)

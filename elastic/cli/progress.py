@@ -177,12 +177,20 @@ def is_told(line: dict[str, Any]) -> bool:
 
 
 def told(line: dict[str, Any], since: float) -> list[str]:
-    """A decision for a person; none if it is no decision with a reason, is older, or is damaged."""
+    """A decision for a person, or how pipelines share the model; none if it is no decision with a
+    reason, is older, or is damaged."""
     try:
+        if "planned" in line and line.get("at", since) >= since:
+            return layout_lines(line["planned"])
         is_wanted = is_told(line) and line.get("at", since) >= since
         return [*mark_of(line), decision_line(line)] if is_wanted else []
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return []
+
+
+def layout_lines(planned: dict[str, Any]) -> list[str]:
+    layout = f'generation={planned["generation"]} layout="{printable(planned["layout"])}"'
+    return [layout, *(f"warning: {printable(warning)}" for warning in planned["warnings"])]
 
 
 def mark_of(line: dict[str, Any]) -> list[str]:
@@ -227,17 +235,20 @@ def number_text(value: float) -> str:
 
 
 def worker_table(status: dict[str, Any]) -> Table:
-    """Every worker of status.json, standbys last; what each takes for its own part of a step
-    once that is measured."""
+    """Every worker of status.json, standbys last; the blocks of its stage if there are pipelines;
+    what each takes for its own part of a step once that is measured."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     workers = [*status["workers"], *status["standby"]]
     has_own = any(worker.get("own_s") is not None for worker in workers)
-    columns = ("worker", "rank", "state", "step", "pid", "node", "device")
-    for column in (*columns, "s/micro-batch") if has_own else columns:
+    has_blocks = any(worker.get("blocks") is not None for worker in workers)
+    columns = ["worker", "rank", "state", "step", "pid", "node", "device"]
+    columns += (["blocks"] if has_blocks else []) + (["s/micro-batch"] if has_own else [])
+    for column in columns:
         table.add_column(column)
     for worker in workers:
         rank, own_s = worker.get("rank"), worker.get("own_s")
-        shown = ["-" if own_s is None else f"{own_s:.3f}"] if has_own else []
+        shown = [text_of(worker.get("blocks"))] if has_blocks else []
+        shown += ["-" if own_s is None else f"{own_s:.3f}"] if has_own else []
         table.add_row(
             name_of(worker.get("id")),
             "-" if rank is None else str(rank),

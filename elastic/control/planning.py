@@ -69,7 +69,7 @@ def shortage(parallel: Parallel, num_workers: int, at_least: int = 1) -> str:
 
     at_least: that the user wants.
     """
-    needed = parallel.ranks_per_microbatch
+    needed = parallel.fewest_ranks
     if num_workers < needed:
         are_there = f"{num_workers} {'is' if num_workers == 1 else 'are'} there"
         return f"parallel='{parallel}' needs {counted(needed, 'worker')}, and {are_there}"
@@ -82,7 +82,8 @@ def plan(parallel: Parallel, workers: Sequence[int], nodes: Nodes) -> Plan:
     """For members by rank, of whom there is no shortage.
 
     Whole replicas lie inside of nodes as far as possible, in the order of the first rank of each
-    node, then what shares a layer. What is left of the nodes lies across them, or stands by.
+    node, then what shares a layer. What is left of the nodes lies across them, or stands by. Of a
+    pipeline whoever is on one node are neighbours: how deep it is, workers know alone.
     """
     mesh = Mesh(parallel, len(workers))
     if not wants_nodes(parallel):
@@ -92,7 +93,7 @@ def plan(parallel: Parallel, workers: Sequence[int], nodes: Nodes) -> Plan:
         left.setdefault(nodes.node(worker), []).append(rank)
     by_position: list[int] = []
     layer = parallel.cp * parallel.tp
-    for size in (mesh.num_shards * layer, layer, parallel.tp, 1):
+    for size in (mesh.num_shards * parallel.pp * layer, layer, parallel.tp, 1):
         for node, ranks in left.items():
             count = len(ranks) - len(ranks) % size
             by_position += ranks[:count]
@@ -109,7 +110,7 @@ def _note(mesh: Mesh) -> str:
     if wanted is not None and found < wanted:
         return f"hsdp:{wanted} over {counted(found, 'worker')} becomes fsdp over {found}"
     num_standbys = mesh.world_size - mesh.num_active
-    if num_standbys:
+    if num_standbys and mesh.parallel.pp == 1:
         stand = "stands" if num_standbys == 1 else "stand"
         return f"{num_standbys} {stand} by, which {mesh.parallel} has no place for"
     return ""

@@ -12,6 +12,7 @@ from elastic.control.accounting import Account
 from elastic.control.state import Active, Decision, Finished, Waiting
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_controller import Planned
 from elastic.store.claim import this_machine
 
 
@@ -23,11 +24,14 @@ def status_of(
     committed_checkpoint: int | None,
     node_ip: str,
     reason: str,
+    planned: Planned | None = None,
 ) -> dict[str, Any]:
-    """slots: the run's workers by number. node_ip: the controller's."""
+    """slots: the run's workers by number. node_ip: the controller's. planned: said last."""
     phase, ledger = decision.phase, decision.ledger
     members = phase.membership.workers if isinstance(phase, Active) else ()
     ranks = {worker: rank for rank, worker in enumerate(members)}
+    if planned is None or planned.generation != ledger.generation or not members:
+        planned = None
     rows: list[dict[str, Any]] = [
         {
             "id": worker_name(w),
@@ -39,6 +43,7 @@ def status_of(
             "state": r.shown_state,
             "step": max(r.step, ledger.step) if w in ranks else r.step,
             "own_s": r.own_s,
+            **_stage_of(planned, ranks.get(w)),
         }
         for w, r in sorted(slots.items())
     ]
@@ -47,6 +52,7 @@ def status_of(
         "phase": "starting" if is_starting else type(phase).__name__.lower(),
         "generation": ledger.generation,
         "world_size": len(members),
+        "layout": planned.layout if planned else "",
         "step": ledger.step,
         "steps": steps,
         "committed_checkpoint": committed_checkpoint,
@@ -55,6 +61,16 @@ def status_of(
         "controller": {"pid": os.getpid(), "node_ip": node_ip, "machine": this_machine()},
         "reason": reason,
     }
+
+
+def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
+    """Of a worker, where the members make pipelines."""
+    if planned is None:
+        return {}
+    stage = None if rank is None else planned.stages[rank]
+    if stage is None:
+        return {"mesh": None, "blocks": None}
+    return {"mesh": {"dp": stage.pipeline, "pp": stage.stage}, "blocks": list(stage.blocks)}
 
 
 def result_of(

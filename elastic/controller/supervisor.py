@@ -36,6 +36,7 @@ from elastic.on_ray.placement.waiting import (
     watch_waiting,
 )
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_controller import Planned
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
@@ -104,6 +105,7 @@ class Supervisor:
         )
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
+        self._planned: Planned | None = None
         self.stragglers = Stragglers(factor, note, self._replace)
         if not self.limits.is_whole:
             self.cluster.holders.turn_on(order["run_id"])
@@ -270,6 +272,15 @@ class Supervisor:
         self.record.note("unprotected", fields)
         self._status_due.set()
 
+    def on_planned(self, said: Planned) -> None:
+        """How the members of a generation share the model."""
+        self._planned = said
+        fields = {"generation": said.generation, "layout": said.layout}
+        for warning in said.warnings:
+            log.warning('generation=%d reason="%s"', said.generation, warning)
+        self.record.note("planned", {**fields, "warnings": list(said.warnings)})
+        self._status_due.set()
+
     def _fail(self, why: str) -> None:
         self.cluster.cancel("failed", why)
 
@@ -320,6 +331,7 @@ class Supervisor:
             committed_checkpoint=self.record.committed,
             node_ip=self._host,
             reason=self._reason(self.decision),
+            planned=self._planned,
         )
 
     def _reason(self, decision: Decision) -> str:

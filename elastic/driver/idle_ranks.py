@@ -16,8 +16,8 @@ def idle_note(config: RunConfig) -> str:
     """One line, empty if nobody waits with the most workers that the run may have."""
     together = config.parallel.ranks_per_microbatch
     replicas, num = config.max_workers // together, config.num_microbatches
-    if replicas < 1 or num % replicas == 0:
-        return ""
+    if replicas < 1 or num % replicas == 0 or config.parallel.pp > 1:
+        return ""  # what a pipeline leaves idle follows from its blocks, and its plan says it
     share = idle_share(num, replicas)
     return (
         f"V = {num} micro-batches over {replicas * together} workers leave them idle for "

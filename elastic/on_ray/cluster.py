@@ -409,6 +409,8 @@ class RayCluster:
                 self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
+            case r.Planned():
+                self.host.on_planned(report)
             case r.Protected():
                 self.protection.hear(worker, report)
             case r.HolderSilent(holder):

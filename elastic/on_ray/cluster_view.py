@@ -16,7 +16,7 @@ from elastic.control.detection.patience import Costly, Place
 from elastic.on_ray.backup.servers import BackupServers
 from elastic.on_ray.links import LinkServer
 from elastic.on_ray.slots import Slot
-from elastic.protocol.messages.to_controller import PartSaved
+from elastic.protocol.messages.to_controller import PartSaved, Planned
 from elastic.store.catalogue import Damage
 
 
@@ -67,6 +67,8 @@ class Host(Protocol):
     async def open_at(self, step: int, damaged: list[Damage]) -> str: ...
 
     def on_unprotected(self, fields: dict[str, Any]) -> None: ...
+
+    def on_planned(self, said: Planned) -> None: ...
 
     def costly(self) -> tuple[Costly, ...]: ...
 

@@ -18,7 +18,9 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """torch's names."""
 _SPELLINGS = {name.lower(): name for name in (*SCHEDULES, "LoopedBFS")}
 """In any case, as torch takes them."""
-AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S, package.module:function"
+BUILT_SCHEDULES = ("GPipe", "1F1B")
+"""Those of them that there are; the default is the last."""
+AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S, package.module:function"
 """What is built, and a strategy of one's own; the grammar also knows what is to come."""
 MODEL_AXES = ("pp", "tp", "cp", "ep")
 _WORD = re.compile(
@@ -60,9 +62,10 @@ class Parallel:
     dp_shard: int | None = None
     """The ranks of a replica; of "hsdp" only, which needs it."""
     pp: int = 1
-    """Stages of the pipeline; default 1: none. Not available yet."""
+    """Stages of a pipeline; default 1: none. With "ddp" only. Every rank computes its stage, and
+    still holds the whole state."""
     schedule: str = ""
-    """Of the pipeline, in torch's words. Not available yet."""
+    """Of the pipeline, in torch's words: "GPipe" or "1F1B"; default "": 1F1B."""
     tp: int = 1
     """Ranks that share each matrix; default 1. Not available yet."""
     cp: int = 1
@@ -140,8 +143,17 @@ class Parallel:
         return ",".join(words)
 
     @property
-    def is_available(self) -> bool:
-        return all(getattr(self, axis) == 1 for axis in MODEL_AXES)
+    def missing(self) -> str:
+        """Why it is not available yet, as the end of a sentence; empty if it is."""
+        if any(getattr(self, axis) > 1 for axis in ("tp", "cp", "ep")):
+            return f": choose one of {AVAILABLE}"
+        if self.pp == 1:
+            return ""
+        if self.data != "ddp" or self.strategy:
+            return f": pp:S goes alone, such as pp:{self.pp}"
+        if self.schedule and self.schedule not in BUILT_SCHEDULES:
+            return f": of the schedules there are {' and '.join(BUILT_SCHEDULES)}"
+        return ""
 
     @property
     def is_sharded(self) -> bool:
@@ -157,6 +169,11 @@ class Parallel:
     def ranks_per_microbatch(self) -> int:
         """Ranks that compute a micro-batch together: one position on the data axes."""
         return self.pp * self.cp * self.tp
+
+    @property
+    def fewest_ranks(self) -> int:
+        """That can compute a micro-batch: fewer ranks than stages make a pipeline of fewer."""
+        return self.cp * self.tp
 
 
 DDP = Parallel()
@@ -281,3 +298,7 @@ class Mesh:
             return len(self.ids(num_microbatches, rank))
         ids = self.ids_of_replica(num_microbatches, self.replica(rank))
         return -(-len(ids) // self.num_shards)
+
+    def load(self, num_microbatches: int, rank: int) -> float:
+        """What `rank` computes in a step, in whole micro-batches."""
+        return len(self.ids(num_microbatches, rank))

@@ -32,7 +32,7 @@ from elastic.store.run_directory import RunDirectory
 SIZES = ["--steps", "10", "--global-batch", "32", "--micro-batch", "8"]
 DIGITS = "workers.workloads.digits:Digits"
 STATUS: dict[str, Any] = {
-    "phase": "running", "generation": 3, "world_size": 1, "step": 7, "steps": 10,
+    "layout": "", "phase": "running", "generation": 3, "world_size": 1, "step": 7, "steps": 10,
     "committed_checkpoint": None, "standby": [], "reason": "w1 lost, 1 of 2 left",
     "controller": {"pid": 1, "node_ip": "127.0.0.1"},
     "workers": [
@@ -70,7 +70,9 @@ def run_dir(tmp_path: Path) -> Path:
         (["run", DIGITS, *SIZES, "--workers", "3..2"], "min 3 is above max 2"),
         (["run", DIGITS, *SIZES, "--workers", "9"], "min 9 is above V"),
         (["run", DIGITS, *SIZES, "--micro-batch", "5"], "is not a multiple of micro_batch=5"),
-        (["run", DIGITS, *SIZES, "--parallel", "pp:2"], "parallel='pp:2' is not available yet"),
+        (["run", DIGITS, *SIZES, "--parallel", "pp:2,fsdp"], "is not available yet: pp:S goes"),
+        (["run", DIGITS, *SIZES, "--parallel", "pp:0"], "parallel='pp:0': give pp:S or pp:S/Sch"),
+        (["run", DIGITS, *SIZES, "--parallel", "pp:2/Zigzag"], "'Zigzag' is unknown: choose one"),
         (["run", DIGITS, *SIZES, "--detect-s", "soon"], "--detect-s 'soon': give seconds, or none"),
         (["run", DIGITS, *SIZES, "--set", "x"], "--set 'x' is no key=value"),
         (["run", DIGITS, *SIZES, "--set", "bogus=1"], "--set does not fit Digits"),

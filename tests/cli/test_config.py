@@ -97,8 +97,13 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         (
-            {"parallel": "pp:2"},
-            "parallel='pp:2' is not available yet: choose one of ddp, fsdp, fsdp-grad-op, hsdp:S",
+            {"parallel": "pp:2,fsdp"},
+            "parallel='fsdp,pp:2' is not available yet: pp:S goes alone, such as pp:2",
+        ),
+        (
+            {"parallel": "pp:2/ZBVZeroBubble"},
+            "parallel='pp:2/ZBVZeroBubble' is not available yet: of the schedules there are GPipe "
+            "and 1F1B",
         ),
         ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
         ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),

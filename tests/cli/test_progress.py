@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from elastic.cli.checkpoint import progress_bar
-from elastic.cli.progress import Progress, worker_table
+from elastic.cli.progress import Progress, told, worker_table
 from elastic.controller.curves import Curves
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {
-    "phase": "running", "generation": 1, "world_size": 2, "step": 0, "steps": 9,
+    "layout": "", "phase": "running", "generation": 1, "world_size": 2, "step": 0, "steps": 9,
     "committed_checkpoint": None, "standby": [], "reason": "2 of 2 joined",
     "controller": {"pid": 1, "node_ip": "127.0.0.1"},
     "workers": [
@@ -214,3 +214,12 @@ def test_a_damaged_decision_is_left_out(tmp_path, entry):
     )
     look(Progress(Console(file=text, force_terminal=False)), tmp_path)
     assert text.getvalue().count("reason=") == 1
+
+
+def test_the_layout_of_pipelines_is_told_with_its_warnings():
+    planned = {"generation": 2, "layout": "1 pipeline of 3 stages", "warnings": ["47% idle"]}
+    line = {"at": 5.0, "planned": planned}
+    wanted = ['generation=2 layout="1 pipeline of 3 stages"', "warning: 47% idle"]
+    assert told(line, 4.0) == wanted
+    assert told(line, 6.0) == []
+    assert told({**line, "planned": {"generation": 2}}, 4.0) == [], "damaged"

@@ -127,3 +127,11 @@ def test_nodes_of_many_workers_are_found_again():
     ]  # fmt: skip
     assert nodes.only((1, 1000)) == Nodes.of([(1, "node1"), (1000, "node1000")])
     assert nodes.only(()) == Nodes()
+
+
+def test_stages_are_neighbours_inside_of_nodes_and_fewer_ranks_than_stages_go_on():
+    staged = Parallel.of("pp:2")
+    assert shortage(staged, 1) == "", "one pipeline of one stage"
+    assert plan(staged, range(4), on("abab")) == Plan((0, 2, 1, 3))
+    five = plan(staged, range(5), on("abaab"))
+    assert five == Plan((0, 2, 1, 4, 3)), "workers know who stands by"

@@ -157,6 +157,7 @@ class Rig:
         self.link.commands.put(form(generation, step, vote=vote, payload=payload, **changes))
 
     def step(self):
+        where.use(self.device)
         with self.session.next_step() as step:
             for batch in step.microbatches():
                 step.backward(self.workload.loss(self.session.model, batch))

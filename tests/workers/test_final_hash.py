@@ -14,6 +14,7 @@ from workers.parallel.shards import Ownership
 from workers.train_state import digest
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("place")
 TENSOR_S = 20.0
 LEASE_S = 30.0
 

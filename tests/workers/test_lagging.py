@@ -13,11 +13,12 @@ import torch
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.messages import peer
 from elastic.protocol.messages.to_worker import Sync
+from tests.workers import where
 from tests.workers.session_rig import Rig, abort, obey
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import Alone
 from workers.distributed.rendezvous import Rendezvous
-from workers.membership import member, state_stream
+from workers.membership import member, own_group, state_stream
 from workers.train_state.digest import weights_sha256
 from workers.train_state.snapshot import HostMemory
 
@@ -48,9 +49,10 @@ def slow_link(monkeypatch):
 
 
 @pytest.fixture
-def rigs():
+def rigs(place, monkeypatch):
     torch.set_num_threads(1)
-    made = [Rig("bitwise", join_timeout_s=LONG_S, worker=worker) for worker in range(3)]
+    monkeypatch.setattr(own_group, "connect_for", where.connecting_threads())
+    made = [Rig("bitwise", thread=rank, join_timeout_s=LONG_S, worker=rank) for rank in range(3)]
     yield made
     for rig in made:
         rig.loader.close()

@@ -1,18 +1,28 @@
 """The step that stops a run says where its gradients stop being finite."""
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from elastic.protocol.mesh import DDP, Mesh
 from tests.workers import where
 from tests.workers.fake_groups import run_threads
 from tests.workers.session_rig import InThread, Rig, Tiny
 from tests.workers.sharded_rig import build, enter
 from workers.distributed.process_group import Alone
-from workers.nonfinite import Inspection, told
+from workers.nonfinite import Inspection, explain, told
+from workers.step.passes import NoPasses
+from workers.step.vote import MicrobatchRecord
 
 pytestmark = pytest.mark.usefixtures("place")
+
+
+class PassesAt(NoPasses):
+    def __init__(self, microbatch_id):
+        self.in_backward = microbatch_id
 
 
 class Poisoned(Tiny):
@@ -73,7 +83,7 @@ def test_every_strategy_names_the_whole_parameter(parallel):
         if is_asked:
             inspection.ask(1, strategy.train_state.step)
         output = strategy.train_state.model(torch.tensor([1, 2, 3, 4], device=where.HERE), 1)
-        inspection.before_backward(5)
+        inspection.before_backward(PassesAt(5))
         output.sum().backward()
         inspection.after_backward()
         assert inspection.found == ((5, "blocks.1.norm.bias") if is_asked else None)
@@ -82,9 +92,23 @@ def test_every_strategy_names_the_whole_parameter(parallel):
 def test_a_sum_that_overflows_and_several_ranks_are_told():
     advice = ". Lower the learning rate, set clip_norm"
     assert told([]) == "every micro-batch's gradient is finite, their sum is not" + advice
-    assert told([(5, 2, "b", 1.0), (1, 0, "a", float("nan"))]) == (
+    assert told([(1, 0, "a", float("nan")), (5, 2, "b", 1.0)]) == (
         "the first is of parameter 'a', in micro-batch 1 on rank 0 (loss nan); 2 ranks have some"
         + advice
+    )
+
+
+def test_of_stages_that_share_a_micro_batch_the_last_one_is_told_with_the_loss_that_it_has():
+    def body(group):
+        rank = group.rank()
+        member: Any = SimpleNamespace(group=group, mesh=Mesh(DDP, 2))
+        inspection: Any = SimpleNamespace(found=(1, ("first.bias", "last.bias")[rank]))
+        record = MicrobatchRecord(1, 2.5, None, np.zeros(2, np.int64), (), {})
+        return explain(inspection, [record] if rank == 1 else [], member)
+
+    (said,) = set(run_threads(2, body))
+    assert said.startswith(
+        "the first is of parameter 'last.bias', in micro-batch 1 on rank 1 (loss 2.5); 2 ranks"
     )
 
 

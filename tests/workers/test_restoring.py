@@ -21,6 +21,7 @@ from workers.membership.state import Holding
 from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
 
+pytestmark = pytest.mark.usefixtures("place")
 ABORT = abort(1)
 FILES = 12
 READ_S = 0.1

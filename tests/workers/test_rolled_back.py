@@ -1,11 +1,13 @@
 """A sharded run that loses rows outside of a step: the user's loop begins again further back."""
 
+import pytest
 import torch
 
 from elastic.protocol.messages.to_worker import Finish, Load
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.workers.session_rig import CPU, FakeLink, Tiny, abort, form, spec
+from tests.workers import where
+from tests.workers.session_rig import FakeLink, Tiny, abort, form, spec
 from workers.checkpoint.saver import Saver
 from workers.data.loader import Loader
 from workers.health.vitals import Vitals
@@ -15,6 +17,7 @@ from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("place")
 STEPS = 4
 
 
@@ -46,11 +49,11 @@ class Losing:
 
 def ended(place: str, *, loses: bool) -> tuple[Losing, Member]:
     settings = spec(parallel="fsdp", steps=STEPS)
-    strategy, link, vitals = build_strategy(Tiny(), settings, CPU), FakeLink(), Vitals()
+    strategy, link, vitals = build_strategy(Tiny(), settings, where.HERE), FakeLink(), Vitals()
     catalogue = Catalogue(open_folder(place).at("checkpoints"))
     member = Member(
         settings, strategy, link, PeerServer("127.0.0.1", "t", lambda: None, 3.0),
-        saver=Saver(link, settings), vitals=vitals, device=CPU,
+        saver=Saver(link, settings), vitals=vitals, device=where.HERE,
         on_load=lambda place, step: strategy.load(catalogue, 0, 0, lambda: None),
         on_log_to=lambda place: None, on_finish=lambda member, place: strategy.weights_sha256(),
     )  # fmt: skip

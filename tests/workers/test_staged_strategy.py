@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import CPU, enter, sha256, spec
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
+from workers.step.passes import Passes
 from workers.step.randomness import seed_microbatch
 from workers.train_state.train_state import Update
 
@@ -49,12 +51,21 @@ def build(name: str) -> Staged:
     return strategy
 
 
-def train(strategy: Staged, group: Any, name: str, num_steps: int, after_step: Any = None) -> None:
-    """As a session does it, with a vote of what was used."""
+def train(
+    strategy: Staged,
+    group: Any,
+    name: str,
+    num_steps: int,
+    after_step: Any = None,
+    *,
+    see: Callable[[Passes], None] = lambda passes: None,
+) -> None:
+    """As a session does it, with a vote of what was used. see: given the passes."""
     state, batches, case = strategy.train_state, CASES[name].batches(), CASES[name]
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
     passes = strategy.passes(mesh, group, reducer)
+    see(passes)
     ids = mesh.ids(len(batches), group.rank())
     for _ in range(num_steps):
         reducer.begin()
@@ -122,6 +133,23 @@ def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
 
     wanted = sha256(undisturbed)
     assert run_ranks(4, body) == [wanted, wanted, "killed", wanted]
+
+
+def test_a_gradient_is_of_the_micro_batch_whose_backward_runs():
+    """Whatever forward is at hand: on the first of two stages that is the next one's."""
+
+    def body(ranks: Ranks) -> list[int]:
+        group, strategy, seen = ranks.form(1, [0, 1]), build("llama, dropout"), list[int]()
+
+        def see(passes: Passes) -> None:
+            for parameter in strategy.train_state.parameters.values():
+                parameter.register_hook(lambda gradient: seen.append(passes.in_backward))
+
+        enter(strategy, group, 0)
+        train(strategy, group, "llama, dropout", 1, see=see)
+        return list(dict.fromkeys(seen))
+
+    assert run_ranks(2, body) == [[0, 1, 2, 3]] * 2
 
 
 def test_a_parameter_of_three_blocks_is_refused_and_one_of_two_is_not():

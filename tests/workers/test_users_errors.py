@@ -7,6 +7,8 @@ from elastic.protocol.errors import CollectiveRefused, PeerLost
 from tests.workers.session_rig import Rig, Tiny, abort
 from workers.train_state.digest import weights_sha256
 
+pytestmark = pytest.mark.usefixtures("place")
+
 
 class Cautious(Tiny):
     """`trouble` strikes in the loss, once."""

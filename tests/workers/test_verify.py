@@ -7,8 +7,9 @@ import torch
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.mesh import Mesh, Parallel
+from tests.workers import where
 from tests.workers.fake_groups import run_threads
-from tests.workers.session_rig import CPU, FakeLink, Tiny, spec
+from tests.workers.session_rig import FakeLink, Tiny, spec
 from tests.workers.sharded_rig import build, enter, train
 from workers.distributed.process_group import Alone
 from workers.parallel.ddp import build_replica
@@ -24,6 +25,8 @@ from workers.verify import (
     groups_alike,
     verify,
 )
+
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
@@ -60,7 +63,7 @@ def test_the_majority_decides_and_the_first_tensor_is_named():
 
 def stepped():
     """A replica after one step, so that the optimizer has state."""
-    train_state = build_replica(Tiny(), spec(), CPU)
+    train_state = build_replica(Tiny(), spec(), where.HERE)
     for parameter in train_state.parameters.values():
         parameter.grad = torch.ones_like(parameter)
     train_state.optimizer.step()
@@ -85,7 +88,7 @@ def verified_of(replicas, mesh):
         member = SimpleNamespace(
             train_state=replicas[group.rank()],
             group=group,
-            device=CPU,
+            device=where.HERE,
             link=link,
             generation=4,
             spec=SimpleNamespace(worker=10 + group.rank()),
@@ -149,8 +152,8 @@ def test_two_that_differ_are_both_named():
 
 def rows_of_a_layer(mesh, rank):
     """What verify looks at, of a sharded layer after one step."""
-    model = torch.nn.Linear(8, 6, bias=False)
-    sharded = ShardedModel(model, CPU, keeps_parameters=False)
+    model = torch.nn.Linear(8, 6, bias=False).to(where.HERE)
+    sharded = ShardedModel(model, where.HERE, keeps_parameters=False)
     sharded.reshard(None if mesh.is_standby(rank) else mesh.shard(rank), mesh.num_shards)
     rows = local(model.weight.detach())
     rows.copy_(torch.arange(rows.numel()).view(rows.shape) + mesh.shard(rank))

@@ -7,6 +7,7 @@ formula on a device (workers/reduction/norm.py). tests/device compares with the 
 """
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from workers.distributed import gloo
-from workers.distributed.backends import connect_for, with_control
+from workers.distributed import backends, gloo
+from workers.distributed.backends import with_control
 from workers.distributed.nccl import formed
 from workers.distributed.process_group import Connect, Group, Place
 from workers.step.randomness import seed_microbatch
@@ -82,8 +83,27 @@ def store_of_parts() -> Any:
 def connect_here(port: int) -> Connect:
     """What connects ranks that are processes. port: of the store of parts."""
     if HERE.type == "cpu":
-        return connect_for(HERE, HOST)
+        return backends.connect_for(HERE, HOST)
     return with_control(partial(_data, port), partial(gloo.connect, HOST))
+
+
+def connecting_threads() -> Callable[[torch.device, str], Connect]:
+    """What connects the ranks of one test that are threads, in place of the product's `connect_for`
+    (workers/distributed/backends.py), which knows of no simulated device."""
+    if HERE.type == "cpu":
+        return backends.connect_for
+    from tests.device import ranks
+
+    meeting = ranks.Meeting()
+
+    def connect_for(device: torch.device, host: str) -> Connect:
+        def data(place: Place) -> Group:
+            torch.sim.set_device(device)
+            return meeting.data(device, place.name, place)
+
+        return with_control(data, partial(ranks.control, device))
+
+    return connect_for
 
 
 def _data(port: int, place: Place) -> Group:

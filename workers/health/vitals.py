@@ -136,9 +136,10 @@ class Vitals:
         self._own_now_s = 0.0
         self.anatomy.begin(self.generation, self._clock())
 
-    def end_step(self, num_microbatches: int) -> None:
-        """This rank has done its own part, and goes on to what all do together."""
-        self._own.append(self._own_now_s / max(num_microbatches, 1))
+    def end_step(self, num_microbatches: float) -> None:
+        """This rank has done its own part, and goes on to what all do together. num_microbatches:
+        so many whole ones took as long, 0 if it had no part."""
+        self._own.append(self._own_now_s / (num_microbatches or 1))
         self._own_steps += 1
         self._own_s = statistics.median(self._own)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from elastic.protocol.errors import CollectiveRefused, DamagedCheckpoint, PeerLost, in_words
+from elastic.protocol.errors import DamagedCheckpoint, PeerLost, in_words
 from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages import to_controller as r
@@ -38,7 +38,7 @@ from workers.membership.own_group import OwnGroup
 from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.membership.unwinding import RunEnded, lost_peer_in
+from workers.membership.unwinding import RunEnded, lost_peer_in, lost_with
 from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
@@ -240,6 +240,11 @@ class Member:
     def num_passes(self) -> int:
         """Of a step, on this rank."""
         return self.mesh.num_passes(self.spec.num_microbatches, self.rank)
+
+    @property
+    def load(self) -> float:
+        """Of a step, on this rank, in whole micro-batches."""
+        return self.mesh.load(self.spec.num_microbatches, self.rank)
 
     def move_loop(self, to: e.Loop) -> None:
         """The user's loop has come there."""
@@ -458,6 +463,7 @@ class Member:
             pieces=self._pieces,
             catalogue=self.saver.catalogue,
             say_lost=self.collective_failed,
+            say=self.link.send,
             gathering=self.vitals.gathering,
             order=form.order,
             on_connected=lambda: self._tell(e.PartBegun()),
@@ -490,7 +496,3 @@ class Member:
     def _take_on_newcomers(self) -> None:
         """A newcomer starts from the state of the last committed step."""
         self.followers.take_on(self._state_and_records)
-
-
-def lost_with(error: PeerLost) -> e.PeersLost:
-    return e.PeersLost(str(error)[:500], isinstance(error, CollectiveRefused))

@@ -1,7 +1,8 @@
 """What a member raises through the user's code, which must not catch it: no Exceptions; and what it
 looks for in the exceptions of that code."""
 
-from elastic.protocol.errors import PeerLost
+from elastic.protocol.errors import CollectiveRefused, PeerLost
+from workers.membership.events import PeersLost
 
 
 class RunEnded(BaseException):
@@ -19,3 +20,8 @@ def lost_peer_in(error: BaseException) -> PeerLost | None:
     while found is not None and not isinstance(found, PeerLost):
         found = found.__cause__ or found.__context__
     return found
+
+
+def lost_with(error: PeerLost) -> PeersLost:
+    """What the machine is told of it."""
+    return PeersLost(str(error)[:500], isinstance(error, CollectiveRefused))

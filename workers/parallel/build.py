@@ -39,9 +39,13 @@ def build_strategy(
                 f"does not go with {spec.parallel.data!r}: name {_AXES[made.is_whole]}"
             )
         return made
+    if spec.parallel.pp > 1:
+        from workers.parallel.pipeline.strategy import build_staged
+
+        return build_staged(workload, spec, device, spec.parallel.pp)
     if not spec.parallel.is_sharded:
         return build_replicated(workload, spec, device)
-    # Imported here: replicas need not pay for FSDP2.
+    # Imported here, as stages above: replicas need not pay for FSDP2.
     from workers.parallel.sharded import build_sharded
 
     keeps_parameters = spec.parallel.data == "fsdp-grad-op"

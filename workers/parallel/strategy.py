@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.to_controller import Planned
 from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
@@ -45,6 +46,8 @@ class Formed:
     """Of each rank its position in the mesh, as the controller has planned it; empty: its rank."""
     on_connected: Callable[[], None] = lambda: None
     """All groups of all ranks have formed, and the work begins."""
+    say: Callable[[Planned], object] = lambda said: None
+    """Tells the controller how the members share the model, where a strategy has planned it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ Loss = tuple[Tensor, Tensor | None]
 class Passes(Protocol):
     """Of one rank, for a generation."""
 
+    in_backward: int
+    """The micro-batch whose backward runs now, or has run last."""
+
     def begin(self, step: int) -> None:
         """Before the first micro-batch of every attempt at a step, after `step` committed ones."""
         ...
@@ -43,6 +46,8 @@ class Passes(Protocol):
 
 class NoPasses:
     """Of a rank that computes no micro-batch."""
+
+    in_backward = -1
 
     def begin(self, step: int) -> None:
         pass
@@ -71,6 +76,7 @@ class PlainPasses(NoPasses):
 
     def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
         assert loss is not None
+        self.in_backward = microbatch_id
         self._reducer.before_backward(not num_left)
         loss.backward()
         self._reducer.after_backward(microbatch_id, self._buffers.end_microbatch())

@@ -89,6 +89,27 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank's place in a pipeline."""
+
+    pipeline: int
+    stage: int
+    blocks: tuple[int, int]
+    """The first one, and that behind the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How the members share the model, where workers plan it."""
+
+    generation: int
+    layout: str
+    warnings: tuple[str, ...]
+    stages: tuple[Stage | None, ...]
+    """By rank; None stands by."""
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     generation: int
     rank: int
@@ -266,6 +287,7 @@ Report: TypeAlias = (
     | SyncFailed
     | Connected
     | Joined
+    | Planned
     | Paused
     | Kept
     | Suspended
@@ -288,4 +310,4 @@ Report: TypeAlias = (
     | DrainNotice
 )
 
-TO_CONTROLLER: Direction[Report] = Direction(*get_args(Report), parts=(Process, Evaluation))
+TO_CONTROLLER: Direction[Report] = Direction(*get_args(Report), parts=(Process, Evaluation, Stage))

@@ -1,27 +1,12 @@
-"""Stages by a strategy of one's own: `parallel="staged:build_two"` wants pipelines of two."""
+"""Layers that can be cut into stages, and some that cannot."""
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import nn
 from toy import Samples
 
 import elastic
-from elastic.protocol.worker_spec import WorkerSpec
-from workers.backup.backup import Backup
-from workers.parallel.pipeline.strategy import Staged, build_staged
-
-STAGED = "staged:build_two"
-
-
-def build_two(
-    workload: elastic.Workload,
-    spec: WorkerSpec,
-    device: torch.device,
-    open_backup: Callable[[], Backup],
-) -> Staged:
-    return build_staged(workload, spec, device, 2)
 
 
 class Block(nn.Module):

@@ -52,7 +52,7 @@ class StagePasses:
         self._order = actions(schedule, stages.depth, stage, len(stages.ids))
         self._todo: deque[Action] = deque()
         self._flight: dict[int, _InFlight] = {}
-        self._step = 0
+        self._step, self.in_backward = 0, -1
         self.most_in_flight = 0
         """Micro-batches that have waited for their backward at a time, of all steps."""
         self._shared = {
@@ -105,7 +105,7 @@ class StagePasses:
         while self._todo and self._todo[0].kind == "backward":
             of = self._stages.ids[self._todo.popleft().index]
             self._reducer.before_backward(not self._todo)
-            held = self._flight.pop(of)
+            held, self.in_backward = self._flight.pop(of), of
             self._backward(of, held)
             self._reducer.after_backward(of, held.buffers)
         if not self._todo:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.mesh import BUILT_SCHEDULES
 
-DEFAULT = "1F1B"
-AVAILABLE = ("1F1B", "GPipe")
+DEFAULT = BUILT_SCHEDULES[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,9 @@ class Action:
 
 def check_schedule(schedule: str) -> None:
     """WrongInput for one that is torch's and not here yet."""
-    if (schedule or DEFAULT) not in AVAILABLE:
-        raise WrongInput(
-            f"schedule {schedule!r} is not available yet: choose one of {', '.join(AVAILABLE)}"
-        )
+    if (schedule or DEFAULT) not in BUILT_SCHEDULES:
+        built = ", ".join(BUILT_SCHEDULES)
+        raise WrongInput(f"schedule {schedule!r} is not available yet: choose one of {built}")
 
 
 def actions(schedule: str, depth: int, stage: int, num_microbatches: int) -> list[Action]:

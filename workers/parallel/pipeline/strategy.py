@@ -2,12 +2,11 @@
 memory of activations. A lost rank takes nothing along, so that whoever survives cuts the blocks
 anew and goes on.
 
-`parallel="pp:S"` is refused until a rank holds the state of its own stage only; a strategy of one's
-own (`parallel="package.module:function"`) can be made with `build_staged`.
+Of the axes of the state, then, a pipeline is none: who saves, copies or evaluates sees "ddp".
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
 from elastic.protocol.mesh import Mesh
+from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.pipeline import PipelinePlan, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.distributed.exchange import gather_json
@@ -44,6 +44,12 @@ class StagedMesh(Mesh):
         """All ranks hold the whole state, and evaluate: none stands by."""
         return self.world_size
 
+    def load(self, num_microbatches: int, rank: int) -> float:
+        assert self.plan is not None
+        costs, blocks = self.plan.costs, self.plan.blocks(self.position(rank))
+        share = sum(costs[blocks.start : blocks.stop]) / sum(costs)
+        return share * len(self.ids(num_microbatches, rank))
+
     def ids(self, num_microbatches: int, rank: int) -> range:
         assert self.plan is not None
         return self.plan.ids(self.position(rank))
@@ -67,19 +73,23 @@ class Staged(Replicated):
         super().__init__(spec, train_state, build_again)
         self._workload, self._depth = workload, depth
         self.chain: Chain | None = None
-        self._mesh = StagedMesh(spec.parallel, 1)
+        self._axes = replace(spec.parallel, pp=1, schedule="")
+        self._mesh = StagedMesh(self._axes, 1)
         self._formed: Formed | None = None
         self._groups: HolderGroups | None = None
 
     def examine(self, compute: Callable[[], Any]) -> None:
-        self.chain = find_chain(self.train_state.model, self._workload, compute)
+        try:
+            self.chain = find_chain(self.train_state.model, self._workload, compute)
+        except WrongInput as error:
+            raise WrongInput(f"pp:{self._depth}: {error}") from error
         trained = self.train_state.parameters
         many = [n for n, used in self.chain.shared.items() if len(used) > 2 and n in trained]
         if many:
             count = len(self.chain.shared[many[0]])
             raise WrongInput(
-                f"{many[0]} is shared by {count} blocks, and stages can share a parameter by two: "
-                "give each its own, or use parallel='ddp'"
+                f"pp:{self._depth}: {many[0]} is shared by {count} blocks, and stages can share a "
+                "parameter by two: give each its own, or use parallel='ddp'"
             )
 
     def enter(self, formed: Formed) -> Entered:
@@ -96,14 +106,28 @@ class Staged(Replicated):
         names, costs = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self.chain.names, (names, self.chain.names)
         plan = plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
-        self._mesh = StagedMesh(self._spec.parallel, group.size(), formed.order, plan)
+        self._mesh = StagedMesh(self._axes, group.size(), formed.order, plan)
         self._formed = formed
+        if group.rank() == 0:
+            formed.say(self._planned(formed.generation))
         self._groups = HolderGroups(group, self._spec.join_timeout_s)
         return entered
 
+    def _planned(self, generation: int) -> Planned:
+        plan, stages = self.plan, list[Stage | None]()
+        for rank in range(self._mesh.world_size):
+            seat = plan.seat(self._mesh.position(rank))
+            if seat is None:
+                stages.append(None)
+                continue
+            blocks = plan.pipelines[seat.pipeline].blocks(seat.stage)
+            stages.append(Stage(seat.pipeline, seat.stage, (blocks.start, blocks.stop)))
+        warnings = tuple(plan.warnings(self._depth))
+        return Planned(generation, str(plan), warnings, tuple(stages))
+
     def mesh_of(self, world_size: int) -> Mesh:
         is_it = self._mesh.plan is not None and world_size == self._mesh.world_size
-        return self._mesh if is_it else super().mesh_of(world_size)
+        return self._mesh if is_it else Mesh(self._axes, world_size)
 
     @property
     def plan(self) -> PipelinePlan:
