@@ -312,6 +312,29 @@ MUTATIONS = (
         "tests/device/test_nccl_group.py",
     ),
     Mutation(
+        "one look at the gradients for each micro-batch",
+        "workers/reduction/bitwise.py",
+        "        if self._may_overlap is None:\n            self._may_overlap",
+        "        [g.isfinite().all().item() for g in gradients if g is not None]\n"
+        "        if self._may_overlap is None:\n            self._may_overlap",
+        "tests/device/test_snapshots.py",
+    ),
+    Mutation(
+        "the norm that clips is exchanged behind the vote",
+        "workers/parallel/sharded.py",
+        "        self.train_state.apply(update, step_on_shards)\n",
+        "        again = self.before_vote(Reduced(update.gradients, {}), self._group.read)\n"
+        "        self.train_state.apply(replace(update, squares=again.squares), step_on_shards)\n",
+        "tests/device/test_snapshots.py",
+    ),
+    Mutation(
+        "a worker without memory for the state ends the run as the user's error",
+        WORKER,
+        "except (LoaderLost, OutOfMemory) as error:",
+        "except LoaderLost as error:",
+        "tests/workers/test_errors.py",
+    ),
+    Mutation(
         "on a device a batch becomes a plain dict",
         "workers/data/placement.py",
         "        whole.update(moved)\n        return whole\n",

@@ -314,18 +314,21 @@ class Worker:
         batch = to_device(loaded.batch, self._device)
         train_state.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
+        compute = partial(self._workload.loss, train_state.model, batch)
         try:
             with train_state.casting.applied():
-                total, weight = check_loss(self._workload.loss(train_state.model, batch))
+                total, weight = check_loss(compute())
                 weight_of(0, weight)
                 total.backward()
-            self._strategy.examine(lambda: self._workload.loss(train_state.model, batch))
+            self._strategy.examine(compute)
             if with_optimizer:
                 try_optimizer(self._workload, self._spec, train_state)
         except WrongInput:
             raise
         except Exception as error:
             gpu.check_deterministic(error)
+            if with_optimizer:  # what a strategy could not examine would get to no step
+                self._strategy.examine(compute)
             return  # step 1 will raise it, with its positions and everything on record
         finally:
             train_state.drop_gradients()

@@ -25,8 +25,8 @@ NUM_SEEDS = 1200
 def test_sharded_runs_with_faults_end_with_all_steps(
     kind: type[ShardedCluster], holder_losses: int, part: range
 ) -> None:
-    """While any member lives and no holder is lost, a run falls back behind no step on record, or
-    by at most the interval of its snapshots (asserted in sharded_cluster.py)."""
+    """While anybody who did the newest steps lives and no holder is lost, a run falls back behind
+    no step on record, or by at most the interval of its snapshots (see sharded_cluster.py)."""
     seen: Counter[str] = Counter()
     for seed in part:
         limits, faults = scenario(seed)

@@ -152,7 +152,7 @@ def test_two_that_differ_are_both_named():
 
 def rows_of_a_layer(mesh, rank):
     """What verify looks at, of a sharded layer after one step."""
-    model = torch.nn.Linear(8, 6, bias=False)
+    model = torch.nn.Linear(8, 6, bias=False).to(where.HERE)
     sharded = ShardedModel(model, where.HERE, keeps_parameters=False)
     sharded.reshard(None if mesh.is_standby(rank) else mesh.shard(rank), mesh.num_shards)
     rows = local(model.weight.detach())

@@ -54,10 +54,10 @@ class OddGroupsInParts(OddGroups):
         pass
 
 
-def loading(workload) -> Worker:
+def loading(workload, **changes) -> Worker:
     """A worker that has been told to load, without its process."""
     torch.set_num_threads(1)
-    rig, worker = Rig("bitwise", workload), object.__new__(Worker)
+    rig, worker = Rig("bitwise", workload, **changes), object.__new__(Worker)
     worker._spec, worker._replica, worker._member = rig.spec, rig.train_state, rig.member
     worker._strategy = rig.strategy
     worker._session, worker._link, worker._workload = rig.session, rig.link, workload
@@ -89,6 +89,24 @@ def test_a_sharded_worker_refuses_it_when_it_builds_the_model(parallel):
 def test_a_workload_that_may_be_carried_is_loaded(tmp_path):
     worker = loading(Tiny())
     assert worker._load(str(tmp_path), 0) == []
+    worker._loader.close()
+
+
+class Broken(Tiny):
+    def loss(self, model, batch):
+        raise KeyError("labels")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "pp:2"])
+def test_what_the_loss_raises_comes_up_in_step_1_or_where_no_step_could_be_planned(
+    parallel, tmp_path
+):
+    worker = loading(Broken(), parallel=parallel)
+    if parallel == "ddp":
+        worker._load(str(tmp_path), 0)
+    else:
+        with pytest.raises(KeyError, match="labels"):
+            worker._load(str(tmp_path), 0)
     worker._loader.close()
 
 
