@@ -27,6 +27,7 @@ from elastic.cli import (
     init,
     journal,
     profile,
+    report,
     runs,
     stop,
 )
@@ -410,5 +411,6 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
 app.command()(init.init)
 app.command()(runs.ls)
 app.command()(profile.profile)
+app.command()(report.report)
 app.command()(journal.replay)
 app.command()(journal.story)

@@ -1,1 +1,1 @@
-"""What can be seen of runs from outside, by their files: lists, shares of a step's time, traces."""
+"""What can be seen of runs from outside, by their files: lists, reports, shares of time, traces."""
