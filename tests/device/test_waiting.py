@@ -40,7 +40,7 @@ def finish(rank, meeting, *, in_passes=False, vitals=None, on_group=lambda group
     group, where = meeting.group(rank, 3), torch.device("sim", rank)
     on_group(group)
     step = SimpleNamespace(
-        _member=SimpleNamespace(device=where, group=group), _vitals=vitals, _ids=range(1)
+        _member=SimpleNamespace(device=where, group=group, load=1.0), _vitals=vitals, _ids=range(1)
     )
     step._end_passes = functools.partial(Step._end_passes, step)
     vitals.enter("compute")
