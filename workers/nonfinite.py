@@ -87,7 +87,8 @@ def explain(inspection: Inspection, records: Sequence[MicrobatchRecord], member:
     first = found[0][0][0]
     mine = [repr(record.loss) for record in records if record.microbatch_id == first]
     losses = [float(loss) for of_rank in gather_json(member.group, mine) for loss in of_rank]
-    return told([(one[0], rank, one[1], losses[0]) for one, rank in found])
+    loss = losses[0] if losses else math.nan
+    return told([(one[0], rank, one[1], loss) for one, rank in found])
 
 
 def told(found: list[tuple[int, int, str, float]]) -> str:
