@@ -20,6 +20,7 @@ from workers.reduction.norm import (
     squares_by_halves,
     squares_by_norms,
 )
+from workers.reduction.reducers import Reduced
 
 
 def _gradients() -> list[torch.Tensor]:
@@ -158,3 +159,18 @@ def test_clipping_scales_down_only() -> None:
     assert clip_coefficient(0.5, 1.0) == 1.0
     assert clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
     assert clip_coefficient(0.0, 1.0) == 1.0
+
+
+def test_clipping_tells_what_is_not_finite_without_another_pass() -> None:
+    gradients = {"a": torch.full((3, 4), 1e30), "b": torch.ones(5)}
+    squares = {
+        "a": row_squares([gradients["a"]]),
+        "b": row_squares([gradients["b"]]),
+        "unused": torch.full((2,), math.inf, dtype=torch.float64),  # counts for nothing
+    }
+    reduced = Reduced(gradients, {}, squares)
+    assert reduced.is_finite(lambda found: found), "float32 numbers have squares in float64"
+    gradients["b"][2] = math.nan
+    squares["b"] = row_squares([gradients["b"]])
+    assert not Reduced(gradients, {}, squares).is_finite(lambda found: found)
+    assert not Reduced(gradients, {}).is_finite(lambda found: found)

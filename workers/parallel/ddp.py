@@ -101,9 +101,8 @@ class Replicated:
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
         gradients = reduced.gradients
-        is_on_host = all(g.device.type == "cpu" for g in gradients.values())
-        if self.train_state.clip_norm is None or is_on_host:
-            return reduced  # `apply` looks itself: nobody has to be waited for
+        if self.train_state.clip_norm is None or not gradients:
+            return reduced
         squares = read(row_squares(list(gradients.values())))
         rows = [g.shape[0] if g.dim() else 1 for g in gradients.values()]
         return replace(reduced, squares=dict(zip(gradients, squares.split(rows), strict=True)))

@@ -5,6 +5,7 @@ Stock all-reduces are in fast.py, the canonical tree in bitwise.py, what shards 
 A reducer belongs to one generation: an abandoned collective may still write into its buffers.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,10 +25,14 @@ class Reduced:
     buffers: Mapping[str, torch.Tensor]
     """The tracked floating buffers, float64."""
     squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Of all rows of each gradient, on the host; empty where a rank has them whole."""
+    """Of all rows of each gradient, on the host; empty where nothing is clipped."""
 
     def is_finite(self, read: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """read: of the group that has summed them."""
+        """read: of the group that has summed them. No second pass where the norm is known: squares
+        of finite numbers are finite in float64 (of float64 up to 1e154)."""
+        if self.gradients and self.squares.keys() >= self.gradients.keys():
+            squares = torch.cat([self.squares[name] for name in self.gradients])
+            return math.isfinite(float(squares.sum()))
         by_device: dict[torch.device, list[torch.Tensor]] = {}  # shards may be in host memory
         for gradient in self.gradients.values():
             by_device.setdefault(gradient.device, []).append(local(gradient))

@@ -3,6 +3,7 @@
 Members and followers apply the same updates with the same code, so they hold the same bits.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -42,7 +43,7 @@ class Update:
     origin: int = 0
     """The generation that computed it: another one's sums may be rounded otherwise."""
     squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Of each gradient's rows, of all ranks, for the norm; empty: the gradients are whole here."""
+    """Of each gradient's rows, of all ranks, for the norm; empty: who applies it looks itself."""
 
     @classmethod
     def of(cls, prepared: Prepared, vote: Vote, before: "TrainState") -> "Update":
@@ -197,9 +198,11 @@ class TrainState:
             squares = [known[n] for n in update.gradients if n in known] or [row_squares(sums)]
             self.gradient_norm = norm_of_rows(torch.cat(squares)) / divisor
             coefficient = clip_coefficient(self.gradient_norm, self.clip_norm)
-        if sums:
+        if math.frexp(divisor)[0] == 0.5:  # by a power of two: exact, so that one pass is enough
+            divisor, coefficient = 1.0, coefficient / divisor
+        if sums and divisor != 1.0:
             torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
-        if coefficient < 1.0:
+        if sums and coefficient != 1.0:
             torch._foreach_mul_(sums, coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
     def snapshot(
