@@ -7,12 +7,12 @@ evaluation that another completed takes it from there.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.messages.to_controller import Evaluation
 from workers.data.placement import to_device
 from workers.distributed.exchange import gather_json
@@ -20,6 +20,7 @@ from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import RolledBack
 from workers.reduction.tree import fold_scalars
+from workers.step.forwards import Elsewhere, Forwards
 from workers.step.randomness import seed_microbatch
 
 SCALAR = "value"
@@ -64,13 +65,9 @@ def _evaluate_once(member: Member, workload: Any, dataset: Any, fn: Any) -> dict
     num_batches = math.ceil(len(dataset) / member.spec.micro_batch)
     if num_batches == 0:
         raise ValueError("evaluate(): the dataset has no samples")
-    mesh, ids, echoes = member.mesh, range(0), [0] * 0
-    if not mesh.is_standby(member.rank):
-        ids = microbatch_ids(num_batches, mesh.num_active, mesh.position(member.rank))
-        if member.strategy.has_collective_forward:
-            num_passes = len(microbatch_ids(num_batches, mesh.num_active, 0))  # no rank has more
-            echoes = [0] * (num_passes - len(ids))
-    rows = _evaluate_ids(member, workload, dataset, fn, ids, echoes)
+    seed = member.spec.seed ^ EVALUATION_SEED_SALT
+    forwards = member.strategy.forwards(member.mesh, member.group, seed)
+    rows = _evaluate_ids(member, workload, dataset, fn, forwards, num_batches)
     member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows)
     return fold([row for of_rank in gathered for row in of_rank])
@@ -81,11 +78,11 @@ def _evaluate_ids(
     workload: Any,
     dataset: Any,
     fn: Any,
-    ids: range,
-    echoes: list[int],
+    forwards: Forwards,
+    num_batches: int,
 ) -> list[list[Any]]:
-    """[batch id, {name: [sum, weight]}] of this rank's batches. echoes: batches whose results do
-    not count, because a sharded forward needs every rank."""
+    """[batch id, {name: [sum, weight]}] of this rank's batches."""
+    ids, echoes = forwards.ids(num_batches), [0] * forwards.num_echoes(num_batches)
     model, collate = member.train_state.model, getattr(workload, "collate", None)
     if collate is None:
         from torch.utils.data import default_collate as collate
@@ -100,9 +97,10 @@ def _evaluate_ids(
                 at = range(i * spec.micro_batch, min((i + 1) * spec.micro_batch, len(dataset)))
                 seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.train_state.step, i)
                 batch = to_device(collate([dataset[k] for k in at]), member.device)
-                value = fn(model, batch)
-                if len(rows) < len(ids):
+                value = forwards.run(i, partial(fn, model, batch))
+                if not isinstance(value, Elsewhere) and len(rows) < len(ids):
                     rows.append([i, as_sums(value, len(at))])
+            forwards.end()
     finally:
         for module, is_training in modes.items():
             module.training = is_training

@@ -45,15 +45,15 @@ def verify(member: "Member", every: int) -> None:
         return
     found = fingerprints(train_state, member.layout)
     parts = sorted(found)
-    hashes = [found[axes] for axes in parts]
+    hashes = [found[part] for part in parts]
     mine = torch.tensor([combined(part) for part in hashes])
     everyones = [torch.empty_like(mine) for _ in range(group.size())]
     group.control.all_gather(everyones, mine).wait()
     numbers = [one.tolist() for one in everyones]
     differing = [
         (part, ranks)
-        for part, axes in enumerate(parts)
-        for ranks in groups_alike(member.mesh, axes)
+        for part, (axes, blocks) in enumerate(parts)
+        for ranks in groups_alike(member.mesh, axes, blocks)
         if len({numbers[rank][part] for rank in ranks}) > 1
     ]
     if not differing:
@@ -76,9 +76,13 @@ def verify(member: "Member", every: int) -> None:
     raise PeerLost(why)
 
 
-def groups_alike(mesh: Mesh, axes: tuple[Axis, ...]) -> list[list[int]]:
-    """Ranks that must agree on what `axes` cut: who is in the same place on these; all, also those
-    who stand by, on what nothing cuts."""
+def groups_alike(
+    mesh: Mesh, axes: tuple[Axis, ...], blocks: tuple[int, ...] = ()
+) -> list[list[int]]:
+    """Ranks that must agree on what `axes` cut: who is in the same place on these; who holds one of
+    `blocks`, on what these need; all, also those who stand by, on what nothing cuts."""
+    if blocks:
+        return [mesh.holders_of_blocks(blocks)]
     if not axes:
         return [list(range(mesh.world_size))]
     found: dict[tuple[int, ...], list[int]] = {}
@@ -100,14 +104,16 @@ def compare(found: Sequence[Mapping[str, int]]) -> tuple[list[int], str, int]:
 
 def fingerprints(
     train_state: "TrainState", layout_of: Callable[[str, Tensor], TensorLayout]
-) -> dict[tuple[Axis, ...], dict[str, int]]:
-    """By the axes that cut them: of parameters and optimizer state, by their names in a snapshot,
-    what this rank has. Not of buffers, which a step in progress has changed."""
-    found: dict[tuple[Axis, ...], dict[str, int]] = {}
+) -> dict[tuple[tuple[Axis, ...], tuple[int, ...]], dict[str, int]]:
+    """By the axes that cut them, or the blocks that need them: of parameters and optimizer state,
+    by their names in a snapshot, what this rank has. Not of buffers, which a step in progress has
+    changed."""
+    found: dict[tuple[tuple[Axis, ...], tuple[int, ...]], dict[str, int]] = {}
     trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
     for name, tensor in trained.items():
-        of_axes = found.setdefault(layout_of(name, tensor).axes, {})
-        of_axes[name] = fingerprint(local(tensor))
+        layout = layout_of(name, tensor)
+        of_part = found.setdefault((layout.axes, layout.blocks), {})
+        of_part[name] = fingerprint(local(tensor))
     return found
 
 

@@ -14,9 +14,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -308,13 +308,19 @@ class Worker:
         """Forward and backward of a micro-batch of about the step that the run goes on with (a
         feed has its data at hand), and a step of an unknown optimizer; nothing of it stays."""
         train_state = self._replica
+
+        @cache
+        def batch() -> Any:
+            return to_device(self._loader.fetch(step, 0).batch, self._device)
+
+        compute = lambda: self._workload.loss(train_state.model, batch())  # noqa: E731
         if not self._strategy.is_runnable:
+            with train_state.casting.applied():
+                self._strategy.examine(compute)
             return
-        loaded = self._loader.fetch(step, 0)
-        batch = to_device(loaded.batch, self._device)
+        batch()
         train_state.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
-        compute = partial(self._workload.loss, train_state.model, batch)
         try:
             with train_state.casting.applied():
                 total, weight = check_loss(compute())

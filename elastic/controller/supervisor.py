@@ -275,7 +275,8 @@ class Supervisor:
     def on_planned(self, said: Planned) -> None:
         """How the members of a generation share the model."""
         self._planned = said
-        fields = {"generation": said.generation, "layout": said.layout}
+        moved = said.moved_bytes
+        fields = {"generation": said.generation, "layout": said.layout, "moved_bytes": moved}
         for warning in said.warnings:
             log.warning('generation=%d reason="%s"', said.generation, warning)
         self.record.note("planned", {**fields, "warnings": list(said.warnings)})

@@ -104,6 +104,9 @@ class TensorLayout:
     cuts: tuple[tuple[Axis, int], ...] = ()
     """Which axis cuts which dim: (("dp_shard", 0), ("tp", 1)). Of two that cut the same dim the
     first one is the outer. What no axis cuts every rank has, also one that stands by."""
+    blocks: tuple[int, ...] = ()
+    """Of a model in stages, those that need the tensor: who holds one of them has all of it, and
+    the others nothing. Empty: every rank has it."""
 
     def __post_init__(self) -> None:
         axes = [axis for axis, _ in self.cuts]
@@ -117,7 +120,7 @@ class TensorLayout:
 
     @property
     def is_cut(self) -> bool:
-        return bool(self.cuts)
+        return bool(self.cuts or self.blocks)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -127,6 +130,10 @@ class TensorLayout:
 
     def box(self, at: Position) -> Box:
         """What the position holds; empty if it has none of it."""
+        if self.blocks:
+            held = at.mesh.blocks(at.rank)
+            is_here = any(block in held for block in self.blocks)
+            return whole(self.shape if is_here else (0, *self.shape[1:]))
         start, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
             part = range(0)
@@ -140,6 +147,11 @@ class TensorLayout:
         """What of its box nobody before it in the mesh holds: each element is one rank's own, and
         a tensor without elements the first position's."""
         box, mesh, has_elements = self.box(at), at.mesh, math.prod(self.shape) > 0
+        if mesh.cuts:
+            # Evenly among those who hold the same blocks.
+            holders = mesh.holders_of_blocks(self.blocks) if self.blocks else mesh.ranks()
+            owner = holders[min(self.blocks, default=0) % len(holders)]
+            return box if at.rank == owner else None
         cutting = self.axes if has_elements else ()
         others: list[Axis] = [axis for axis in AXES if axis not in cutting]
         if mesh.is_standby(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):

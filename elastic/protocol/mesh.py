@@ -5,8 +5,9 @@ Who is a member is membership.py's; torch's own mesh is made from it in workers/
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from elastic.protocol.membership import microbatch_ids
 
@@ -62,8 +63,7 @@ class Parallel:
     dp_shard: int | None = None
     """The ranks of a replica; of "hsdp" only, which needs it."""
     pp: int = 1
-    """Stages of a pipeline; default 1: none. With "ddp" only. Every rank computes its stage, and
-    still holds the whole state."""
+    """Stages of a pipeline; default 1: none. With "ddp" only. A rank has one stage."""
     schedule: str = ""
     """Of the pipeline, in torch's words: "GPipe" or "1F1B"; default "": 1F1B."""
     tp: int = 1
@@ -158,6 +158,11 @@ class Parallel:
     @property
     def is_sharded(self) -> bool:
         """Whether a rank holds only a part of the parameters and of the optimizer's state."""
+        return self.cuts_tensors or self.pp > 1
+
+    @property
+    def cuts_tensors(self) -> bool:
+        """Whether a rank holds rows of them; by stages it holds whole ones."""
         return self.data != "ddp"
 
     @property
@@ -177,6 +182,8 @@ class Parallel:
 
 
 DDP = Parallel()
+Cuts: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of each pipeline the borders of its stages: stage s has the blocks from number s to s + 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +196,9 @@ class Mesh:
     world_size: int
     order: tuple[int, ...] = ()
     """Of each rank the position in the mesh, the last of AXES running fastest; empty: its rank."""
+    cuts: Cuts = ()
+    """Of a model in stages. Then positions are pipeline by pipeline, the stages in order, and "pp"
+    is no axis: pipelines may be of several depths."""
 
     def size(self, axis: Axis) -> int:
         match axis:
@@ -208,7 +218,7 @@ class Mesh:
         most = max(1, self.world_size // self.parallel.ranks_per_microbatch)
         if self.parallel.dp_shard is not None:
             return min(self.parallel.dp_shard, most)
-        return most if self.parallel.is_sharded else 1
+        return most if self.parallel.cuts_tensors else 1
 
     @property
     def num_replicas(self) -> int:
@@ -222,7 +232,23 @@ class Mesh:
     @property
     def num_active(self) -> int:
         """Ranks that do not stand by."""
+        if self.cuts:
+            return sum(len(cuts) - 1 for cuts in self.cuts)
         return self.dp_degree * self.parallel.ranks_per_microbatch
+
+    def blocks(self, rank: int) -> range:
+        """Of a model in stages, those that `rank` holds; none if it stands by."""
+        at = self.position(rank)
+        for cuts in self.cuts:
+            if at < len(cuts) - 1:
+                return range(cuts[at], cuts[at + 1])
+            at -= len(cuts) - 1
+        return range(0)
+
+    def holders_of_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """The ranks that hold one of these, by position."""
+        ranks = self.ranks()[: self.num_active]
+        return [r for r in ranks if any(block in self.blocks(r) for block in blocks)]
 
     def position(self, rank: int) -> int:
         return self.order[rank] if self.order else rank

@@ -42,6 +42,9 @@ class Stages:
     def blocks(self, stage: int) -> range:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
+    def stage_of(self, block: int) -> int:
+        return next(s for s in range(self.depth) if block in self.blocks(s))
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -63,6 +66,11 @@ class PipelinePlan:
     def num_active(self) -> int:
         """Positions behind these stand by."""
         return sum(p.depth for p in self.pipelines)
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """As `Mesh.cuts`."""
+        return tuple(p.cuts for p in self.pipelines)
 
     @property
     def time(self) -> float:
@@ -106,8 +114,7 @@ class PipelinePlan:
         found: list[int] = []
         first = 0
         for pipeline in self.pipelines:
-            stage = next(s for s in range(pipeline.depth) if block in pipeline.blocks(s))
-            found.append(first + stage)
+            found.append(first + pipeline.stage_of(block))
             first += pipeline.depth
         return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import BroadcastOptions
 
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from tests.workers.pipeline_models import Case
@@ -101,7 +102,17 @@ class Trained:
                     losses[i] = self._pass(passes, i, plan.ids(position)[-1] - i)
             self.casting.restore()
             self._apply(self.reducer.finish())
+        self._share(group, plan, ranks)
         return losses
+
+    def _share(self, group: Any, plan: PipelinePlan, ranks: list[int]) -> None:
+        """Here every rank has memory for all: what the others' blocks have become."""
+        for name, parameter in self.parameters.items() if group.size() > 1 else ():
+            options = BroadcastOptions()
+            options.rootRank = ranks[plan.holders(min(self.chain.uses[name]))[0]]
+            plain = parameter.detach().contiguous()
+            group.broadcast([plain], options).wait()
+            parameter.data.copy_(plain)
 
     def _pass(self, passes: StagePasses, i: int, num_left: int) -> float:
         self.buffers.begin_microbatch()
@@ -116,7 +127,8 @@ class Trained:
     def _apply(self, reduced: Reduced) -> None:
         with torch.no_grad():
             for name, gradient in reduced.gradients.items():
-                self.parameters[name] -= 0.05 * gradient
+                if gradient.shape == self.parameters[name].shape:  # else it is another stage's
+                    self.parameters[name] -= 0.05 * gradient
         self.buffers.commit(reduced.buffers, self.buffers.integers, len(self.batches))
         self.step += 1
 

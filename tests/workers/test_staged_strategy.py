@@ -12,8 +12,10 @@ from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
 from tests.workers.pipeline_models import CASES, Case
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import CPU, enter, sha256, spec
+from workers.backup.backup import NoBackup
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
+from workers.parallel.shards import Ownership
 from workers.step.passes import Passes
 from workers.step.randomness import seed_microbatch
 from workers.train_state.train_state import Update
@@ -44,10 +46,11 @@ class Work:
 def build(name: str) -> Staged:
     torch.set_num_threads(1)
     work = Work(name)
-    config = spec("ddp", global_batch=16, micro_batch=4)
-    strategy = build_staged(work, config, CPU, 2)
+    config = spec("pp:2", global_batch=16, micro_batch=4)
+    strategy = build_staged(work, config, CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
     strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+    strategy.shards.holding = Ownership("initial")
     return strategy
 
 
@@ -81,7 +84,7 @@ def train(
             except (PeerLost, StepCancelled):
                 passes.reset()
                 raise
-        reduced = reducer.finish()
+        reduced = strategy.before_vote(reducer.finish(), group.read)
         mine = [parameter in reducer.used for parameter in state.parameters]
         used = torch.tensor(mine, dtype=torch.int64)
         group.control.all_reduce(used).wait()
@@ -97,6 +100,7 @@ def train(
                 buffers=reduced.buffers,
                 integers=state.buffers.integers,
                 log_names=(),
+                squares=reduced.squares,
             )
         )
         if after_step is not None:
@@ -165,13 +169,13 @@ def test_a_parameter_of_three_blocks_is_refused_and_one_of_two_is_not():
             return [f"blocks.{i}" for i in range(4)]
 
     work = Thrice("gates")
-    strategy = build_staged(work, spec("ddp"), CPU, 2)
+    strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
     with pytest.raises(WrongInput, match=r"blocks\.0\.linear\.weight is shared by 3 blocks"):
         strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
 
 
 def test_a_worker_that_could_not_find_the_blocks_says_so():
-    strategy = build_staged(Work("gates"), spec("ddp"), CPU, 2)
+    strategy = build_staged(Work("gates"), spec("pp:2"), CPU, NoBackup(), 2)
     with pytest.raises(WrongInput, match=r"found with the workload's loss\(\) on a micro-batch"):
         enter(strategy, Alone(), 0)

@@ -256,6 +256,7 @@ class BackupClient:
             key=shadow.key,
             origin=shadow.origin,
             world_size=shadow.at.mesh.world_size,
+            cuts=shadow.at.mesh.cuts,
             state=shadow.state,
             slices=shadow.slices(),
             settled=settled,

@@ -151,6 +151,7 @@ class BackupServer:
                 content,
                 sums.sums,
                 None if shared is None else shared.offsets,
+                push.cuts,
             )
             if shared is None:  # else whoever reads it checks
                 copy.check()  # not under the lock: somebody may ask what there is
@@ -169,7 +170,9 @@ class BackupServer:
     def _have(self) -> Copies:
         with self._lock:
             copies = self.shelf.copies()
-        return Copies(tuple(HeldCopy(c.key, c.origin, c.world_size, c.size_bytes) for c in copies))
+        return Copies(
+            tuple(HeldCopy(c.key, c.origin, c.world_size, c.size_bytes, c.cuts) for c in copies)
+        )
 
     def _described(self, key: CopyKey) -> Described:
         copy = self._found(key)

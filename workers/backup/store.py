@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from isal import isal_zlib
 
 from elastic.protocol.layout import Box
+from elastic.protocol.mesh import Cuts
 from elastic.protocol.messages.backup import Slice
 
 _crc32 = cast(Callable[[memoryview, int], int], isal_zlib.crc32)  # pyright: ignore[reportUnknownMemberType]
@@ -66,6 +67,8 @@ class Copy:
     """The CRC-32 of each slice."""
     offsets: tuple[int, ...] | None = None
     """Where each slice begins in shared memory."""
+    cuts: Cuts = ()
+    """As `Mesh.cuts`."""
     places: dict[str, tuple[int, Slice]] = field(default_factory=dict[str, tuple[int, Slice]])
     """Name -> where its slice begins in `content`."""
 

@@ -42,7 +42,7 @@ def build_strategy(
     if spec.parallel.pp > 1:
         from workers.parallel.pipeline.strategy import build_staged
 
-        return build_staged(workload, spec, device, spec.parallel.pp)
+        return build_staged(workload, spec, device, open_backup(), spec.parallel.pp)
     if not spec.parallel.is_sharded:
         return build_replicated(workload, spec, device)
     # Imported here, as stages above: replicas need not pay for FSDP2.

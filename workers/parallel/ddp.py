@@ -24,6 +24,7 @@ from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
+from workers.step.forwards import Forwards, PlainForwards
 from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import layout_of
@@ -36,7 +37,6 @@ class Replicated:
     """See `workers.parallel.strategy.Strategy`."""
 
     is_whole = True
-    has_collective_forward = False
     is_runnable = True
 
     def __init__(
@@ -89,6 +89,9 @@ class Replicated:
     # --- a step ------------------------------------------------------------------------
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         return PlainPasses(reducer, self.train_state.buffers)
+
+    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+        return PlainForwards(mesh, group.rank(), is_collective=False)
 
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup

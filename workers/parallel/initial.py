@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.layout import Position
+from elastic.protocol.layout import Position, TensorLayout
 from workers.step.randomness import seed_module
-from workers.tensors.local import layout_of, local, part_of
+from workers.tensors.local import local, part_of
 from workers.train_state.train_state import TrainState
 
 
@@ -30,6 +30,8 @@ class Initial:
         self._build_model, self._initialise, self._seed = build_model, initialise, seed
         parameters = {f"model/{name}" for name, _ in train_state.model.named_parameters()}
         self.is_deferred = any(p.is_meta for p in train_state.model.parameters())
+        named = train_state.model.named_parameters(remove_duplicate=False)
+        self._shapes = {name: p.shape for name, p in named}
         self._header, tensors = train_state.header_and_tensors()
         self._others = {n: t.clone() for n, t in tensors.items() if n not in parameters}
 
@@ -37,24 +39,27 @@ class Initial:
         self,
         train_state: TrainState,
         at: Position,
+        layout: Callable[[str, Tensor], TensorLayout],
         values: Mapping[str, Tensor] | None,
         begin_piece: Callable[[], None],
     ) -> None:
         """Make `train_state`, whose shards are those of `at`, the state of step 0.
 
-        values: the whole parameters by name, if they are at hand. begin_piece: called before each
-        piece of it; what it raises ends it.
+        layout: of a parameter, by its name. values: the whole ones by name, if at hand.
+        begin_piece: called before each piece of it; what it raises ends it.
         """
         targets = {name: p for name, p in train_state.model.named_parameters()}
 
         def put(name: str, whole: Tensor) -> None:
             target = targets[name].detach()
-            local(target).copy_(part_of(whole, layout_of(name, target).box(at)))
+            local(target).copy_(part_of(whole, layout(name, target).box(at)))
 
         others = dict(self._others)
         if self.is_deferred:
             assert self._initialise is not None
-            initialise_modules(train_state.model, self._initialise, self._seed, put, begin_piece)
+            initialise_modules(
+                train_state.model, self._initialise, self._seed, put, begin_piece, self._shapes
+            )
             others |= {f"model/{n}": b.clone() for n, b in train_state.model.named_buffers()}
         else:
             begin_piece()
@@ -74,9 +79,11 @@ def initialise_modules(
     seed: int,
     put: Callable[[str, Tensor], None],
     begin_piece: Callable[[], None] = lambda: None,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> None:
     """Give `put` every parameter of a model whose own may be on the meta device or sharded.
 
+    shapes: of the whole ones by name, where the model's own may have others.
     One module at a time has whole parameters: zeros, then `reset_parameters()` where there is one,
     then `initialise(module, name)`; RNG from (seed, name). A shared parameter belongs to the first
     module that holds it. Buffers are on a real device and are changed in place.
@@ -89,7 +96,8 @@ def initialise_modules(
         begin_piece()
         try:
             for key, p in own.items():
-                whole = torch.zeros(p.shape, dtype=p.dtype)
+                shape = p.shape if shapes is None else shapes[f"{name}.{key}" if name else key]
+                whole = torch.zeros(shape, dtype=p.dtype)
                 module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
             seed_module(seed, name)
             reset: Any = getattr(module, "reset_parameters", None)

@@ -27,11 +27,13 @@ from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial, settle_small
+from workers.parallel.shard_rows import ShardRows
 from workers.parallel.shards import Ownership, Shards
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.resharding.whole import whole_on_first
+from workers.step.forwards import Forwards, PlainForwards
 from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
@@ -45,18 +47,18 @@ class Sharded:
     """See `workers.parallel.strategy.Strategy`."""
 
     is_whole = False
-    has_collective_forward = True
 
     def __init__(
         self,
         spec: WorkerSpec,
         train_state: TrainState,
         model: ShardedModel,
+        rows: ShardRows,
         shards: Shards,
         backup: Backup,
     ) -> None:
         self._spec, self.train_state, self.model = spec, train_state, model
-        self.shards, self.backup = shards, backup
+        self._rows, self.shards, self.backup = rows, shards, backup
         self.collectives: Collectives | None = None
         self.mesh = Mesh(spec.parallel, 1)
         """Of the generation at hand."""
@@ -91,7 +93,7 @@ class Sharded:
         return self.shards.position(self.mesh.position(rank), world_size)
 
     def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        return self.shards.layout(name, tensor)
+        return self._rows.layout(name, tensor)
 
     def forget(self) -> None:
         self.shards.forget()
@@ -112,7 +114,7 @@ class Sharded:
         formed.on_connected()
         formed.pieces.begin()
         self.model.reset()
-        entered = self.shards.enter(formed, mesh, [Ownership(*c) for c in claimed])
+        entered = self.shards.enter(formed, mesh, [Ownership.from_json(c) for c in claimed])
         self._group, self._gathering = group, formed.gathering
         if axis is not None:
             self.collectives = Collectives(axis, on_lost, formed.gathering)
@@ -142,6 +144,9 @@ class Sharded:
     # --- a step -----------------------------------------------------------------------------
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         return PlainPasses(reducer, self.train_state.buffers)
+
+    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+        return PlainForwards(mesh, group.rank(), is_collective=True)
 
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
@@ -272,5 +277,6 @@ def build_sharded(
     check_shardable(train_state.optimizer, spec)
     initialise = getattr(workload, "init_weights", None)
     initial = Initial(train_state, lambda: build_model(workload, spec), initialise, spec.seed)
-    shards = Shards(spec, train_state, sharded_model, initial, backup)
-    return Sharded(spec, train_state, sharded_model, shards, backup)
+    rows = ShardRows(sharded_model)
+    shards = Shards(spec, train_state, rows, initial, backup)
+    return Sharded(spec, train_state, sharded_model, rows, shards, backup)

@@ -5,28 +5,28 @@ its boxes from the members, from a checkpoint, or from the initial weights. If a
 its holder, all find out alike (`ShardLost`), and the run goes back to a checkpoint.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.layout import Position, TensorLayout
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Cuts, Mesh
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.remote import patiently
 from workers.backup.backup import Backup
 from workers.checkpoint.load import find_newest, read_tensors
 from workers.distributed.pieces import Pieces
-from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.initial import Initial
 from workers.parallel.strategy import Entered, Formed
 from workers.resharding.assemble import Offer, Regather, StateVersion, newest_whole
 from workers.resharding.host_memory import memory_on
-from workers.tensors.local import is_shard, layout_of, like, local
+from workers.tensors.local import local
 from workers.train_state.train_state import TrainState
 
 
@@ -44,9 +44,48 @@ class Ownership:
     position: int = 0
     world_size: int = 1
     origin: int = 0
+    cuts: Cuts = ()
+    """Of the mesh."""
 
     def to_json(self) -> list[Any]:
-        return [self.kind, self.step, self.position, self.world_size, self.origin]
+        return [self.kind, self.step, self.position, self.world_size, self.origin, self.cuts]
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> "Ownership":
+        *rest, cuts = told
+        return cls(*rest, tuple(tuple(of_pipeline) for of_pipeline in cuts))
+
+
+class SplitModel(Protocol):
+    """The model whose state the ranks share: rows of its tensors, or those of some blocks."""
+
+    model: nn.Module
+    device: torch.device
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        """Of a tensor of this rank's state. ValueError for state that could not be shared again
+        after a restore."""
+        ...
+
+    def stored_layout(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorLayout:
+        """Of a tensor that is whole somewhere else."""
+        ...
+
+    def vacate(self) -> None:
+        """Give up the memory of what is shared, until `place`; what refers to it keeps it."""
+        ...
+
+    def place(self, at: Position, given: dict[str, Tensor] | None) -> None:
+        """Every parameter that is shared becomes that position's box of it.
+
+        given: the boxes by name, whose memory becomes the parameters'; where it cannot, they are
+        replaced.
+        """
+        ...
+
+    def as_live(self, name: str, shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """This rank's box of a tensor of that shape, as the optimizer is to have it."""
+        ...
 
 
 class Shards:
@@ -56,7 +95,7 @@ class Shards:
         self,
         spec: WorkerSpec,
         train_state: TrainState,
-        model: ShardedModel,
+        model: SplitModel,
         initial: Initial,
         backup: Backup,
     ) -> None:
@@ -64,11 +103,11 @@ class Shards:
         self._initial, self._backup = initial, backup
         self._parameters = dict(model.model.named_parameters())
         self.holding = Ownership()
-        self._layouts: dict[object, TensorLayout] = {}
-        """Known ones: a copy of every step asks for all of them."""
         self._generation = 0
         self._live: dict[str, Tensor] = {}
         self._memory = memory_on(model.device)
+        self.moved_bytes = 0
+        """From one rank or holder to another, for the generation at hand; of all ranks."""
         self._distrusts_copies = False
         """They could not be read, although holders said that they had them."""
         self.is_untouched = not initial.is_deferred
@@ -105,24 +144,10 @@ class Shards:
         assert (held.world_size, held.position) == (world_size, place), (held, place)
         return self._held_position
 
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        """ValueError for state that could not be sharded again after a restore."""
-        key = (name, tensor.dtype, tensor.shape, is_shard(tensor))
-        layout = self._layouts.get(key)
-        if layout is None:
-            layout = layout_of(name, tensor)
-            if layout.is_cut and pattern_of(name, layout.shape, self._parameters) is None:
-                raise ValueError(
-                    f"{name} is cut as {layout.cuts}, and no parameter of this name is: state of "
-                    "the optimizer must have its parameter's shape (torch.zeros_like(parameter)) "
-                    "or be made without it"
-                )
-            self._layouts[key] = layout
-        return layout
-
     @property
     def _held_position(self) -> Position:
-        return Position(Mesh(self._spec.parallel, self.holding.world_size), self.holding.position)
+        held = self.holding
+        return Position(Mesh(self._spec.parallel, held.world_size, (), held.cuts), held.position)
 
     def forget(self) -> None:
         """Copies that could not be read, although holders said that they had them, are not trusted
@@ -143,7 +168,7 @@ class Shards:
 
         claims: what each rank holds.
         """
-        step, origin, is_held = formed.step, formed.generation, False
+        step, origin, is_held, self.moved_bytes = formed.step, formed.generation, False, 0
         references = {c.kind for c in claims if c.step == step} & {"checkpoint", "initial"}
         rank = formed.group.rank()
         if references:
@@ -152,7 +177,8 @@ class Shards:
         else:
             (step, origin), is_held = self._take_shards(claims, formed, mesh)
         self._generation = formed.generation
-        self.holding = Ownership("shards", step, mesh.position(rank), mesh.world_size, origin)
+        at = mesh.position(rank)
+        self.holding = Ownership("shards", step, at, mesh.world_size, origin, mesh.cuts)
         return Entered(origin, is_held)
 
     def _take_reference(self, held: Ownership, formed: Formed, at: Position) -> None:
@@ -173,7 +199,8 @@ class Shards:
         values = self.local_parameters() if self.is_untouched else None
         self.is_untouched = False  # from here on its parameters are shards
         self._place(at)
-        self._initial.fill(self._train_state, at, values, pieces.begin_apart)
+        layout = lambda n, p: self._model.layout(f"model/{n}", p)  # noqa: E731
+        self._initial.fill(self._train_state, at, layout, values, pieces.begin_apart)
 
     def _take_checkpoint(
         self, catalogue: Catalogue, step: int, at: Position, pieces: Pieces
@@ -182,8 +209,8 @@ class Shards:
         self._place(at)
         manifest = patiently(partial(catalogue.manifest, step), pieces.rest)
         shapes = {t.name: t.shape for t in manifest.tensors}
-        patterns = {name: pattern_of(name, s, self._parameters) for name, s in shapes.items()}
-        boxes = {n: layout_of(n, p).box(at) for n, p in patterns.items() if p is not None}
+        stored = [self._model.stored_layout(t.name, t.dtype, t.shape) for t in manifest.tensors]
+        boxes = {layout.name: layout.box(at) for layout in stored}
         into = {name: local(t) for name, t in self._train_state.tensors().items()}
         read = partial(read_tensors, into=into, boxes=boxes, begin_piece=pieces.begin_apart)
         found = patiently(partial(read, catalogue, manifest), pieces.rest)
@@ -195,13 +222,14 @@ class Shards:
         """(what was taken; whether holders have all of it)"""
         group, pieces = formed.group, formed.pieces
         first = claims[0]
-        shards = replace(first, kind="shards", world_size=mesh.world_size)
+        shards = replace(first, kind="shards", world_size=mesh.world_size, cuts=mesh.cuts)
         if claims == [replace(shards, position=mesh.position(r)) for r in range(mesh.world_size)]:
             taken = StateVersion(first.step, first.origin)
             return taken, False  # the same members in the same order
         holders, offers, token = self._backup.holders, self._offers(), self._spec.token
         gather = Regather(group, mesh, offers, holders, token, memory=self._memory, pieces=pieces)
         found = gather.run(formed.step, formed.known_step, self._give_up)
+        self.moved_bytes = found.moved_bytes
         pieces.begin()  # the last exchange is over, and what came is no garbage of an abort
         self._live, self._memory = {}, found.memory
         self.is_untouched = False
@@ -218,7 +246,7 @@ class Shards:
             header, tensors = self._train_state.header_and_tensors()
             self._live = tensors
             label = StateVersion(live.step, live.origin)
-            layouts = [self.layout(name, tensor) for name, tensor in tensors.items()]
+            layouts = [self._model.layout(name, tensor) for name, tensor in tensors.items()]
             describe = lambda: (header, layouts)  # noqa: E731
             offers.append(Offer(label, self._held_position, tensors, describe, is_live=True))
         for shadow in self._backup.finished():
@@ -246,10 +274,10 @@ class Shards:
         if shards is None and self._memory.is_used:  # the old ones can go at once only: first
             self._vacate()
             self._memory = self._memory.beside()
-        shard = None if at.mesh.is_standby(at.rank) else at.mesh.shard(at.rank)
-        names = [n for n, p in self._parameters.items() if is_shard(p)]
-        given = {n: shards.pop(f"model/{n}") for n in names} if shards is not None else None
-        self._model.reshard(shard, at.mesh.num_shards, given)
+        live = {n: f"model/{n}" for n in self._parameters}
+        names = [n for n, p in self._parameters.items() if self._model.layout(live[n], p).is_cut]
+        given = {n: shards.pop(live[n]) for n in names} if shards is not None else None
+        self._model.place(at, given)
         if shards is not None and given is not None:
             shards |= {f"model/{name}": tensor for name, tensor in given.items()}
         self._train_state.optimizer.state.clear()
@@ -264,28 +292,8 @@ class Shards:
         tensors that may be cut."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in shards.items():
-            pattern = pattern_of(name, shapes.get(name, ()), self._parameters)
-            tensors[name] = tensor if pattern is None else like(tensor, pattern)
+            tensors[name] = self._model.as_live(name, tensor, shapes.get(name, ()))
         self._train_state.restore(dict(header), tensors)
 
     def local_parameters(self) -> dict[str, Tensor]:
         return {n: local(p.detach()) for n, p in self._parameters.items()}
-
-
-def pattern_of(
-    name: str, shape: tuple[int, ...], parameters: Mapping[str, Tensor]
-) -> Tensor | None:
-    """The sharded parameter that the tensor `name` of a state
-    (workers/train_state/serialization.py) is sharded as: itself, or the one whose optimizer state
-    it is, if that has its shape. None: it is replicated.
-    """
-    kind, _, rest = name.partition("/")
-    candidates = [rest] if kind == "model" else []
-    if kind == "optimizer":
-        parts = rest.split("/")
-        candidates = ["/".join(parts[:n]) for n in range(1, len(parts))]
-    for candidate in candidates:
-        parameter = parameters.get(candidate)
-        if parameter is not None and is_shard(parameter) and tuple(parameter.shape) == shape:
-            return parameter
-    return None

@@ -21,6 +21,7 @@ from workers.backup.backup import Backup
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced, Reducer
+from workers.step.forwards import Forwards
 from workers.step.passes import Passes
 from workers.train_state.train_state import TrainState, Update
 
@@ -69,8 +70,6 @@ class Strategy(Protocol):
     is_whole: bool
     """Every member holds all of the state: a newcomer copies it from one of them and follows its
     steps, and whoever has prepared a step can be rolled forward to it alone."""
-    has_collective_forward: bool
-    """A forward exchanges parameters, so that all ranks must make equally many."""
 
     # --- what this worker holds -------------------------------------------------------
     @property
@@ -130,6 +129,10 @@ class Strategy(Protocol):
     # --- a step -----------------------------------------------------------------------
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         """This generation's way through the micro-batches of a step, told to its reducer."""
+        ...
+
+    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+        """This generation's way through the batches of an evaluation. seed: of its randomness."""
         ...
 
     def reducer(

@@ -29,9 +29,9 @@ from workers.distributed.keepalive import watch_host
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.resharding.memory import ShardMemory
-from workers.resharding.moves import COPY, Move, plan
+from workers.resharding.moves import COPY, Move, moved_bytes, plan
 from workers.resharding.transfer import Sources, Wanted, exchange
-from workers.tensors.local import as_bytes, is_shard
+from workers.tensors.local import as_bytes
 
 log = logging.getLogger(__name__)
 HOLDER_S = 2.0
@@ -65,8 +65,8 @@ class Offer:
     is_intact: Callable[[], bool] = lambda: True
     """A copy has the checksums that it was made with."""
 
-    def to_json(self) -> list[int]:
-        return [*self.label, self.place.rank, self.place.mesh.world_size]
+    def to_json(self) -> list[Any]:
+        return [*self.label, self.place.rank, *told_mesh(self.place.mesh)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Gathered:
     layouts: tuple[TensorLayout, ...]
     memory: ShardMemory
     """Where they may be."""
+    moved_bytes: int = 0
+    """From one rank or holder to another, of all ranks."""
     is_held: bool = False
     """Holders have all of the state."""
 
@@ -131,8 +133,8 @@ class Regather:
         said = gather_json(self._group, mine)
         limit = min(step, said[0]["known"])
         for owner, of_rank in enumerate(said):
-            for index, (at, origin, rank, world_size) in enumerate(of_rank["offers"]):
-                place = Position(Mesh(self._new.parallel, world_size), rank)
+            for index, (at, origin, rank, *told) in enumerate(of_rank["offers"]):
+                place = Position(mesh_told(self._new.parallel, told), rank)
                 self._sources.append(_Source(StateVersion(at, origin), place, owner, index))
         newest = self._labels(limit)[:1]
         found = next(filter(None, map(self._try, newest)), None)
@@ -152,8 +154,8 @@ class Regather:
         if self._group.rank() == 0:
             found = copies_in(self._holders, self._token, timeout_s)
         said = gather_json(self._group, found)[0]
-        for at, generation, rank, step, origin, world_size, size_bytes in said:
-            place = Position(Mesh(self._new.parallel, world_size), rank)
+        for at, generation, rank, step, origin, size_bytes, *told in said:
+            place = Position(mesh_told(self._new.parallel, told), rank)
             copy = BackupAddress(*at), Key(generation, rank, step)
             self._sources.append(
                 _Source(StateVersion(step, origin), place, COPY, 0, copy, size_bytes)
@@ -187,7 +189,7 @@ class Regather:
         has_copies = any(owners[m.source] == COPY for moves in plans for m in moves)
         memory, freed = self._memory, None
         if not self._needs_live(label, has_copies) and (has_copies or memory.can_reuse):
-            drop_shards(self._give_up())
+            drop_shards(self._give_up(), layouts)
             memory.vacate()
         elif not has_copies:
             freed = self._give_up()
@@ -201,7 +203,8 @@ class Regather:
             return None
         if freed is not None:
             memory = memory.beside()
-        return Gathered(label, header, shards, layouts, memory)
+        moved = moved_bytes(layouts, plans, owners)
+        return Gathered(label, header, shards, layouts, memory, moved)
 
     def _needs_live(self, label: StateVersion, has_copies: bool) -> bool:
         """Whether there are live shards that nothing else has on this rank: of the state, or of an
@@ -316,10 +319,21 @@ class Regather:
                 w.into.copy_(part)
 
 
-def drop_shards(live: dict[str, Tensor]) -> None:
+def drop_shards(live: dict[str, Tensor], layouts: Sequence[TensorLayout]) -> None:
     """What is not cut stays: it takes little, and is described as it is here."""
-    for name in [name for name, tensor in live.items() if is_shard(tensor)]:
-        del live[name]
+    for layout in layouts:
+        if layout.is_cut:
+            live.pop(layout.name, None)
+
+
+def told_mesh(mesh: Mesh) -> list[Any]:
+    """What JSON tells of the mesh that shards were cut for."""
+    return [mesh.world_size, mesh.cuts]
+
+
+def mesh_told(parallel: Parallel, told: Sequence[Any]) -> Mesh:
+    world_size, cuts = told
+    return Mesh(parallel, world_size, (), tuple(tuple(of_pipeline) for of_pipeline in cuts))
 
 
 def silence_s(size_bytes: int) -> float:
@@ -329,7 +343,7 @@ def silence_s(size_bytes: int) -> float:
 
 
 def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) -> list[list[Any]]:
-    """What the holders have: where, generation, rank, step, origin, world size, bytes of each."""
+    """What the holders have: where, generation, rank, step, origin, bytes, and as `told_mesh`."""
 
     def ask_one(holder: BackupAddress) -> list[list[Any]]:
         try:
@@ -339,7 +353,9 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
             log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
             return []
         copies = have.copies if isinstance(have, Copies) else ()
-        return [[list(holder), *c.key, c.origin, c.world_size, c.size_bytes] for c in copies]
+        return [
+            [list(holder), *c.key, c.origin, c.size_bytes, c.world_size, c.cuts] for c in copies
+        ]
 
     with ThreadPoolExecutor(max(1, len(holders))) as pool:
         return [copy for of_holder in pool.map(ask_one, holders) for copy in of_holder]
@@ -347,6 +363,8 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
 
 def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
     """Whether these ranks have all of a state: one of each shard, whatever its replica."""
+    if mesh.cuts:
+        return {b for rank in ranks for b in mesh.blocks(rank)} == set(range(mesh.cuts[0][-1]))
     axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
     found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_standby(r)}
     return len(found) == math.prod(mesh.size(axis) for axis in axes)
@@ -356,8 +374,8 @@ def newest_whole(
     holders: Sequence[BackupAddress], token: str, parallel: Parallel, at_most: int
 ) -> int | None:
     """The newest step of which the holders alone have every shard."""
-    ranks: dict[tuple[int, int, int], set[int]] = {}
-    for _, _, rank, step, origin, world_size, _ in copies_in(holders, token, HOLDER_S):
-        ranks.setdefault((step, origin, world_size), set()).add(rank)
-    whole = [step for (step, _, n), found in ranks.items() if is_whole(Mesh(parallel, n), found)]
+    ranks: dict[tuple[int, int, Mesh], set[int]] = {}
+    for _, _, rank, step, origin, _, *told in copies_in(holders, token, HOLDER_S):
+        ranks.setdefault((step, origin, mesh_told(parallel, told)), set()).add(rank)
+    whole = [step for (step, _, mesh), found in ranks.items() if is_whole(mesh, found)]
     return max((step for step in whole if step <= at_most), default=None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic.protocol.layout import Box, Position, TensorLayout
 from elastic.protocol.mesh import Mesh
+from workers.tensors.local import dtype_of
 
 COPY = -1
 """The owner of a source that no member holds: a copy in peer memory."""
@@ -66,6 +67,21 @@ def plan(
     """The moves of each tensor; those that are alike are planned once. Raises LookupError."""
     known: dict[object, list[Move]] = {}
     for tensor in tensors:
-        if (tensor.shape, tensor.cuts) not in known:
-            known[tensor.shape, tensor.cuts] = moves_of(tensor, held, new, owners)
-    return [known[tensor.shape, tensor.cuts] for tensor in tensors]
+        if _kind(tensor) not in known:
+            known[_kind(tensor)] = moves_of(tensor, held, new, owners)
+    return [known[_kind(tensor)] for tensor in tensors]
+
+
+def _kind(tensor: TensorLayout) -> object:
+    return tensor.shape, tensor.cuts, tensor.blocks
+
+
+def moved_bytes(
+    tensors: Sequence[TensorLayout], plans: Sequence[list[Move]], owners: Sequence[int]
+) -> int:
+    """What goes from one rank, or a holder, to another."""
+    total = 0
+    for tensor, moves in zip(tensors, plans, strict=True):
+        elements = sum(m.box.size for m in moves if owners[m.source] != m.target)
+        total += elements * dtype_of(tensor).itemsize
+    return total

@@ -96,6 +96,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
 
 
+def parameters_named(name: str) -> list[str]:
+    """What parameter a tensor of `capture` may be, or belong to, by its name."""
+    kind, _, rest = name.partition("/")
+    if kind == "model":
+        return [rest]
+    parts = rest.split("/") if kind == "optimizer" else []
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+
+
 def weight_names(model: nn.Module) -> dict[str, str]:
     """Name in the state dict -> name in `capture`, for what counts as the model's weights."""
     stored = {id(t): f"model/{n}" for n, t in (*model.named_parameters(), *model.named_buffers())}

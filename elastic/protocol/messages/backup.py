@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 from elastic.protocol.layout import Box, TensorLayout
+from elastic.protocol.mesh import Cuts
 from elastic.protocol.messages.direction import Direction
 
 CopyKey: TypeAlias = tuple[int, int, int]
@@ -46,6 +47,8 @@ class Push:
     settled: tuple[int, int] | None
     """Generation and step of which all copies are held: older ones may go."""
     shared: Shared | None = None
+    cuts: Cuts = ()
+    """As `Mesh.cuts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class HeldCopy:
     origin: int
     world_size: int
     size_bytes: int
+    cuts: Cuts = ()
 
 
 @dataclass(frozen=True, slots=True)

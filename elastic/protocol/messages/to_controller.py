@@ -107,6 +107,8 @@ class Planned:
     warnings: tuple[str, ...]
     stages: tuple[Stage | None, ...]
     """By rank; None stands by."""
+    moved_bytes: int = 0
+    """Of the state, from one rank or holder to another, for this generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,11 @@ def absent_like(tensor: Tensor, device: torch.device | None = None, name: str = 
     return made
 
 
-def absent_parameter(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    """That says it needs a gradient if `parameter` does."""
-    made = absent_like(parameter, name=name)
+def absent_parameter(
+    parameter: nn.Parameter, name: str, device: torch.device | None = None
+) -> nn.Parameter:
+    """That says it needs a gradient if `parameter` does. device: as for `absent_like`."""
+    made = absent_like(parameter, device, name)
     stands = nn.Parameter(made, requires_grad=parameter.requires_grad)
     cast(Any, stands).name = name
     return stands

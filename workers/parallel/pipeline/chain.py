@@ -96,15 +96,19 @@ def block_names(model: nn.Module, workload: Any) -> tuple[str, ...]:
 
 
 def find_chain(
-    model: nn.Module, workload: Any, compute: Callable[[], Any], names: Sequence[str] = ()
+    model: nn.Module,
+    workload: Any,
+    compute: Callable[[], Any],
+    names: Sequence[str] = (),
+    device: torch.device | None = None,
 ) -> Chain:
     """compute: the loss of one micro-batch with `model`, as the workload returns it. names: of the
-    blocks; by default `block_names`.
+    blocks; by default `block_names`. device: of the micro-batch, if not that of the parameters.
 
     Parameters and buffers are as before afterwards. Raises WrongInput with what to do.
     """
     names = tuple(names) or block_names(model, workload)
-    probe = _Probe(model, names)
+    probe = _Probe(model, names, device)
     with probe.in_place():
         try:
             loss = compute()
@@ -156,8 +160,10 @@ class _Call:
 class _Probe(Watch):
     """Sees which blocks run, what they take, and where parameters and buffers are used."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        self.model, self.names = model, names
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], device: torch.device | None
+    ) -> None:
+        self.model, self.names, self._device = model, names, device
         self.blocks = [model.get_submodule(name) for name in names]
         self.costs = [1.0] * len(names)
         self.calls: list[_Call] = []
@@ -179,7 +185,7 @@ class _Probe(Watch):
     def in_place(self) -> Iterator[None]:
         """All parameters are absent, and the blocks are seen; all is as before at the end."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        restored = [_swap_parameters(self.model, self._stands)]
+        restored = [_swap_parameters(self.model, self._stands, self._device)]
         for number, block in enumerate(self.blocks):
             restored.append(wrap_forward(block, self._seen(number, block.forward)))
         try:
@@ -406,7 +412,9 @@ def wrap_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[],
     return restore
 
 
-def _swap_parameters(model: nn.Module, stands: dict[str, nn.Parameter]) -> Callable[[], None]:
+def _swap_parameters(
+    model: nn.Module, stands: dict[str, nn.Parameter], device: torch.device | None
+) -> Callable[[], None]:
     """Every parameter becomes absent; fills `stands` by name."""
     names = {id(p): name for name, p in model.named_parameters()}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -417,7 +425,7 @@ def _swap_parameters(model: nn.Module, stands: dict[str, nn.Parameter]) -> Calla
     for module, key, parameter in places:
         name = names[id(parameter)]
         if name not in stands:
-            stands[name] = absent_parameter(parameter, name)
+            stands[name] = absent_parameter(parameter, name, device)
         module._parameters[key] = stands[name]
     refresh_recurrent(model)
 

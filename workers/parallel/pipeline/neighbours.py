@@ -19,7 +19,7 @@ from workers.distributed.process_group import AnyGroup
 MOST_TENSORS = 64
 """Between two stages, of a micro-batch and a kind."""
 T = TypeVar("T")
-_KINDS = ("activation", "gradient", "shared")
+_KINDS = ("activation", "gradient", "shared", "sum")
 
 
 class Arriving:
@@ -101,6 +101,11 @@ class Neighbours:
             return act()
         except PeerLost as error:
             self._on_lost(error)
+
+
+def tag_of_sum(index: int) -> int:
+    """Of the message with a step's sum of the shared parameter of this number."""
+    return _tag("sum", 0, index)
 
 
 def _tag(kind: str, microbatch_id: int, index: int) -> int:

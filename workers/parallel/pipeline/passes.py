@@ -56,7 +56,7 @@ class StagePasses:
         self.most_in_flight = 0
         """Micro-batches that have waited for their backward at a time, of all steps."""
         self._shared = {
-            parameters[name]: sorted({_stage_of(stages, block) for block in used})
+            parameters[name]: sorted({stages.stage_of(block) for block in used})
             for name, used in chain.shared.items()
             if name in parameters
         }
@@ -158,7 +158,3 @@ class _InFlight:
     def __init__(self, crossing: Crossing, loss: Tensor | None, buffers: list[Tensor]) -> None:
         self.crossing, self.loss, self.buffers = crossing, loss, buffers
         self.gradients: Arriving | None = None
-
-
-def _stage_of(stages: Stages, block: int) -> int:
-    return next(s for s in range(stages.depth) if block in stages.blocks(s))

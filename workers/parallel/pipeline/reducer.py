@@ -1,10 +1,10 @@
 """The sums of a step whose ranks have computed stages: each adds up its micro-batches of its blocks
-in the canonical tree, the holders of a block meet, and all ranks get all sums.
+in the canonical tree, and the holders of a block meet.
 
 The additions are those of workers/reduction/bitwise.py: the bits do not tell a cut from none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import BroadcastOptions
 
 from elastic.protocol.pipeline import PipelinePlan
+from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.pipeline.chain import Chain
+from workers.parallel.pipeline.neighbours import tag_of_sum
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
@@ -22,7 +24,7 @@ from workers.step.buffers import TrackedBuffers
 
 @dataclass(slots=True)
 class _Segment:
-    """Blocks that the same ranks hold."""
+    """What the holders of some blocks add up."""
 
     blocks: range
     names: list[str]
@@ -31,6 +33,8 @@ class _Segment:
     holders: list[int]
     """Ranks, by pipeline."""
     layout: FlatLayout
+    is_everyones: bool
+    """All ranks get the sums: every one has all buffers, and scalars."""
     fold: TreeFold | None = None
     """This rank holds it."""
     group: AnyGroup | None = None
@@ -56,7 +60,7 @@ class HolderGroups:
 
 
 class PipelineReducer:
-    """See `workers.reduction.reducers.Reducer`. Every rank has the whole state."""
+    """See `workers.reduction.reducers.Reducer`."""
 
     def __init__(
         self,
@@ -74,21 +78,36 @@ class PipelineReducer:
         floating, self._buffers, self._chain = buffers.floating, buffers, chain
         self._parameters, self._buffer_names = dict(parameters), tuple(floating)
         self._group, self._num_microbatches = group, num_microbatches
+        self._plan, self._ranks = plan, list(ranks)
         self._ids = [p.ids for p in plan.pipelines]
-        position = list(ranks).index(group.rank())
+        position = self._ranks.index(group.rank())
+        self._held = set(chain.parameters_of(plan.blocks(position)))
         self._segments: list[_Segment] = []
         for blocks in plan.segments():
             names = [n for n in parameters if min(chain.uses[n]) in blocks]
+            scalars = [n for n in names if not parameters[n].dim()]
             of_it = [n for n in floating if chain.buffers.get(n, 0) in blocks]
-            holders = [ranks[at] for at in plan.holders(blocks.start)]
-            layout = FlatLayout(
-                {n: parameters[n] for n in names}, {n: floating[n] for n in of_it}, len(holders)
-            )
-            segment = _Segment(blocks, names, of_it, holders, layout)
-            if group.rank() in holders and layout.parts:
-                segment.fold = TreeFold(layout, plan.ids(position), num_microbatches)
-                segment.group = groups.of(holders)
-            self._segments.append(segment)
+            own = [n for n in names if parameters[n].dim()]
+            holders = [self._ranks[at] for at in plan.holders(blocks.start)]
+            for of_kind, buffers_of_kind in ((own, []), (scalars, of_it)):
+                if not of_kind and not buffers_of_kind:
+                    continue
+                layout = FlatLayout(
+                    {n: parameters[n] for n in of_kind},
+                    {n: floating[n] for n in buffers_of_kind},
+                    len(holders),
+                )
+                is_everyones = of_kind is not own
+                segment = _Segment(blocks, of_kind, buffers_of_kind, holders, layout, is_everyones)
+                if group.rank() in holders:
+                    segment.fold = TreeFold(layout, plan.ids(position), num_microbatches)
+                    segment.group = groups.of(holders)
+                self._segments.append(segment)
+        self._empty = {
+            n: p.new_empty((0, *p.shape[1:]))
+            for n, p in parameters.items()
+            if p.dim() and n not in self._held
+        }
         self.used: set[str] = set()
 
     def begin(self) -> None:
@@ -124,38 +143,72 @@ class PipelineReducer:
                 flats = reduce_tree(segment.group, segment.fold, self._num_microbatches, self._ids)
             summed.append(flats)
         for segment, flats in zip(self._segments, summed, strict=True):
-            flats = self._share(segment, flats)
-            names = (*segment.names, *segment.buffers)
-            sums |= dict(zip(names, segment.layout.views(flats), strict=True))
+            if segment.is_everyones:
+                flats = self._share(segment, flats)
+            if flats is not None:
+                names = (*segment.names, *segment.buffers)
+                sums |= dict(zip(names, segment.layout.views(flats), strict=True))
         self._share_integers()
-        gradients = {n: sums[n].to(p.dtype) for n, p in self._parameters.items()}
+        self._share_between_stages(sums)
+        gradients = {
+            n: self._empty[n] if n in self._empty else sums[n].to(p.dtype)
+            for n, p in self._parameters.items()
+        }
         return Reduced(gradients, {name: sums[name] for name in self._buffer_names})
+
+    def _share_between_stages(self, sums: dict[str, Tensor]) -> None:
+        """Of a parameter that two stages use, each pipeline's first one has added up the gradients:
+        the other gets the sum from it."""
+        me, sending = self._group.rank(), list[tuple[TorchWork, Tensor]]()
+        for index, name, first, other in self._shared():
+            parameter = self._parameters[name]
+            if me == first:
+                plain = sums[name].to(parameter.dtype).contiguous()
+                sending.append((self._group.send([plain], other, tag_of_sum(index)), plain))
+            elif me == other:
+                plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                self._group.recv([plain], first, tag_of_sum(index)).wait()
+                sums[name] = plain
+        for work, _ in sending:
+            work.wait()
+
+    def _shared(self) -> Iterator[tuple[int, str, int, int]]:
+        """Number and name of a parameter, the rank that has its sum, one of its pipeline's others
+        that needs it."""
+        shared = [n for n in self._chain.shared if n in self._parameters]
+        begin = 0
+        for stages in self._plan.pipelines:
+            for index, name in enumerate(shared):
+                users = sorted({stages.stage_of(block) for block in self._chain.uses[name]})
+                for user in users[1:] if self._parameters[name].dim() else ():
+                    yield index, name, self._ranks[begin + users[0]], self._ranks[begin + user]
+            begin += stages.depth
 
     def _share(self, segment: _Segment, flats: Flats | None) -> Flats:
         """What the first holder has, on all ranks. A collective."""
         if len(segment.holders) == self._group.size():
-            assert flats is not None or not segment.layout.parts
-            return flats or []
+            assert flats is not None
+            return flats
         mine = flats if flats is not None else segment.layout.empty()
-        self._broadcast(mine, segment)
+        self._broadcast(mine, segment.holders[0])
         return mine
 
-    def _broadcast(self, tensors: Sequence[Tensor], segment: _Segment) -> None:
+    def _broadcast(self, tensors: Sequence[Tensor], rank: int) -> None:
         options = BroadcastOptions()
-        options.rootRank = segment.holders[0]
+        options.rootRank = rank
         for tensor in tensors if self._group.size() > 1 else ():
             self._group.broadcast([tensor], options).wait()
 
     def _share_integers(self) -> None:
-        """Each as its first holder has it. A collective."""
+        """Each as the first holder of its block has it. A collective."""
         like, mine = self._buffers.tracked_integers, self._buffers.integers
         values: dict[str, Tensor] = {}
-        for segment in self._segments:
-            names = [n for n in like if self._chain.buffers.get(n, 0) in segment.blocks]
+        for blocks in self._plan.segments():
+            names = [n for n in like if self._chain.buffers.get(n, 0) in blocks]
             if names:
                 held = [mine.get(n, like[n]).contiguous() for n in names]
                 flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in held])
-                self._broadcast([flat], segment)
+                self._broadcast([flat], self._ranks[self._plan.holders(blocks.start)[0]])
                 parts = flat.split([t.nbytes for t in held])
                 for name, tensor, part in zip(names, held, parts, strict=True):
                     values[name] = part.clone().view(tensor.dtype).view(tensor.shape)

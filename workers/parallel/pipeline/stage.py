@@ -5,7 +5,7 @@ what the next one needs is taken at the first block behind the last local one.
 Between forwards the model is as the user has built it. When a stage does what is passes.py's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,17 @@ class Crossing:
 class StageModel:
     """A model on the stage of some of its blocks. `begin`, a forward, `end`."""
 
-    def __init__(self, model: nn.Module, chain: Chain, blocks: range) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chain: Chain,
+        blocks: range,
+        whole: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """whole: by parameter a tensor of its shape and strides, on any device, where the model's
+        own may be empty."""
         self._chain, self._blocks_here = chain, blocks
-        self._model = model
+        self._model, self._whole = model, whole or {}
         self._blocks = [model.get_submodule(name) for name in chain.names]
         here = set(chain.parameters_of(blocks))
         parameters = {id(p): name for name, p in model.named_parameters()}
@@ -81,9 +89,11 @@ class StageModel:
 
     def _put(self, held: dict[str, Any], key: str, name: str) -> None:
         real = held[key]
+        like = self._whole.get(name, real)
         stand = self._stands.get((name, real.dtype))
-        if stand is None or stand.shape != real.shape:
-            stand = self._stands[name, real.dtype] = absent_like(real, name=name)
+        if stand is None or stand.shape != like.shape:
+            like = torch.empty_like(like, dtype=real.dtype, device="meta")
+            stand = self._stands[name, real.dtype] = absent_like(like, real.device, name)
         held[key] = stand
         self._undo.append(lambda: held.__setitem__(key, real))
 

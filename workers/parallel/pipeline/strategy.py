@@ -1,8 +1,7 @@
-"""Stages over a state that every rank holds: what is shared out is the computation, and with it the
-memory of activations. A lost rank takes nothing along, so that whoever survives cuts the blocks
-anew and goes on.
+"""A model in stages: each rank has the state of its blocks, and computes these. Whoever survives a
+loss cuts the blocks anew, and gets what it lacks from those who have it.
 
-Of the axes of the state, then, a pipeline is none: who saves, copies or evaluates sees "ddp".
+How a worker gets its part is workers/parallel/shards.py's.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,27 +9,41 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
-from elastic.protocol.pipeline import PipelinePlan, plan_pipeline
+from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
+from elastic.store.catalogue import Catalogue, Damage
+from workers.backup.backup import Backup
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
-from workers.parallel.ddp import Replicated, build_replica
+from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
+from workers.parallel.initial import Initial, settle_small
 from workers.parallel.pipeline.chain import Chain, find_chain
+from workers.parallel.pipeline.forwards import NoForwards, StageForwards
 from workers.parallel.pipeline.neighbours import Neighbours
+from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.reducer import HolderGroups, PipelineReducer
 from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
+from workers.parallel.shards import Ownership, Shards
 from workers.parallel.strategy import Entered, Formed
-from workers.reduction.reducers import Reducer
+from workers.reduction.norm import squares_of_shards
+from workers.reduction.reducers import Reduced, Reducer
+from workers.resharding.whole import whole_on_first
+from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
+from workers.step.precision import DTYPES, Casting
 from workers.step.randomness import seed_block
-from workers.train_state.train_state import TrainState
+from workers.train_state import serialization
+from workers.train_state.build import build_model, build_state, equip_blocks
+from workers.train_state.digest import hash_of
+from workers.train_state.train_state import TrainState, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +51,6 @@ class StagedMesh(Mesh):
     """The ranks of a generation, each at its position in a plan."""
 
     plan: PipelinePlan | None = None
-
-    @property
-    def num_active(self) -> int:
-        """All ranks hold the whole state, and evaluate: none stands by."""
-        return self.world_size
 
     def load(self, num_microbatches: int, rank: int) -> float:
         assert self.plan is not None
@@ -58,31 +66,83 @@ class StagedMesh(Mesh):
         return len(self.ids(num_microbatches, rank))
 
 
-class Staged(Replicated):
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank's in a pipeline."""
+
+    seat: Seat
+    stages: Stages
+    model: StageModel
+    neighbours: Neighbours
+
+
+class Staged:
     """See `workers.parallel.strategy.Strategy`."""
+
+    is_whole = False
 
     def __init__(
         self,
         spec: WorkerSpec,
         train_state: TrainState,
-        build_again: Callable[[], TrainState],
+        parts: StageParts,
+        shards: Shards,
+        backup: Backup,
+        *,
         workload: Any,
         depth: int,
     ) -> None:
         """depth: of a pipeline, as it is wanted."""
-        super().__init__(spec, train_state, build_again)
+        self._spec, self.train_state, self._parts = spec, train_state, parts
+        self.shards, self.backup = shards, backup
         self._workload, self._depth = workload, depth
         self.chain: Chain | None = None
-        self._axes = replace(spec.parallel, pp=1, schedule="")
-        self._mesh = StagedMesh(self._axes, 1)
+        self._mesh = StagedMesh(spec.parallel, 1)
+        """Of the generation at hand."""
         self._formed: Formed | None = None
         self._groups: HolderGroups | None = None
 
+    @property
+    def is_runnable(self) -> bool:
+        """Before the first generation."""
+        return self.shards.is_untouched and self._formed is None
+
+    # --- what this worker holds --------------------------------------------------------
+    def load(
+        self,
+        catalogue: Catalogue,
+        recorded_step: int = 0,
+        known_step: int = 0,
+        begin_piece: Callable[[], None] = lambda: None,
+    ) -> list[Damage]:
+        return self.shards.load(catalogue, recorded_step, begin_piece)
+
+    @property
+    def held_step(self) -> int:
+        return self.shards.held_step
+
+    def mesh_of(self, world_size: int) -> Mesh:
+        return self._mesh
+
+    def position(self, rank: int, world_size: int) -> Position:
+        return self.shards.position(self._mesh.position(rank), world_size)
+
+    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
+        return self._parts.layout(name, tensor)
+
+    def forget(self) -> None:
+        self.shards.forget()
+
+    # --- a generation begins --------------------------------------------------------------
     def examine(self, compute: Callable[[], Any]) -> None:
+        if self.chain is not None:
+            return
+        model, device = self.train_state.model, self._parts.device
         try:
-            self.chain = find_chain(self.train_state.model, self._workload, compute)
+            self.chain = find_chain(model, self._workload, compute, device=device)
         except WrongInput as error:
             raise WrongInput(f"pp:{self._depth}: {error}") from error
+        self._parts.uses = self.chain.uses
         trained = self.train_state.parameters
         many = [n for n, used in self.chain.shared.items() if len(used) > 2 and n in trained]
         if many:
@@ -93,9 +153,24 @@ class Staged(Replicated):
             )
 
     def enter(self, formed: Formed) -> Entered:
-        """Cut the blocks for these members. Raises PeerLost."""
-        entered = super().enter(formed)
-        group = formed.group
+        """Cut the blocks for these members; each gets what it lacks of the newest state of at most
+        `formed.step` steps that is whole."""
+        group, order = formed.group, formed.order
+        plan = self._plan_together(group)
+        mesh = Mesh(self._spec.parallel, group.size(), order, plan.cuts)
+        self._mesh = StagedMesh(mesh.parallel, mesh.world_size, order, plan.cuts, plan)
+        self.shards.note_steps()
+        claimed = gather_json(group, self.shards.holding.to_json())
+        formed.on_connected()
+        formed.pieces.begin()
+        entered = self.shards.enter(formed, mesh, [Ownership.from_json(c) for c in claimed])
+        self._formed = formed
+        if group.rank() == 0:
+            formed.say(self._planned(formed.generation))
+        self._groups = HolderGroups(group, self._spec.join_timeout_s)
+        return entered
+
+    def _plan_together(self, group: AnyGroup) -> PipelinePlan:
         mine = None if self.chain is None else [self.chain.names, self.chain.costs]
         said = gather_json(group, mine)
         if self.chain is None:
@@ -105,13 +180,7 @@ class Staged(Replicated):
             )
         names, costs = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self.chain.names, (names, self.chain.names)
-        plan = plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
-        self._mesh = StagedMesh(self._axes, group.size(), formed.order, plan)
-        self._formed = formed
-        if group.rank() == 0:
-            formed.say(self._planned(formed.generation))
-        self._groups = HolderGroups(group, self._spec.join_timeout_s)
-        return entered
+        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
 
     def _planned(self, generation: int) -> Planned:
         plan, stages = self.plan, list[Stage | None]()
@@ -123,11 +192,9 @@ class Staged(Replicated):
             blocks = plan.pipelines[seat.pipeline].blocks(seat.stage)
             stages.append(Stage(seat.pipeline, seat.stage, (blocks.start, blocks.stop)))
         warnings = tuple(plan.warnings(self._depth))
-        return Planned(generation, str(plan), warnings, tuple(stages))
-
-    def mesh_of(self, world_size: int) -> Mesh:
-        is_it = self._mesh.plan is not None and world_size == self._mesh.world_size
-        return self._mesh if is_it else Mesh(self._axes, world_size)
+        moved = self.shards.moved_bytes
+        layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
+        return Planned(generation, layout, warnings, tuple(stages), moved)
 
     @property
     def plan(self) -> PipelinePlan:
@@ -152,27 +219,17 @@ class Staged(Replicated):
         )
 
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
-        plan, formed, chain = self.plan, self._formed, self.chain
-        assert formed is not None
-        assert chain is not None
-        position = mesh.position(group.rank())
-        seat = plan.seat(position)
-        if seat is None:
+        place = self._place(mesh, group)
+        if place is None:
             return NoPasses()  # it stands by
-        first, stages = position - seat.stage, plan.pipelines[seat.pipeline]
-
-        def on_lost(error: PeerLost) -> NoReturn:
-            formed.say_lost(error)
-            raise StepCancelled from error
-
-        ranks = mesh.ranks()[first : first + stages.depth]
-        model, seed = self.train_state.model, self._spec.seed
+        assert self.chain is not None
+        seed = self._spec.seed
         return StagePasses(
-            StageModel(model, chain, stages.blocks(seat.stage)),
-            chain,
-            stages,
-            seat.stage,
-            Neighbours(group, ranks, on_lost, formed.gathering),
+            place.model,
+            self.chain,
+            place.stages,
+            place.seat.stage,
+            place.neighbours,
             parameters=self.train_state.parameters,
             buffers=self.train_state.buffers,
             reducer=reducer,
@@ -182,12 +239,113 @@ class Staged(Replicated):
             ),
         )
 
+    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+        place = self._place(mesh, group)
+        if place is None:
+            return NoForwards()  # it stands by
+        step = self.train_state.step
+        return StageForwards(
+            place.model,
+            place.neighbours,
+            lambda batch_id, block: seed_block(seed, step, batch_id, block),
+            stage=place.seat.stage,
+            pipeline=place.seat.pipeline,
+            num_pipelines=len(self.plan.pipelines),
+        )
 
-def build_staged(workload: Any, spec: WorkerSpec, device: torch.device, depth: int) -> Staged:
-    """The state at step 0, whole. depth: wanted stages of a pipeline. Raises WrongInput."""
+    def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
+        """This rank's in the generation at hand; None if it stands by."""
+        plan, formed, chain = self.plan, self._formed, self.chain
+        assert formed is not None
+        assert chain is not None
+        position = mesh.position(group.rank())
+        seat = plan.seat(position)
+        if seat is None:
+            return None
+        first, stages = position - seat.stage, plan.pipelines[seat.pipeline]
+
+        def on_lost(error: PeerLost) -> NoReturn:
+            formed.say_lost(error)
+            raise StepCancelled from error
+
+        ranks = mesh.ranks()[first : first + stages.depth]
+        model, blocks = self.train_state.model, stages.blocks(seat.stage)
+        return _Place(
+            seat,
+            stages,
+            StageModel(model, chain, blocks, self._parts.whole),
+            Neighbours(group, ranks, on_lost, formed.gathering),
+        )
+
+    def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
+        if self.train_state.clip_norm is None:
+            return reduced
+        assert self._groups is not None
+        mine = [(self.layout(f"model/{n}", g), g) for n, g in reduced.gradients.items()]
+        group, device = self._groups.group, self._parts.device
+        squares = squares_of_shards(mine, self._mesh, group, read, device)
+        return replace(reduced, squares=dict(zip(reduced.gradients, squares, strict=True)))
+
+    def apply(self, update: Update) -> None:
+        self.train_state.apply(update)
+
+    def reset(self) -> None:
+        pass
+
+    def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return dict(parameters)
+
+    # --- the end ------------------------------------------------------------------------------
+    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
+        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
+        assert self._formed is not None
+        group, mesh, device = self._formed.group, self._mesh, self._parts.device
+        names = serialization.weight_names(self.train_state.model)
+        _, tensors = self.train_state.header_and_tensors()
+
+        def whole(name: str) -> Tensor:
+            tensor = tensors[names[name]]
+            layout = self.layout(names[name], tensor)
+            return whole_on_first(tensor, layout, mesh, group, device)
+
+        with self._formed.gathering():
+            sha256 = hash_of(((name, whole(name)) for name in sorted(names)), tell)
+            return str(gather_json(group, sha256)[0])
+
+
+def build_staged(
+    workload: Any, spec: WorkerSpec, device: torch.device, backup: Backup, depth: int
+) -> Staged:
+    """The state at step 0, whole until the first generation. depth: wanted stages of a pipeline.
+    Raises WrongInput."""
     check_schedule(spec.parallel.schedule)
+    model = build_model(workload, spec)
+    if hasattr(workload, "init_weights"):
+        settle_small(model, device)
+    else:
+        model = model.to(device)
+    casting = Casting(model, DTYPES[spec.precision])
+    equip_blocks(model, spec, lambda: casting.is_applied)
+    train_state = build_state(model, workload, spec, casting)
+    check_by_itself(train_state.optimizer, spec)
+    parts = StageParts(model, device)
+    initialise = getattr(workload, "init_weights", None)
+    initial = Initial(train_state, lambda: build_model(workload, spec), initialise, spec.seed)
+    shards = Shards(spec, train_state, parts, initial, backup)
+    return Staged(spec, train_state, parts, shards, backup, workload=workload, depth=depth)
 
-    def build() -> TrainState:
-        return build_replica(workload, spec, device)
 
-    return Staged(spec, build(), build, workload, depth)
+def check_by_itself(optimizer: torch.optim.Optimizer, spec: WorkerSpec) -> None:
+    """WrongInput for an optimizer whose step on a stage's parameters would not be that on all."""
+    kind, known = type(optimizer), (*ELEMENTWISE, torch.optim.Muon)
+    if optimizer.state:
+        raise WrongInput(
+            f"{kind.__name__} makes its state before the first step, which stages cannot share; "
+            f"use one of {', '.join(o.__name__ for o in known)}"
+        )
+    if kind not in known:
+        raise WrongInput(
+            f"{kind.__name__} is not known to take its step of each parameter by itself, which "
+            f"parallel='{spec.parallel}' needs; use one of {', '.join(o.__name__ for o in known)}, "
+            "or parallel='ddp'"
+        )

@@ -1,0 +1,201 @@
+"""The state of a model in stages: a rank has its blocks' and no more, and checkpoints go to every
+other strategy and back."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.protocol.errors import WrongInput
+from tests.workers.ranks import Ranks, run_ranks
+from tests.workers.sharded_rig import CPU, catalogue_in, enter, save_part, sha256
+from tests.workers.test_staged_strategy import STEPS, Work, build, train
+from tests.workers.test_staged_strategy import spec as spec_of
+from workers.backup.backup import NoBackup
+from workers.distributed.process_group import Alone
+from workers.parallel.build import build_strategy
+from workers.parallel.pipeline.strategy import Staged, build_staged
+from workers.parallel.shards import Ownership
+
+CASE = "llama, tied"
+
+
+def bytes_held(strategy: Staged) -> int:
+    """Of parameters and optimizer state that are a stage's own."""
+    _, tensors = strategy.train_state.header_and_tensors()
+    cut = (t for n, t in tensors.items() if strategy.layout(n, t).is_cut)
+    return sum(t.nbytes for t in cut)
+
+
+def bytes_of_blocks(strategy: Staged, blocks: range) -> int:
+    """What these need: parameters, and two moments of each."""
+    assert strategy.chain is not None
+    whole = strategy._parts.whole
+    return 3 * sum(whole[n].nbytes for n in strategy.chain.parameters_of(blocks))
+
+
+@pytest.mark.parametrize("name", [CASE, "resnet"])
+def test_a_rank_holds_the_state_of_its_stage_and_no_more(name: str):
+    def body(ranks: Ranks) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+        strategy = build(name)
+        everything = bytes_of_blocks(strategy, range(4))
+        worlds = ([0, 1], [0, 1, 2, 3], [0, 1, 3])
+        for generation, members in enumerate(worlds, 1):
+            if ranks.index not in members:
+                continue
+            group = ranks.form(generation, members)
+            enter(strategy, group, generation - 1, generation=generation)
+            train(strategy, group, name, 1)
+            blocks = strategy.plan.blocks(group.rank())
+            allocated = sum(
+                p.untyped_storage().nbytes() for p in strategy.train_state.model.parameters()
+            )
+            assert allocated <= bytes_held(strategy), "parameters share no larger memory"
+            found.append((bytes_held(strategy), bytes_of_blocks(strategy, blocks), everything))
+        return found
+
+    for of_rank in run_ranks(4, body):
+        for held, wanted, everything in of_rank:
+            assert held == wanted
+            assert held < 0.7 * everything
+
+
+def test_what_nobody_has_moves_and_the_rest_stays():
+    """Of four ranks in two pipelines one is gone: a pipeline of three."""
+
+    def body(ranks: Ranks) -> int:
+        strategy, group = build(CASE), ranks.form(1, [0, 1, 2, 3])
+        enter(strategy, group, 0)
+        train(strategy, group, CASE, 1)
+        assert strategy.shards.moved_bytes == 0
+        if ranks.index == 2:
+            return 0
+        before = strategy.plan.blocks(group.rank())
+        group = ranks.form(2, [0, 1, 3])
+        enter(strategy, group, 1, generation=2)
+        after = strategy.plan.blocks(group.rank())
+        chain, whole = strategy.chain, strategy._parts.whole
+        assert chain is not None
+        new = set(chain.parameters_of(after)) - set(chain.parameters_of(before))
+        mine = torch.tensor([3 * sum(whole[n].nbytes for n in new)])
+        group.control.all_reduce(mine).wait()
+        assert strategy.shards.moved_bytes == mine.item()
+        return int(mine)
+
+    results = run_ranks(4, body)
+    assert len(set(results)) == 2
+    assert results[0] > 0
+
+
+def made(parallel: str, name: str) -> Any:
+    """A strategy that stands for the initial state."""
+    if parallel.startswith("pp"):
+        return build(name)
+    torch.set_num_threads(1)
+    config = spec_of(parallel, global_batch=16, micro_batch=4)
+    strategy = build_strategy(Work(name), config, CPU, NoBackup)
+    if hasattr(strategy, "shards"):
+        strategy.shards.holding = Ownership("initial")
+    return strategy
+
+
+def saved_by(ranks: Ranks, strategy: Any, group: Any, place: str) -> Any:
+    return save_part(strategy, group, place, 1), sha256(strategy)
+
+
+@pytest.mark.parametrize("source", ["pp:2", "ddp", "fsdp"])
+def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_path):
+    place = str(tmp_path)
+
+    def save(ranks: Ranks) -> Any:
+        strategy, group = made(source, CASE), ranks.form(1, [0, 1, 2])
+        enter(strategy, group, 0)
+        if source == "pp:2":
+            train(strategy, group, CASE, STEPS)
+        return saved_by(ranks, strategy, group, place)
+
+    saved = run_ranks(3, save)
+    step = STEPS if source == "pp:2" else 0
+    parts = [part for (part, _), _ in saved]
+    catalogue_in(place).publish(step, 1, parts, saved[0][0][1], {})
+    if source == "pp:2":
+        sizes = [part.size_bytes for part in parts]
+        assert min(sizes) > 0, "every stage writes its own"
+
+    def load(ranks: Ranks, worlds: list[tuple[str, int]]) -> list[str]:
+        found: list[str] = []
+        for generation, (parallel, world_size) in enumerate(worlds, 1):
+            if ranks.index < world_size:
+                group, strategy = (
+                    ranks.form(generation, list(range(world_size))),
+                    made(parallel, CASE),
+                )
+                assert strategy.load(catalogue_in(place), 0, 0, lambda: None) == []
+                enter(strategy, group, step, catalogue_in(place), generation)
+                found.append(sha256(strategy))
+        return found
+
+    worlds = [
+        ("pp:2", 1),
+        ("pp:2", 2),
+        ("pp:2", 4),
+        ("pp:4", 4),
+        ("ddp", 2),
+        ("fsdp", 3),
+        ("hsdp:2", 4),
+    ]
+    results = run_ranks(4, partial(load, worlds=worlds))
+    assert results[0] == [saved[0][1]] * len(worlds)
+
+
+class Deferred(Work):
+    """Built on the meta device."""
+
+    def init_weights(self, module: Any, name: str) -> None:
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            torch.nn.init.normal_(module.weight, std=0.2)
+
+
+def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone_and_the_bits_of_ddp():
+    from workers.parallel.ddp import build_replicated
+
+    def staged() -> Staged:
+        torch.set_num_threads(1)
+        work = Deferred(CASE)
+        strategy = build_staged(
+            work, spec_of("pp:2", global_batch=16, micro_batch=4), CPU, NoBackup(), 2
+        )
+        batch = work.case.batches()[0]
+        assert not strategy.is_runnable
+        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        assert all(p.is_meta for p in strategy.train_state.model.parameters() if p.dim())
+        strategy.shards.holding = Ownership("initial")
+        return strategy
+
+    def body(ranks: Ranks) -> str:
+        group, strategy = ranks.form(1, [0, 1, 2]), staged()
+        enter(strategy, group, 0)
+        begin = sha256(strategy)
+        blocks = strategy.plan.blocks(group.rank())
+        assert bytes_held(strategy) == bytes_of_blocks(strategy, blocks) // 3
+        train(strategy, group, CASE, 1)
+        return f"{begin} {sha256(strategy)}"
+
+    alone = staged()
+    enter(alone, Alone(), 0)
+    whole = build_replicated(Deferred(CASE), spec_of("ddp"), CPU)
+    assert sha256(alone) == sha256(whole)
+    begin = sha256(alone)
+    train(alone, Alone(), CASE, 1)
+    assert run_ranks(3, body) == [f"{begin} {sha256(alone)}"] * 3
+
+
+def test_an_optimizer_that_looks_at_all_parameters_together_is_refused():
+    class Whole(Work):
+        def build_optimizer(self, params: Any) -> Any:
+            return torch.optim.Adafactor(params)
+
+    with pytest.raises(WrongInput, match=r"Adafactor is not known to take its step of each"):
+        build_staged(Whole("gates"), spec_of("pp:2"), CPU, NoBackup(), 2)

@@ -1,0 +1,82 @@
+"""The batches of an evaluation on a stage: each pipeline computes some, its last stage has what the
+user's function returns.
+
+See `workers.step.forwards.Forwards`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elastic.protocol.errors import UserError
+from elastic.protocol.membership import microbatch_ids
+from workers.parallel.pipeline.absent import NotHere
+from workers.parallel.pipeline.neighbours import Neighbours
+from workers.parallel.pipeline.stage import StageModel
+from workers.step.forwards import Elsewhere
+
+
+class StageForwards:
+    """Of one stage."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        neighbours: Neighbours,
+        seed_block: Callable[[int, int], None],
+        *,
+        stage: int,
+        pipeline: int,
+        num_pipelines: int,
+    ) -> None:
+        """seed_block: takes batch and block."""
+        self._model, self._neighbours, self._seed_block = model, neighbours, seed_block
+        self._stage, self._pipeline, self._num_pipelines = stage, pipeline, num_pipelines
+
+    def ids(self, num_batches: int) -> range:
+        return microbatch_ids(num_batches, self._num_pipelines, self._pipeline)
+
+    def num_echoes(self, num_batches: int) -> int:
+        return 0
+
+    def run(self, batch_id: int, forward: Callable[[], Any]) -> Any:
+        def receive(like: Sequence[Tensor]) -> list[Tensor]:
+            return self._neighbours.receive(like, self._stage - 1, "activation", batch_id).wait()
+
+        self._model.begin(receive, lambda block: self._seed_block(batch_id, block))
+        try:
+            value = forward()
+        except NotHere as error:
+            raise UserError(
+                f"the function of evaluate() {error}; where the model is in stages, it must return "
+                "what it computes as tensors",
+                "",
+            ) from error
+        finally:
+            self._model.give_up()
+        crossing = self._model.end()
+        if self._model.is_last:
+            return value
+        self._neighbours.settle()  # no more batches than one are on their way
+        self._neighbours.send(crossing.sent, self._stage + 1, "activation", batch_id)
+        return Elsewhere()
+
+    def end(self) -> None:
+        self._neighbours.settle()
+
+
+class NoForwards:
+    """Of a rank that stands by."""
+
+    def ids(self, num_batches: int) -> range:
+        return range(0)
+
+    def num_echoes(self, num_batches: int) -> int:
+        return 0
+
+    def run(self, batch_id: int, forward: Callable[[], Any]) -> Any:
+        raise AssertionError("this rank has no batch")
+
+    def end(self) -> None:
+        pass
