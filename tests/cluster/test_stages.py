@@ -1,5 +1,6 @@
-"""A model in stages on a cluster: whoever survives a SIGKILL cuts the layers anew, and the bits are
-those of one undisturbed worker that computes whole micro-batches."""
+"""A model in stages on a cluster: whoever survives a SIGKILL cuts the layers anew, gets what it
+lacks of the state from whoever has it, and the bits are those of one undisturbed worker that
+computes whole micro-batches."""
 
 import pytest
 
@@ -31,11 +32,57 @@ def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
     assert_same_bits(run, end, expected, STEPS)
     assert end["result"]["lost_steps"] == 0
     assert sorted(stages) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    layouts = [
-        line["planned"]["layout"] for line in run.lines("journal.jsonl") if "planned" in line
-    ]
+    layouts = planned(run)
     assert any(layout.startswith("2 pipelines of 2 stages") for layout in layouts), layouts
-    assert any(layout.startswith("1 pipeline of 3 stages") for layout in layouts), layouts
+    assert any(
+        layout.startswith("1 pipeline of 3 stages") and layout.endswith(" MB moved")
+        for layout in layouts
+    ), layouts
+
+
+def planned(run) -> list[str]:
+    """The layouts of all generations."""
+    lines = run.lines("journal.jsonl")
+    return [line["planned"]["layout"] for line in lines if "planned" in line]
+
+
+def evaluations(run) -> list[tuple[int, float]]:
+    found = run.lines("metrics.jsonl")
+    return [(m["step"], m["user"]["validation"]) for m in found if "validation" in m["user"]]
+
+
+def test_blocks_that_nobody_else_has_come_from_a_holder_and_evaluations_agree(start):
+    """Of one pipeline of two stages: the one that is left has the whole model then, until the
+    other's place is taken."""
+    options = {"job": "staged", "steps": STEPS, "eval_every": 7, "clip_norm": 0.5}
+    with start("Evaluated", name="whole", workers=1, **options) as whole:
+        undisturbed = whole.finish()
+    expected = (
+        undisturbed["result"]["weights_sha256"],
+        [s["sha256"] for s in whole.lines("samples.jsonl")],
+    )
+    options |= {"parallel": "pp:2", "set": ["sleep=0.03"]}
+    with start("Evaluated", workers="1..2", **options) as run:
+        at = run.wait_for_step(lambda s: s["step"] > 10 and s["world_size"] == 2)
+        run.kill(rank=1)
+        run.wait_for_step(lambda s: s["generation"] > at["generation"])
+        end = run.finish()
+    assert_same_bits(run, end, expected, STEPS)
+    assert end["result"]["lost_steps"] == 0
+    assert evaluations(run) == evaluations(whole) != []
+    assert any(layout.startswith("1 pipeline of 1 stage,") for layout in planned(run))
+
+
+def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start):
+    options = {"job": "staged", "checkpoint_every": 20, "parallel": "pp:2"}
+    with start("Layers", name="whole", workers=1, steps=STEPS, job="staged") as whole:
+        undisturbed = whole.finish()
+    with start("Layers", name="stages", workers=3, steps=40, **options) as first:
+        assert first.finish()["status"] == 0
+    with start("Layers", name="stages", workers=2, steps=STEPS, **options) as run:
+        end = run.finish()
+    assert end["status"] == 0, end["err"]
+    assert end["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
 def test_a_model_that_has_no_stages_is_told_before_anything_starts(start):

@@ -121,7 +121,7 @@ def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_
     parts = [part for (part, _), _ in saved]
     catalogue_in(place).publish(step, 1, parts, saved[0][0][1], {})
     if source == "pp:2":
-        sizes = [part.size_bytes for part in parts]
+        sizes = [part.file.size_bytes for part in parts]
         assert min(sizes) > 0, "every stage writes its own"
 
     def load(ranks: Ranks, worlds: list[tuple[str, int]]) -> list[str]:

@@ -113,8 +113,8 @@ def test_rows_are_told_from_what_is_replicated():
     train(strategy, Alone(), "fsdp", 1)
     train_state = strategy.train_state
     found = fingerprints(train_state, layout_of)
-    assert sorted(found) == [(), ("dp_shard",)]
-    whole, rows = found[()], found["dp_shard",]
+    assert sorted(found) == [((), ()), (("dp_shard",), ())]
+    whole, rows = found[(), ()], found[("dp_shard",), ()]
     names = [n for n in whole if not n.endswith("/step")]
     assert names == ["model/scale", "optimizer/scale/exp_avg", "optimizer/scale/exp_avg_sq"]
     trained = serialization.trained_tensors(train_state.model, train_state.optimizer)
@@ -130,6 +130,9 @@ def test_replicas_of_a_shard_must_agree_on_its_rows():
     grid = Mesh(Parallel.of("fsdp,tp:2"), 4)
     assert groups_alike(grid, ("tp",)) == [[0, 2], [1, 3]]
     assert groups_alike(grid, ("dp_shard", "tp")) == [[0], [1], [2], [3]]
+    staged = Mesh(Parallel.of("pp:2"), 6, (5, 0, 1, 2, 3, 4), ((0, 2, 4), (0, 1, 3, 4)))
+    assert groups_alike(staged, (), (1,)) == [[1, 4]], "at positions 0 and 3"
+    assert groups_alike(staged, (), (0, 3)) == [[1, 2, 3, 5]], "tied; 0 stands by"
 
 
 def test_equal_replicas_say_nothing():

@@ -52,8 +52,9 @@ class Ownership:
 
     @classmethod
     def from_json(cls, told: Sequence[Any]) -> "Ownership":
-        *rest, cuts = told
-        return cls(*rest, tuple(tuple(of_pipeline) for of_pipeline in cuts))
+        kind, step, position, world_size, origin, cuts = told
+        cuts = tuple(tuple(of_pipeline) for of_pipeline in cuts)
+        return cls(kind, step, position, world_size, origin, cuts)
 
 
 class SplitModel(Protocol):

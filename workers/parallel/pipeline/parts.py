@@ -43,8 +43,9 @@ class StageParts:
 
     def stored_layout(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorLayout:
         owner = self._owner(name)
-        is_cut = owner is not None and bool(shape) and tuple(self.whole[owner].shape) == shape
-        return TensorLayout(name, dtype, shape, (), self.uses[owner] if is_cut else ())
+        if owner is None or not shape or tuple(self.whole[owner].shape) != shape:
+            return TensorLayout(name, dtype, shape)
+        return TensorLayout(name, dtype, shape, (), self.uses[owner])
 
     def _owner(self, name: str) -> str | None:
         return next((n for n in parameters_named(name) if n in self._parameters), None)

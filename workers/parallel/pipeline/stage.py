@@ -88,7 +88,7 @@ class StageModel:
             self._undo.append(wrap_forward(block, self._as_here(number, block.forward)))
 
     def _put(self, held: dict[str, Any], key: str, name: str) -> None:
-        real = held[key]
+        real: Tensor = held[key]
         like = self._whole.get(name, real)
         stand = self._stands.get((name, real.dtype))
         if stand is None or stand.shape != like.shape:
