@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from elastic.on_ray.record.evaluations import Evaluations
+from elastic.protocol.mesh import DDP, Mesh
 from elastic.protocol.messages.to_controller import Evaluation
 from tests.workers.session_rig import Rig, abort, obey
 from workers.evaluation import _evaluate_ids
+from workers.step.forwards import PlainForwards
 from workers.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -133,10 +135,11 @@ def test_the_controller_takes_the_results_of_steps_done_again():
 
 def test_what_an_evaluation_draws_is_its_batch_s_whoever_computes_it(rig):
     where = (rig.member, rig.workload, [0.0] * 6)
+    both = PlainForwards(Mesh(DDP, 1), 0, is_collective=False)
     drawn = []
     for rank in (0, 1):
         rig.sit(rank)
-        rows = _evaluate_ids(*where, lambda model, batch: float(torch.rand(())), range(2), [])
+        rows = _evaluate_ids(*where, lambda model, batch: float(torch.rand(())), both, 2)
         drawn.append(rows)
     assert drawn[0] == drawn[1]
     assert drawn[0][0][1] != drawn[0][1][1]
