@@ -379,7 +379,7 @@ MUTATIONS = (
     Mutation(
         "ranks that make their initial weights do not meet on the way",
         SHARDS,
-        "at, values, pieces.begin_apart)\n",
+        "at, layout, values, pieces.begin_apart)\n",
         "at, values, pieces.begin)\n",
         "tests/workers/test_pieces.py",
     ),
