@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help demo test test-faults test-mutations test-gpu bench docs lint format clean
+.PHONY: help demo test suites test-faults test-mutations test-gpu bench docs lint style types format clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -25,18 +25,25 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## train, SIGKILL a worker, heal, and compare the bits (DIVERGE=1: must say NO)
 	$(BIN)/python -m elastic.demo $(if $(DIVERGE),--diverge)
 
-lint: $(INSTALLED) ## ruff and pyright
+lint: style types ## ruff and pyright
+
+style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
 	$(BIN)/pyright
 
 format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## what CI runs: lint, unit tests and then those that start Ray, which wait a lot
+test: style ## what CI runs: lint (pyright beside the tests), unit tests, and then those that start Ray
+	@$(MAKE) --no-print-directory --jobs 2 types suites
+
+suites: $(INSTALLED)
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 --durations 10 -rs
-	$(BIN)/pytest tests/cluster -m "not slow" -n 3 --dist worksteal --timeout 600 --durations 10 -rs
+	$(BIN)/pytest tests/cluster -m "not slow" -n 3 --maxschedchunk 1 --timeout 600 --durations 10 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rs

@@ -9,33 +9,12 @@ from typing import Any
 
 from elastic.chaos.report import Story
 from elastic.chaos.timeline import Span, Timeline
+from elastic.observe.colors import BUCKETS, PHASES
 from elastic.protocol.membership import worker_name
 
 WIDTH, LEFT, LANE, CHART = 960, 60, 16, 180
 MAX_POINTS = 2000
 """Of the loss curve; more than twice the pixels."""
-COLORS = {
-    "productive": "#3a923a",
-    "starting": "#b9c4d0",
-    "waiting": "#8895a5",
-    "recovering": "#d1495b",
-    "retried": "#edae49",
-    "growing": "#00798c",
-    "rolled_back": "#7a2e3a",
-    "ending": "#cfd8e0",
-    "absent": "#f1f1f1",
-    "down": "#444444",
-    "unsettled": "#e8e0f0",
-}
-PHASES = {
-    "detect_s": "#edae49",
-    "fence_s": "#d1495b",
-    "waiting_s": "#8895a5",
-    "form_s": "#00798c",
-    "state_s": "#66a182",
-    "restore_s": "#66a182",
-    "first_step_s": "#2e4057",
-}
 STYLE = """body{font:14px/1.45 system-ui,sans-serif;max-width:1000px;margin:2em auto;color:#222}
 h1{font-size:22px}h2{font-size:17px;margin-top:2em}svg{width:100%;height:auto}
 table{border-collapse:collapse}td,th{padding:2px 10px;text-align:right;border-bottom:1px solid #ddd}
@@ -57,7 +36,7 @@ def page(story: Story, found: dict[str, Any]) -> str:
     )
     sections = [
         f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
-        "<h2>Who was in</h2>" + key(COLORS, line.buckets()) + membership(story),
+        "<h2>Who was in</h2>" + key(BUCKETS, line.buckets()) + membership(story),
         "<h2>Loss</h2>" + losses(story),
         "<h2>Recoveries</h2>" + recoveries(found["recoveries"]),
         "<h2>Faults</h2>" + fault_table(found["faults"]),
@@ -89,7 +68,7 @@ def membership(story: Story) -> str:
                 began, until = max(span.began, life[1]), min(span.ended, ended)
                 text = f"{span.bucket}, {until - began:.2f} s"
                 width = x_of(until, line) - x_of(began, line)
-                color = COLORS.get(span.bucket, "#000000")
+                color = BUCKETS.get(span.bucket, "#000000")
                 parts.append(box(x_of(began, line), y, width, 11, color, text))
         parts.append(label(4, y + 10, worker_name(life[0])))
         if life[3]:
@@ -203,7 +182,7 @@ def fault_table(rows: list[dict[str, Any]]) -> str:
 
 
 def bucket_table(found: dict[str, Any]) -> str:
-    names = [name for name in COLORS if any(name in r["buckets"] for r in found["ranks"])]
+    names = [name for name in BUCKETS if any(name in r["buckets"] for r in found["ranks"])]
     rows = [
         [
             f"rank {r['rank']}",

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from elastic.chaos.timeline import Episode, Life, Timeline
+from elastic.observe import colors
 from elastic.observe.anatomy import PARTS
 from elastic.observe.run_record import NUM_BINS, Anatomy, RunRecord, Steps
 from elastic.observe.series import Floats, np, seconds_in, thinned
@@ -27,26 +28,8 @@ MOST_LANES = 1000
 MOST_BOXES = 8000
 """Of memberships: shorter breaks than can be seen are closed until so few are left."""
 BLUE, GREY, RED = "#1f6f8b", "#d9dde2", "#d1495b"
-BUCKETS = {
-    "productive": "#3a923a",
-    "idle": "#a3c585",
-    "starting": "#b9c4d0",
-    "waiting": "#8895a5",
-    "recovering": "#d1495b",
-    "retried": "#edae49",
-    "growing": "#00798c",
-    "rolled_back": "#7a2e3a",
-    "ending": "#6b7f94",
-    "down": "#444444",
-    "unsettled": "#c9b8d8",
-}
-PHASES = {
-    "detect_s": "#edae49",
-    "fence_s": "#d1495b",
-    "form_s": "#00798c",
-    "state_s": "#66a182",
-    "first_step_s": "#2e4057",
-}
+PHASES = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
+"""Of a recovery; they add up to it."""
 PART_COLORS = ("#8895a5", "#3a923a", "#66a182", "#00798c", "#edae49", "#7a5195", "#2e4057")
 
 
@@ -320,11 +303,11 @@ def beside(chart: Any) -> None:
 def buckets(charts: Charts, line: Timeline) -> None:
     bounds = np.linspace(line.began, line.ended, NUM_BINS + 1)
     of: dict[str, Floats] = {}
-    for bucket in BUCKETS:
+    for bucket in colors.BUCKETS:
         spans = [span for span in line.spans if span.bucket == bucket]
         if spans:
             of[bucket] = seconds_in([s.began for s in spans], [s.ended for s in spans], bounds)
-    stack(charts, "buckets", of, bounds - line.began, [BUCKETS[bucket] for bucket in of])
+    stack(charts, "buckets", of, bounds - line.began, [colors.BUCKETS[bucket] for bucket in of])
 
 
 def anatomy(charts: Charts, found: Anatomy, began: float) -> None:
@@ -363,10 +346,10 @@ def recoveries(charts: Charts, line: Timeline) -> None:
     low = np.zeros(len(number))
     causes = [known(e.recovery.cause) for e in line.episodes]
     about = {"number": number, "cause": causes, "total": total}
-    for phase, color in PHASES.items():
+    for phase in PHASES:
         of_phase = {"left": number - 0.4, "right": number + 0.4, "value": values[phase]}
         data = {**about, **of_phase, "bottom": low, "top": low + values[phase]}
-        word = phase.removesuffix("_s").replace("_", " ")
+        word, color = phase.removesuffix("_s").replace("_", " "), colors.PHASES[phase]
         glyph = chart.quad(**edges(), source=data, color=color, line_color=None, legend_label=word)
         rows = [("recovery", "@number{0}"), ("cause", "@cause")]
         rows += [(word, "@value{0.000} s"), ("in all", "@total{0.000} s")]

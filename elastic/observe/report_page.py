@@ -16,7 +16,8 @@ from typing import Any
 from elastic.chaos.text import one_line
 from elastic.chaos.timeline import Episode
 from elastic.observe.anatomy import PARTS
-from elastic.observe.charts import BUCKETS, PHASES, Drawn
+from elastic.observe.charts import PHASES, Drawn
+from elastic.observe.colors import BUCKETS
 from elastic.observe.run_record import RunRecord, as_list, number
 from elastic.protocol.membership import counted, worker_name
 from elastic.store.run_directory import as_dict

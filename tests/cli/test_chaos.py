@@ -35,41 +35,18 @@ from elastic.control.events import (
     Loaded,
     Paused,
     Suspended,
-    Synced,
     WorkerLost,
     WorkerReady,
 )
 from elastic.control.events import Done as LoopDone
 from elastic.control.replay import Entry, Started
 from elastic.control.standing import Standing
-from elastic.control.state import Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
+from tests.control.small_run import BEGIN, LIMITS
 
-LIMITS = Limits(
-    min_workers=1,
-    max_workers=2,
-    standby=0,
-    steps=4,
-    max_failures=2,
-    join_timeout_s=30,
-    end_timeout_s=30,
-    confirm_timeout_s=3,
-)
-BEGIN: list[Event] = [
-    WorkerReady(0, 2.0),
-    Loaded(0, 0, 3.0),
-    Joined(1, 0, 0.0, 4.0),
-    WorkerReady(1, 4.0),
-    Committed(1, 1, 1.0, 6.0),
-    Synced(1, 6.5),
-    Committed(1, 2, 1.0, 7.0),
-    Paused(1, 0, 2, 7.0),
-    Joined(2, 0, 0.0, 7.25),
-    Joined(2, 1, 0.1, 7.5),
-]
 LOSS: list[Event] = [
     WorkerLost(1, "process_died", 8.25, 8.5),
     Suspended(2, 0, 2, False, False, 8.6),

@@ -29,7 +29,7 @@ from elastic.control.events import (
     WorkerReady,
 )
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
-from elastic.control.state import Limits, Running
+from elastic.control.state import Running
 from elastic.control.transition import start, transition
 from elastic.observe import charts
 from elastic.observe.run_record import read_record
@@ -38,17 +38,9 @@ from elastic.protocol.encoding import decode, encode
 from elastic.store.files import Folder, open_folder
 from elastic.store.journal import segment_name
 from tests.cli.test_profile import row
+from tests.control import small_run
 
-LIMITS = Limits(
-    min_workers=1,
-    max_workers=2,
-    standby=0,
-    steps=10**6,
-    max_failures=8,
-    join_timeout_s=30,
-    end_timeout_s=30,
-    confirm_timeout_s=3,
-)
+LIMITS = replace(small_run.LIMITS, steps=10**6, max_failures=8)
 CONFIG = {
     "workers": [1, 2],
     "steps": 40,

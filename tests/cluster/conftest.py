@@ -15,6 +15,16 @@ from tests.cluster.live import JOBS, LiveRun, environment
 from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 200, 10
+SLOWEST = (
+    *("test_readme", "test_sharded", "test_bits", "test_feed", "test_stages", "test_object_store"),
+    *("test_drain", "test_checkpoints", "test_hosts", "test_hangs", "test_autoscaling"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The modules with the longest tests come first: at the end all test processes have work."""
+    places = {name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(SLOWEST)))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,14 @@
 """Starts Python programs by forking a process that has imported what they will: torch takes 2.4 s.
 
-Nothing of Ray is imported, which reads a process's environment while it is. What a program does is
-none of its parent's: it has arguments, environment, folder, files and a session of its own.
+Ray reads a process's environment while it is imported: for each environment in which programs of
+Ray's run there is another such process, forked from the first, that has imported Ray as well. What
+a program does is none of its parent's: it has arguments, environment, folder, files and a session
+of its own.
 """
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -16,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +33,19 @@ PRELOADED = (
     *("requests", "tensorboardX", "typer", "yaml", "rich.live"),
     *("elastic.cli.app", "elastic.controller.recorder", "workers.worker", "workers.backup.server"),
 )
+OF_RAY = (
+    *("ray", "ray._private.async_compat", "ray._private.runtime_env.setup_hook"),
+    *("elastic.on_ray.driver.submission", "elastic.controller.supervisor"),
+    *("elastic.on_ray.feed.client", "elastic.on_ray.feed.actor", "elastic.on_ray.backup.servers"),
+)
 MAX_ORDER_BYTES = 1 << 20
+IDLE_S = 30.0
+"""A server with Ray ends after so long without a child."""
+LOOK_S = 2.0
+START_S = 60.0
+"""For one to import Ray, on a machine that is busy."""
+OF_ONE_TEST = "PYTEST_CURRENT_TEST"
+"""The one variable that no program reads, and every test has another one."""
 
 
 class Order(NamedTuple):
@@ -41,13 +57,16 @@ class Order(NamedTuple):
     folder: str
     group: int | None = None
     """The process group that it joins; None: it gets a session of its own."""
+    serves: str = ""
+    """No program: the address where it is a fork server that has imported Ray."""
 
 
 # --- the server -----------------------------------------------------------------
-def serve(listener: socket.socket) -> Order:
+def serve(listener: socket.socket, parent: int | None = None) -> Order:
     """Fork a child per order, and tell who asked its pid and then its exit status.
 
-    It returns in each of the children, which become the program. The server ends with its parent.
+    It returns in each of the children, which become the program. The server ends with its parent:
+    the one that has its standard input, or `parent`; then also when it has had no child for long.
     """
     wake, waker = socket.socketpair()
     for end in (wake, waker):
@@ -56,10 +75,13 @@ def serve(listener: socket.socket) -> Order:
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests' own
     asked: dict[int, socket.socket] = {}
+    last_used = time.monotonic()
+    heard = [listener, wake] if parent else [listener, wake, sys.stdin]
     while True:
-        ready, _, _ = select.select([listener, wake, sys.stdin], [], [])
-        if sys.stdin in ready:  # its parent has ended
-            os._exit(0)
+        ready, _, _ = select.select(heard, [], [], LOOK_S if parent else None)
+        last_used = time.monotonic() if asked or ready else last_used
+        if sys.stdin in ready or (parent and is_over(parent, last_used)):
+            leave(listener)
         if wake in ready:
             wake.recv(4096)
             tell_ended(asked)
@@ -81,6 +103,15 @@ def serve(listener: socket.socket) -> Order:
                 connection.sendall(b"%d" % pid)
 
 
+def is_over(parent: int, last_used: float) -> bool:
+    return os.getppid() != parent or time.monotonic() - last_used > IDLE_S
+
+
+def leave(listener: socket.socket) -> None:
+    Path(listener.getsockname()).unlink(missing_ok=True)
+    os._exit(0)
+
+
 def leave_server(files: list[int], sockets: Iterable[socket.socket]) -> None:
     """In a child: nothing of the server's is open any more, and the end of a child is no news."""
     signal.set_wakeup_fd(-1)
@@ -99,19 +130,34 @@ def tell_ended(asked: dict[int, socket.socket]) -> None:
                 connection.sendall(b"%d" % os.waitstatus_to_exitcode(ended[1]))
 
 
-def become(order: Order) -> None:
-    """What the interpreter does when it is started so."""
-    if order.group is None:
+def take_over(order: Order, left: dict[str, str]) -> None:
+    """left: what Ray's import leaves in the environment."""
+    if order.serves:
+        os.setpgid(0, 0)  # in the session of the groups that its children join
+    elif order.group is None:
         os.setsid()
     os.environ.clear()
-    os.environ.update(order.env)
+    os.environ.update(order.env | left)
     os.chdir(order.folder)
+
+
+def import_ray(order: Order) -> dict[str, str]:
+    """What that leaves in the environment."""
+    before, threads = dict(os.environ), os.listdir("/proc/self/task")
+    for name in OF_RAY:
+        importlib.import_module(name)
+    assert os.listdir("/proc/self/task") == threads, "a child would not have Ray's"
+    return {k: v for k, v in os.environ.items() if before.get(k) != v}
+
+
+def become(order: Order, standard: list[str]) -> None:
+    """What the interpreter does when it is started so. standard: what every program's path has."""
     is_module = order.arguments[0] == "-m"
     program, *rest = order.arguments[is_module:]
     sys.argv = [program, *rest]
     path = [entry for entry in order.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     first = order.folder if is_module else str(Path(program).parent)
-    sys.path[:] = [first, *path, *(p for p in sys.path[1:] if p not in path)]
+    sys.path[:] = [first, *path, *(p for p in standard if p not in path)]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
@@ -122,14 +168,30 @@ def main(address: str) -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     assert "ray" not in sys.modules
+    standard, left = sys.path[1:], dict[str, str]()
+    order = listen(address)
+    while order.serves:
+        parent = os.getppid()
+        take_over(order, left)
+        left = import_ray(order)
+        standard = [p for p in sys.path if p not in (str(ROOT), *standard)] + standard
+        order = listen(order.serves, parent)
+    take_over(order, left)
+    become(order, standard)
+
+
+def listen(address: str, parent: int | None = None) -> Order:
+    """As `serve`, at the address. A server that finds another one there ends."""
     gc.collect()
     gc.freeze()  # else each child's first collection would copy the pages of all that it has
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
+        try:
+            listener.bind(address)
+        except OSError:
+            os._exit(0)
         listener.listen(64)
         print("ready", flush=True)
-        order = serve(listener)
-    become(order)
+        return serve(listener, parent)
 
 
 # --- who asks it ----------------------------------------------------------------
@@ -139,6 +201,26 @@ def send(address: str, order: Order, files: tuple[int, int, int]) -> tuple[socke
     connection.connect(address)
     socket.send_fds(connection, [json.dumps(order).encode()], files)
     return connection, int(connection.recv(64))
+
+
+def send_to_ray(
+    address: str, order: Order, files: tuple[int, int, int]
+) -> tuple[socket.socket, int]:
+    """As `send`, to the server that has imported Ray in this environment, started if need be."""
+    about = sorted((k, v) for k, v in order.env.items() if k != OF_ONE_TEST)
+    of_env = f"{address}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
+    deadline, is_asked = time.monotonic() + START_S, False
+    while True:
+        try:
+            return send(of_env, order, files)
+        except (OSError, ValueError):  # there is none yet, or it is just ending
+            assert time.monotonic() < deadline, of_env
+        if not is_asked:
+            server = Order([], order.env, str(ROOT), serves=of_env)
+            with Path(os.devnull).open("r+") as nothing:
+                send(address, server, (nothing.fileno(),) * 3)[0].close()
+            is_asked = True
+        time.sleep(0.01)  # polling, bounded by the deadline
 
 
 class ForkServer:
@@ -170,11 +252,12 @@ class ForkServer:
 class Forked:
     """A program started by a fork server, with the face of a subprocess.Popen."""
 
-    def __init__(self, address: str, order: Order) -> None:
+    def __init__(self, address: str, order: Order, *, with_ray: bool = False) -> None:
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         with Path(os.devnull).open() as nothing:
             files = (nothing.fileno(), self._out.fileno(), self._err.fileno())
-            self._connection, self.pid = send(address, order, files)
+            ask = send_to_ray if with_ray else send
+            self._connection, self.pid = ask(address, order, files)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

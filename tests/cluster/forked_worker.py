@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 
-from fork_server import ADDRESS, Order, send
+from fork_server import ADDRESS, Order, send_to_ray
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
@@ -30,4 +30,5 @@ def order_of(arguments: list[str], env: dict[str, str]) -> Order:
 
 
 if __name__ == "__main__":
-    connection, _ = send(os.environ[ADDRESS], order_of(sys.argv[1:], dict(os.environ)), (0, 1, 2))
+    order = order_of(sys.argv[1:], dict(os.environ))
+    connection, _ = send_to_ray(os.environ[ADDRESS], order, (0, 1, 2))

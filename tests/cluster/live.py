@@ -51,7 +51,7 @@ class LiveRun:
     def __enter__(self) -> "LiveRun":
         if self._is_forked and self.command[0] == sys.executable:
             order = Order(self.command[1:], self.env, os.getcwd())
-            self.process = Forked(os.environ[ADDRESS], order)
+            self.process = Forked(os.environ[ADDRESS], order, with_ray=True)
         else:
             self.process = subprocess.Popen(
                 self.command,

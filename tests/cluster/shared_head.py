@@ -52,7 +52,7 @@ class SharedHead:
         for pid in running():
             title = about(pid, "cmdline").split(b"\0")[0].decode()
             is_ours = "Actor" in title and not title.startswith(RAY_DATA)
-            if is_ours and parent(pid) == self._server.pid:
+            if is_ours and self._server.pid in (parent(pid), parent(parent(pid))):
                 found.append(f"{title} ({pid})")
         return found
 

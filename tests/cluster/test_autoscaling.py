@@ -1,6 +1,7 @@
 """Runs on a cluster that has no node until somebody asks: Ray's own autoscaler, on fake nodes."""
 
 import time
+from functools import partial
 
 import pytest
 
@@ -24,6 +25,13 @@ def cloud(request, fork_server):
     found.close()
 
 
+@pytest.fixture
+def start_there(cloud, tmp_path, ray_temp):
+    """start_there(**options) -> LiveRun (a context manager) of Toy on the cloud."""
+    target = f"{JOBS / 'toy.py'}:Toy"
+    return partial(LiveRun, target, tmp_path, "run", ray_temp, address=cloud.address)
+
+
 def versions(first: bool, second: bool) -> pytest.MarkDecorator:
     """first: tried by default; second: the other version, among the slow tests."""
     cases = [first, pytest.param(second, marks=pytest.mark.slow)]
@@ -33,20 +41,12 @@ def versions(first: bool, second: bool) -> pytest.MarkDecorator:
 
 @versions(True, False)
 def test_a_run_grows_with_the_cloud_and_loses_no_step_with_its_nodes(
-    cloud, tmp_path, ray_temp, reference
+    cloud, start_there, tmp_path, reference
 ):
     grown = tmp_path / "grown"
+    settings = ["sleep=0.05", f"until={str(grown)!r}"]
     began = time.monotonic()
-    with LiveRun(
-        f"{JOBS / 'toy.py'}:Toy",
-        tmp_path,
-        "run",
-        ray_temp,
-        address=cloud.address,
-        workers="1..3",
-        steps=STEPS,
-        set=["sleep=0.05", f"until={str(grown)!r}"],
-    ) as run:
+    with start_there(workers="1..3", steps=STEPS, set=settings) as run:
         run.wait_for(lambda s: s["step"] > 0)
         first_step_s = time.monotonic() - began
         status = run.wait_for_step(lambda s: s["world_size"] == 3)
@@ -80,17 +80,9 @@ def test_a_run_grows_with_the_cloud_and_loses_no_step_with_its_nodes(
 
 
 @pytest.mark.parametrize("cloud", [True], ids=["v2"], indirect=True)
-def test_a_wish_that_no_node_type_can_fill_is_told_with_what_there_is(cloud, tmp_path, ray_temp):
+def test_a_wish_that_no_node_type_can_fill_is_told_with_what_there_is(cloud, start_there):
     began = time.monotonic()
-    with LiveRun(
-        f"{JOBS / 'toy.py'}:Toy",
-        tmp_path,
-        "run",
-        ray_temp,
-        address=cloud.address,
-        workers=2,
-        cpus_per_worker=64,
-    ) as run:
+    with start_there(workers=2, cpus_per_worker=64) as run:
         wish = "waiting for a place for 2 workers of 64 CPUs; the cluster has 1 node with 0 CPUs"
         run.wait_for(lambda s: wish in s.get("reason", ""))
         told_s = time.monotonic() - began

@@ -169,7 +169,7 @@ if __name__ == "__main__":
     hashes, users, evaluated = [], [], []
     for name, kills in (("quiet", False), ("killed", True)):
         order = Order([str(script), name], environment(ray_temp), str(tmp_path))
-        process = Forked(fork_server.address, order)
+        process = Forked(fork_server.address, order, with_ray=True)
         deadline = time.monotonic() + 120
         while kills:
             assert process.poll() is None, "nobody was killed"

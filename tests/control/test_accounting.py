@@ -14,9 +14,7 @@ from elastic.control.events import (
     Event,
     Joined,
     Loaded,
-    Paused,
     Suspended,
-    Synced,
     Tick,
     WorkerLost,
     WorkerReady,
@@ -25,29 +23,7 @@ from elastic.control.standing import Standing
 from elastic.control.state import Decision, Ledger, Limits, Phase, Running
 from elastic.control.transition import start, transition
 from elastic.protocol.membership import Membership
-
-LIMITS = Limits(
-    min_workers=1,
-    max_workers=2,
-    standby=0,
-    steps=4,
-    max_failures=2,
-    join_timeout_s=30,
-    end_timeout_s=30,
-    confirm_timeout_s=3,
-)
-BEGIN: list[Event] = [
-    WorkerReady(0, 2.0),
-    Loaded(0, 0, 3.0),
-    Joined(1, 0, 0.0, 4.0),
-    WorkerReady(1, 4.0),
-    Committed(1, 1, 1.0, 6.0),
-    Synced(1, 6.5),
-    Committed(1, 2, 1.0, 7.0),
-    Paused(1, 0, 2, 7.0),
-    Joined(2, 0, 0.0, 7.25),
-    Joined(2, 1, 0.1, 7.5),
-]
+from tests.control.small_run import BEGIN, LIMITS
 
 
 def play(events: list[Event], limits: Limits = LIMITS) -> tuple[Account, Decision]:
