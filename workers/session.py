@@ -443,7 +443,7 @@ class Step:
         member, anatomy = self._member, self._vitals.anatomy
         peak = partial(peak_memory, member.device)
         step_s = anatomy.end(vote.pace, member.step, member.rank, peak)
-        member.records.complete(member.step, step_s)
+        member.records.complete(member.step, step_s, is_staged=bool(member.mesh.cuts))
         if rows := anatomy.take():
             member.link.send(Measured(rows))
 

@@ -47,6 +47,7 @@ from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import load_target, parse_arguments
 from elastic.observe.anatomy import newest
+from elastic.observe.bubble import measured_bubble
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.files import Folder, encode
@@ -357,7 +358,9 @@ def status(
     print(f"{printable(found['phase'])}, generation {found['generation']}, {size}")
     print(f"step {found['step']} of {found['steps']}")
     if layout := found.get("layout"):
-        print(printable(str(layout)))
+        bubble = measured_bubble(folder, found["generation"])
+        measured = "" if bubble is None else f"; {bubble:.2f} idle as measured"
+        print(printable(str(layout)) + measured)
     print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))

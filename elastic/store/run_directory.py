@@ -205,7 +205,7 @@ class RunDirectory:
 
     def record_step(self, metrics: dict[str, Any], samples: dict[str, Any]) -> bool:
         """Put one committed step on record. False: it is there already, said twice."""
-        check_fields("metrics", metrics, METRICS_FIELDS)
+        check_fields("metrics", {**metrics, "bubble": None}, METRICS_FIELDS | {"bubble"})
         check_fields("samples", samples, SAMPLES_FIELDS)
         step: int = metrics["step"]
         assert samples["step"] == step, f"metrics of step {step}, samples of {samples['step']}"

@@ -312,6 +312,17 @@ def test_status_says_phase_workers_reason_and_age(run_dir, capsys):
     assert lines[5].split() == ["w0", "0", "training", "7", "4242", "10.0.0.9", "cpu"]
 
 
+def test_status_says_how_long_stages_wait_as_planned_and_as_measured(run_dir, capsys):
+    layout = "1 pipeline of 2 stages, 4 micro-batches; 0.20 idle"
+    (run_dir / "status.json").write_text(json.dumps({**STATUS, "layout": layout}))
+    lines = [{"step": 1, "generation": 2, "bubble": 0.9}, {"step": 2, "generation": 3}]
+    lines += [{"step": 3 + i, "generation": 3, "bubble": 0.2 + i / 50} for i in range(3)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text)
+    assert main(["status", str(run_dir)]) == 0
+    assert f"{layout}; 0.22 idle as measured\n" in capsys.readouterr().out
+
+
 def test_status_as_json_is_the_content_of_the_file(run_dir, capsys):
     assert main(["status", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS

@@ -32,6 +32,8 @@ def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
     assert_same_bits(run, end, expected, STEPS)
     assert end["result"]["lost_steps"] == 0
     assert sorted(stages) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(0 <= m.get("bubble", 0) <= 1 for m in run.lines("metrics.jsonl"))
+    assert run.lines("metrics.jsonl")[-1]["bubble"] > 0
     layouts = planned(run)
     assert any(layout.startswith("2 pipelines of 2 stages") for layout in layouts), layouts
     assert any(

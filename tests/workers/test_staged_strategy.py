@@ -179,3 +179,13 @@ def test_a_worker_that_could_not_find_the_blocks_says_so():
     strategy = build_staged(Work("gates"), spec("pp:2"), CPU, NoBackup(), 2)
     with pytest.raises(WrongInput, match=r"found with the workload's loss\(\) on a micro-batch"):
         enter(strategy, Alone(), 0)
+
+
+def test_a_compiled_model_is_refused_when_it_is_built_and_before_a_step():
+    strategy = build("gates")
+    enter(strategy, Alone(), 0)
+    strategy.train_state.model.compile()
+    with pytest.raises(WrongInput, match=r"pp:2: compile\(\) makes one program of blocks"):
+        train(strategy, Alone(), "gates", 1)
+    with pytest.raises(WrongInput, match=r"leave it out, or use parallel='fsdp'"):
+        strategy.examine(lambda: None)

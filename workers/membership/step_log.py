@@ -44,10 +44,13 @@ class Records:
         self._unrecorded: deque[dict[str, Any]] = deque()
         self.last_vote: CompletedVote | None = None
         """Should we all be lost before others saw it complete, they can still apply the step."""
+        self._waited_s = 0.0
+        """In the step that was added last."""
 
     def add(self, step: int, prepared: Prepared, vector: np.ndarray, vote: Vote) -> None:
         """The step that is committed with this vote; `tell` reports it."""
         self.last_vote = CompletedVote.of(step, prepared.layout, vector)
+        self._waited_s = vote.pace.waited_s
         batch = self._global_batch
         self._unrecorded.append(
             {
@@ -73,10 +76,13 @@ class Records:
         )
         self._drop_recorded()
 
-    def complete(self, step: int, step_s: float) -> None:
-        """How long the step took that was added last, now that it is over."""
+    def complete(self, step: int, step_s: float, *, is_staged: bool = False) -> None:
+        """How long the step took that was added last, now that it is over. is_staged: the model is,
+        and stages wait for their neighbours."""
         if self._unrecorded and step_of(last := self._unrecorded[-1]) == step:
             last["metrics"]["step_s"] = step_s
+            if is_staged:
+                last["metrics"]["bubble"] = round(min(self._waited_s / step_s, 1.0), 4)
 
     def _drop_recorded(self) -> None:
         while self._unrecorded and step_of(self._unrecorded[0]) <= self._link.recorded_step:

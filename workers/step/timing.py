@@ -34,6 +34,12 @@ class Pace:
     """For so long a rank waited for slower ones, the mean over ranks."""
     wants_row: bool
 
+    @property
+    def waited_s(self) -> float:
+        """For so long a stage waited for others, the mean over ranks: whatever it waits for between
+        its passes is one's work."""
+        return self.idle_s + self.gather_s
+
 
 def pace_of(gather_s: Sequence[float], reduce_s: Sequence[float], *, wants_row: bool) -> Pace:
     """gather_s, reduce_s: by rank."""

@@ -135,6 +135,7 @@ class Staged:
 
     # --- a generation begins --------------------------------------------------------------
     def examine(self, compute: Callable[[], Any]) -> None:
+        self._refuse_compiled()
         if self.chain is not None:
             return
         model, device = self.train_state.model, self._parts.device
@@ -150,6 +151,14 @@ class Staged:
             raise WrongInput(
                 f"pp:{self._depth}: {many[0]} is shared by {count} blocks, and stages can share a "
                 "parameter by two: give each its own, or use parallel='ddp'"
+            )
+
+    def _refuse_compiled(self) -> None:
+        """The user may compile the model when it is built, or before the first step."""
+        if any(m._compiled_call_impl is not None for m in self.train_state.model.modules()):
+            raise WrongInput(
+                f"pp:{self._depth}: compile() makes one program of blocks that are on several "
+                "stages; leave it out, or use parallel='fsdp'"
             )
 
     def enter(self, formed: Formed) -> Entered:
@@ -257,6 +266,7 @@ class Staged:
         """This rank's in the generation at hand; None if it stands by."""
         plan, formed, chain = self.plan, self._formed, self.chain
         assert formed is not None
+        self._refuse_compiled()
         assert chain is not None
         position = mesh.position(group.rank())
         seat = plan.seat(position)
@@ -269,11 +279,10 @@ class Staged:
             raise StepCancelled from error
 
         ranks = mesh.ranks()[first : first + stages.depth]
-        model, blocks = self.train_state.model, stages.blocks(seat.stage)
         return _Place(
             seat,
             stages,
-            StageModel(model, chain, blocks, self._parts.whole),
+            StageModel(self.train_state.model, chain, stages.blocks(seat.stage), self._parts.whole),
             Neighbours(group, ranks, on_lost, formed.gathering),
         )
 
