@@ -13,6 +13,7 @@ BENCHMARKS = (
     "throughput",
     "overhead",
     "fsdp",
+    "pipeline",
     "startup",
     "join",
     "recovery",

@@ -127,8 +127,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--per-run", type=int, default=5, help="kills in one run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--parallel", default="fsdp", help="pp:2: two pipelines of two stages")
     parser.add_argument("--no-peer", action="store_true", help="do not measure Ray Train")
     arguments = parser.parse_args()
+    OPTIONS["parallel"] = arguments.parallel
     dice = random.Random(arguments.seed)
     about = machine(WORKERS)
     console.print(about)
@@ -150,9 +152,11 @@ def main() -> int:
     results["growth p50"] = f"{statistics.median(growths):.3f} s of {len(growths)}"
     if not arguments.no_peer:
         results |= against_peer("tests.bench.ray_train_fsdp", 15, seconds)
-    report("SIGKILL of one of 4 FSDP ranks", list(results), [list(results.values())])
+    report(
+        f"SIGKILL of one of 4 {arguments.parallel} ranks", list(results), [list(results.values())]
+    )
     setting = f"{len(seconds)} kills in {len(runs)} runs, bitwise, snapshots every step"
-    record("fsdp recovery", about=about, setting=setting, results=results)
+    record(f"{arguments.parallel} recovery", about=about, setting=setting, results=results)
     return 0 if is_sound else 1
 
 
