@@ -65,8 +65,7 @@ def _evaluate_once(member: Member, workload: Any, dataset: Any, fn: Any) -> dict
     num_batches = math.ceil(len(dataset) / member.spec.micro_batch)
     if num_batches == 0:
         raise ValueError("evaluate(): the dataset has no samples")
-    seed = member.spec.seed ^ EVALUATION_SEED_SALT
-    forwards = member.strategy.forwards(member.mesh, member.group, seed)
+    forwards = member.strategy.forwards(member.mesh, member.group)
     rows = _evaluate_ids(member, workload, dataset, fn, forwards, num_batches)
     member.vitals.enter("vote")  # it waits for its peers
     gathered = gather_json(member.group, rows)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
@@ -25,10 +25,6 @@ TIMEOUT_S = 60.0
 
 def groups_in(group: Any) -> HolderGroups:
     return HolderGroups(group, TIMEOUT_S)
-
-
-def seed_block(step: int, microbatch_id: int, block: int) -> None:
-    torch.manual_seed(1000 * step + 10 * microbatch_id + block)
 
 
 def raise_it(error: Exception) -> Any:
@@ -90,7 +86,7 @@ class Trained:
             passes = self.passes = StagePasses(
                 self.stage, self.chain, stages, seat.stage, self.neighbours,
                 parameters=self.parameters, buffers=self.buffers, reducer=self.reducer,
-                schedule=schedule, seed_block=seed_block,
+                schedule=schedule,
             )  # fmt: skip
         for _ in range(num_steps):
             self.reducer.begin()
@@ -137,8 +133,8 @@ class Trained:
         return {name: t.detach().clone() for name, t in named}
 
 
-def plain(case: Case, num_steps: int, *, is_seeded: bool = False) -> Trained:
-    """The same steps by whole micro-batches and no stages at all. is_seeded: before each block."""
+def plain(case: Case, num_steps: int) -> Trained:
+    """The same steps by whole micro-batches and no stages at all."""
     from workers.distributed.process_group import Alone
     from workers.reduction.bitwise import BitwiseReducer
 
@@ -147,19 +143,10 @@ def plain(case: Case, num_steps: int, *, is_seeded: bool = False) -> Trained:
     reducer = BitwiseReducer(
         trained.parameters, trained.buffers.floating, Alone(), range(count), count
     )
-    at = [0]
-    if is_seeded:
-        for number, name in enumerate(trained.chain.names):
-
-            def seed(module: nn.Module, args: Any, number: int = number) -> None:
-                seed_block(trained.step, at[0], number)
-
-            trained.model.get_submodule(name).register_forward_pre_hook(seed)
     for _ in range(num_steps):
         reducer.begin()
         trained.buffers.begin_step()
         for i in range(count):
-            at[0] = i
             trained.buffers.begin_microbatch()
             torch.manual_seed(7 + i)
             returned = case.loss(trained.model, trained.batches[i])

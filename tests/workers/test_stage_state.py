@@ -199,3 +199,19 @@ def test_an_optimizer_that_looks_at_all_parameters_together_is_refused():
 
     with pytest.raises(WrongInput, match=r"Adafactor is not known to take its step of each"):
         build_staged(Whole("gates"), spec_of("pp:2"), CPU, NoBackup(), 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_dropout_draws_what_one_rank_with_the_whole_model_draws(num_ranks: int):
+    """Whoever computes a block: what comes before it is drawn as well."""
+    name = "llama, dropout"
+
+    def body(ranks: Ranks) -> str:
+        strategy, group = build(name), ranks.form(1, list(range(num_ranks)))
+        enter(strategy, group, 0)
+        train(strategy, group, name, 2)
+        return sha256(strategy)
+
+    whole = made("ddp", name)
+    train(whole, Alone(), name, 2)
+    assert run_ranks(num_ranks, body) == [sha256(whole)] * num_ranks

@@ -145,7 +145,7 @@ class Sharded:
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         return PlainPasses(reducer, self.train_state.buffers)
 
-    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+    def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
         return PlainForwards(mesh, group.rank(), is_collective=True)
 
     def reducer(

@@ -131,8 +131,8 @@ class Strategy(Protocol):
         """This generation's way through the micro-batches of a step, told to its reducer."""
         ...
 
-    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
-        """This generation's way through the batches of an evaluation. seed: of its randomness."""
+    def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
+        """This generation's way through the batches of an evaluation."""
         ...
 
     def reducer(

@@ -30,11 +30,6 @@ def seed_microbatch(seed: int, step: int, microbatch_id: int) -> None:
     _seed_all(f"{seed}:{step}:{microbatch_id}", b"microbatch")
 
 
-def seed_block(seed: int, step: int, microbatch_id: int, block: int) -> None:
-    """Before a block of a pipeline: who computes it need not have computed those before it."""
-    _seed_all(f"{seed}:{step}:{microbatch_id}:{block}", b"block")
-
-
 def _seed_all(name: str, purpose: bytes) -> None:
     digest = blake2b(name.encode(), digest_size=24, person=purpose).digest()
     torch_seed = int.from_bytes(digest[:8], "little")

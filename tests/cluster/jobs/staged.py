@@ -15,7 +15,8 @@ class Block(nn.Module):
         self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
 
     def forward(self, x):
-        return x + torch.relu(self.norm(self.linear(x)))
+        x = x + torch.relu(self.norm(self.linear(x)))
+        return nn.functional.dropout(x, 0.1, self.training)
 
 
 class Tied(nn.Module):

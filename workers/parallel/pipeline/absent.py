@@ -82,6 +82,8 @@ class Absent(Tensor):
         real = [t for t in written if not isinstance(t, Absent)]
         if real:
             _watch.on_write(real)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _watch.on_draw(func, args, kwargs)
         result = _results(func, args, kwargs)
         _watch.on_operation(func, args, kwargs, result)
         if not written:
@@ -171,6 +173,9 @@ class Watch:
     def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         pass
 
+    def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        """The operation draws random numbers."""
+
 
 _watch = Watch()
 
@@ -184,6 +189,23 @@ def watched_by(watch: Watch) -> Iterator[None]:
         yield
     finally:
         _watch = before
+
+
+class Drawing(Watch):
+    """What is drawn for tensors of other stages is drawn, and thrown away: what is drawn behind it
+    is then what one rank with the whole model draws."""
+
+    def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        func(
+            *tree_map_only(Absent, _zeros_like, args), **tree_map_only(Absent, _zeros_like, kwargs)
+        )
+
+
+def _zeros_like(tensor: Absent) -> Tensor:
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.zero_()
 
 
 class EmptyIsAbsent(TorchFunctionMode):

@@ -24,14 +24,12 @@ class StageForwards:
         self,
         model: StageModel,
         neighbours: Neighbours,
-        seed_block: Callable[[int, int], None],
         *,
         stage: int,
         pipeline: int,
         num_pipelines: int,
     ) -> None:
-        """seed_block: takes batch and block."""
-        self._model, self._neighbours, self._seed_block = model, neighbours, seed_block
+        self._model, self._neighbours = model, neighbours
         self._stage, self._pipeline, self._num_pipelines = stage, pipeline, num_pipelines
 
     def ids(self, num_batches: int) -> range:
@@ -44,7 +42,7 @@ class StageForwards:
         def receive(like: Sequence[Tensor]) -> list[Tensor]:
             return self._neighbours.receive(like, self._stage - 1, "activation", batch_id).wait()
 
-        self._model.begin(receive, lambda block: self._seed_block(batch_id, block))
+        self._model.begin(receive)
         try:
             value = forward()
         except NotHere as error:

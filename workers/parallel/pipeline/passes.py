@@ -6,7 +6,7 @@ What a stage computes of a forward is stage.py's, the order schedule.py's.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
 from workers.step.passes import Loss
 
-SeedBlock = Callable[[int, int, int], None]
-"""(step, micro-batch, block)"""
-
 
 class StagePasses:
     """See `workers.step.passes.Passes`. Of one stage, for a generation."""
@@ -43,16 +40,15 @@ class StagePasses:
         buffers: TrackedBuffers,
         reducer: Reducer,
         schedule: str,
-        seed_block: SeedBlock,
     ) -> None:
         """parameters: all that are trained."""
         self._model, self._stage, self._stages = model, stage, stages
-        self._neighbours, self._seed_block = neighbours, seed_block
+        self._neighbours = neighbours
         self._buffers, self._reducer = buffers, reducer
         self._order = actions(schedule, stages.depth, stage, len(stages.ids))
         self._todo: deque[Action] = deque()
         self._flight: dict[int, _InFlight] = {}
-        self._step, self.in_backward = 0, -1
+        self.in_backward = -1
         self.most_in_flight = 0
         """Micro-batches that have waited for their backward at a time, of all steps."""
         self._shared = {
@@ -65,7 +61,6 @@ class StagePasses:
         }
 
     def begin(self, step: int) -> None:
-        self._step = step
         self._todo, self._flight = deque(self._order), {}
 
     def before_forward(self, microbatch_id: int) -> None:
@@ -77,8 +72,7 @@ class StagePasses:
         def receive(like: Sequence[Tensor]) -> list[Tensor]:
             return self._neighbours.receive(like, before, "activation", microbatch_id).wait()
 
-        seed = lambda block: self._seed_block(self._step, microbatch_id, block)  # noqa: E731
-        self._model.begin(receive, seed)
+        self._model.begin(receive)
 
     def loss_of(self, returned: Any) -> Loss | None:
         if not self._model.is_last:

@@ -6,6 +6,7 @@ Between forwards the model is as the user has built it. When a stage does what i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import UserError
-from workers.parallel.pipeline.absent import Absent, EmptyIsAbsent, absent_like
+from workers.parallel.pipeline.absent import (
+    Absent,
+    Drawing,
+    EmptyIsAbsent,
+    absent_like,
+    watched_by,
+)
 from workers.parallel.pipeline.chain import Chain, refresh_recurrent, wrap_forward
 from workers.parallel.pipeline.trees import tree_flatten, tree_unflatten
 
@@ -67,6 +74,8 @@ class StageModel:
         self._stands: dict[tuple[str, torch.dtype], Absent] = {}
         self._ran: list[int] = []
         self._undo: list[Callable[[], None]] = []
+        self._draws = ExitStack()
+        """While what other stages draw counts."""
         self._crossing = Crossing()
 
     @property
@@ -77,9 +86,10 @@ class StageModel:
     def is_last(self) -> bool:
         return self._blocks_here.stop == len(self._blocks)
 
-    def begin(self, receive: Receive, seed_block: Callable[[int], None]) -> None:
-        """A forward begins. seed_block: called before each local block."""
-        self._receive, self._seed_block = receive, seed_block
+    def begin(self, receive: Receive) -> None:
+        """A forward begins, its randomness has been seeded."""
+        self._receive = receive
+        self._draws.enter_context(watched_by(Drawing()))
         self._ran, self._crossing = [], Crossing()
         for held, key, name in (*self._parameters, *self._buffers):
             self._put(held, key, name)
@@ -113,6 +123,7 @@ class StageModel:
 
     def give_up(self) -> None:
         """Where a forward has ended early, too."""
+        self._draws.close()
         if self._undo:
             while self._undo:
                 self._undo.pop()()
@@ -127,6 +138,7 @@ class StageModel:
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if number == here.stop:
+                self._draws.close()  # nothing on this stage depends on what is drawn from here on
                 args, kwargs = self._take(args, kwargs)
             with torch.no_grad(), EmptyIsAbsent():
                 return forward(*args, **kwargs)
@@ -138,7 +150,6 @@ class StageModel:
             self._ran.append(number)
             if number == self._blocks_here.start and number > 0:
                 args, kwargs = self._inject(args, kwargs)
-            self._seed_block(number)
             return forward(*args, **kwargs)
 
         return compute

@@ -39,7 +39,6 @@ from workers.resharding.whole import whole_on_first
 from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
-from workers.step.randomness import seed_block
 from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
 from workers.train_state.digest import hash_of
@@ -232,7 +231,6 @@ class Staged:
         if place is None:
             return NoPasses()  # it stands by
         assert self.chain is not None
-        seed = self._spec.seed
         return StagePasses(
             place.model,
             self.chain,
@@ -243,20 +241,15 @@ class Staged:
             buffers=self.train_state.buffers,
             reducer=reducer,
             schedule=self._spec.parallel.schedule,
-            seed_block=lambda step, microbatch_id, block: seed_block(
-                seed, step, microbatch_id, block
-            ),
         )
 
-    def forwards(self, mesh: Mesh, group: AnyGroup, seed: int) -> Forwards:
+    def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
         place = self._place(mesh, group)
         if place is None:
             return NoForwards()  # it stands by
-        step = self.train_state.step
         return StageForwards(
             place.model,
             place.neighbours,
-            lambda batch_id, block: seed_block(seed, step, batch_id, block),
             stage=place.seat.stage,
             pipeline=place.seat.pipeline,
             num_pipelines=len(self.plan.pipelines),
