@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from elastic.protocol.mesh import Parallel
+from elastic.protocol.spot import parse_spot
 from elastic.protocol.timeouts import timeouts_of
 
 REDUCTIONS = ("fast", "bitwise")
@@ -100,10 +101,15 @@ class Resources:
     """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
     address: str | None = None
     """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
+    spot: str | None = None
+    """Ask on each machine whether its cloud takes it away: "aws", "gcp", "azure", or "auto" for
+    whichever answers; default None: only Ray's drains and SIGTERM count."""
 
     def __post_init__(self) -> None:
         check_whole("cpus_per_worker", self.cpus_per_worker, at_least=1)
         check_word("device", self.device, DEVICES)
+        if self.spot is not None:
+            parse_spot(self.spot)
 
 
 GROUPS: dict[str, type[Checkpointing] | type[Resources]] = {

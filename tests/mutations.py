@@ -47,6 +47,34 @@ SHARDS = "workers/parallel/shards.py"
 
 MUTATIONS = (
     Mutation(
+        "a run that shrinks keeps asking for workers that it does not want any more",
+        "elastic/control/resizing.py",
+        "    extra = tuple(outside[max(0, room) :])\n",
+        "    extra = ()\n",
+        "tests/control/test_resizing.py",
+    ),
+    Mutation(
+        "a run that shrinks lets nobody leave while enough stay",
+        CAPACITY,
+        "if phase.done or (num_staying >= limits.max_workers and not leavers):",
+        "if phase.done or num_staying >= limits.max_workers:",
+        "tests/control/test_resizing.py",
+    ),
+    Mutation(
+        "the end of another machine of the set is taken for this one's",
+        "workers/health/spot.py",
+        ' and self._name in event.get("Resources", ())',
+        "",
+        "tests/workers/test_spot.py",
+    ),
+    Mutation(
+        "whoever follows a log again is told all of it again",
+        "elastic/on_ray/driver/job_server.py",
+        "if self._num_seen > self._num_told:",
+        "if self._num_seen:",
+        "tests/cli/test_submit.py",
+    ),
+    Mutation(
         "a vote is believed although its generation was given up",
         "workers/distributed/process_group.py",
         "        self.check()\n        return found\n",

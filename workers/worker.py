@@ -31,6 +31,7 @@ from elastic.protocol.errors import (
 from elastic.protocol.membership import worker_name
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import Command
+from elastic.protocol.spot import parse_spot
 from elastic.protocol.worker_spec import WorkerSpec
 from elastic.store.catalogue import Catalogue, Damage
 from elastic.store.files import reach_folder
@@ -43,6 +44,7 @@ from workers.data.supply import OpenFeed, Supply
 from workers.health import gpu, preflight, stacks
 from workers.health.notice import Notice
 from workers.health.pulse_keeper import PulseKeeper
+from workers.health.spot import SpotWatch
 from workers.health.vitals import Vitals
 from workers.loop import fit
 from workers.membership.events import Loop
@@ -79,12 +81,15 @@ class Worker:
         find_controller: Callable[[], Address | None],
         open_feed: OpenFeed,
         enter_child: Callable[[], None],
+        drain_node: Callable[[float], None],
     ) -> None:
         """workload: a pickle of (workload, loop or None), made by the driver. enter_child: what
-        processes forked from this one must do first."""
+        processes forked from this one must do first. drain_node: nothing new is to be placed on
+        this node, which goes in so many seconds."""
         self._spec, self._pickled, self._node_id = spec, workload, node_id
         self._find_controller = find_controller
         self._open_feed, self._enter_child = open_feed, enter_child
+        self._drain_node = drain_node
         self._log = WorkerLog(worker_name(spec.worker))
         self._place: str | None = None
         self._is_warm = False
@@ -113,6 +118,8 @@ class Worker:
             introduce=self._introduce,
         )
         self._notice = Notice(self._say_notice)
+        if spec.spot is not None:
+            SpotWatch(parse_spot(spec.spot), self._hear_spot)
         try:
             self._tell_of_errors(self._train)
         except RunEnded:
@@ -182,8 +189,13 @@ class Worker:
             standing.origin,
         )
 
-    def _say_notice(self, notice_s: float) -> None:
-        self._link.send(r.DrainNotice("SIGTERM", notice_s))
+    def _say_notice(self, cause: str, notice_s: float) -> None:
+        self._link.send(r.DrainNotice(cause, notice_s))
+
+    def _hear_spot(self, cloud: str, left_s: float) -> None:
+        """In the watch's thread."""
+        self._notice.hear(f"{cloud} takes its machine", left_s)
+        self._drain_node(left_s)
 
     def _process(self) -> r.Process:
         return r.Process(

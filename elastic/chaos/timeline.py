@@ -144,6 +144,7 @@ def follow_part(line: Timeline, head: Started, entries: list[Entry]) -> None:
         before, known = decision, so_far
         decision = transition(before.ledger, before.phase, entry.event, head.limits)
         so_far = account(known, entry.event, before, decision)
+        line.max_workers = max(line.max_workers, decision.ledger.max_workers)
         found = losses_in(entry.event, before.phase)
         follow_workers(line, entry, decision, found)
         line.losses += found

@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import sys
 import time
-import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,26 +22,33 @@ from elastic.cli import (
     checkpoint,
     checkpoint_compare,
     checkpoint_exchange,
+    cluster,
     data,
     init,
     journal,
+    logs,
     profile,
     report,
     runs,
+    scale,
+    serve,
     stop,
+    submit,
 )
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.job_file import expanded
 from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outcome import print_failure, print_outcome
+from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import (
     LOOK_REMOTE_EVERY_S,
     Progress,
     printable,
     worker_table,
 )
+from elastic.cli.run_options import configure
 from elastic.cli.share_table import share_table
-from elastic.config import FaultPolicy, RunConfig
+from elastic.config import RunConfig
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.starting import be_silent, slow_step, tell
 from elastic.driver.target import load_target, parse_arguments
@@ -73,7 +79,9 @@ checkpoint.app.add_typer(checkpoint_exchange.app)
 checkpoint.app.add_typer(checkpoint_compare.app)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(data.app, name="data")
+app.add_typer(cluster.app, name="cluster")
 app.command()(stop.stop)
+app.command()(scale.scale)
 
 
 def print_version(is_asked: bool) -> None:
@@ -187,6 +195,10 @@ def run(
     ] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda, which waits for GPUs.")] = "auto",
     cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
+    spot: Annotated[
+        str | None,
+        typer.Option(help="Heed the cloud's notices that a machine goes: aws, gcp, azure, auto."),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(help="Ray cluster; without it one that is found, else Ray starts embedded."),
@@ -209,32 +221,34 @@ def run(
     ] = False,
 ) -> int:
     """Train TARGET. Exit status: 0 succeeded, 1 failed or stopped, 2 wrong input."""
-    config = configure(
-        workers=parse_workers(workers),
-        steps=steps,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        parallel=parallel,
-        reduction=reduction,
-        precision=precision,
-        clip_norm=clip_norm,
-        activation_checkpointing=activation_checkpointing,
-        offload=offload,
-        seed=seed,
-        storage=storage,
-        name=name,
-        checkpoint_every=checkpoint_every,
-        eval_every=eval_every,
-        snapshot_every=snapshot_every,
-        on_storage_error=on_storage_error,
-        standby=standby,
-        detect_s=parse_detect(detect_s),
-        max_failures=max_failures,
-        device=device,
-        cpus_per_worker=cpus_per_worker,
-        address=address,
-        faults=parse_arguments(faults or (), "--faults"),
-    )
+    options: dict[str, Any] = {
+        "workers": workers,
+        "steps": steps,
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "parallel": parallel,
+        "reduction": reduction,
+        "precision": precision,
+        "clip_norm": clip_norm,
+        "activation_checkpointing": activation_checkpointing,
+        "offload": offload,
+        "seed": seed,
+        "storage": storage,
+        "name": name,
+        "checkpoint_every": checkpoint_every,
+        "eval_every": eval_every,
+        "snapshot_every": snapshot_every,
+        "on_storage_error": on_storage_error,
+        "standby": standby,
+        "detect_s": detect_s,
+        "max_failures": max_failures,
+        "device": device,
+        "cpus_per_worker": cpus_per_worker,
+        "spot": spot,
+        "address": address,
+        "faults": faults,
+    }
+    config = configure(options)
     arguments = parse_arguments(settings or ())
     with only_result_on_stdout() if as_json else contextlib.nullcontext():
         result, status = train(config, target, arguments, detach=detach, is_silent=as_json)
@@ -285,38 +299,6 @@ def ignore_progress(run_directory: str) -> None:
     """Nobody looks."""
 
 
-def configure(**values: Any) -> RunConfig:
-    """A RunConfig; its warnings are lines on stderr, its errors WrongInput."""
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            values["faults"] = FaultPolicy.of(values["faults"])
-            config = RunConfig(**values)
-    except ValueError as error:
-        raise WrongInput(str(error)) from error
-    for warning in caught:
-        print(f"elastic: warning: {warning.message}", file=sys.stderr)
-    return config
-
-
-def parse_workers(text: str) -> int | tuple[int, int]:
-    """`3` or `2..4`."""
-    low, dots, high = text.partition("..")
-    try:
-        return (int(low), int(high)) if dots else int(low)
-    except ValueError as error:
-        raise WrongInput(f"--workers {text!r}: give a number or MIN..MAX, such as 2..4") from error
-
-
-def parse_detect(text: str) -> float | None:
-    if text.lower() == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise WrongInput(f"--detect-s {text!r}: give seconds, or none") from error
-
-
 @contextlib.contextmanager
 def only_result_on_stdout() -> Generator[None]:
     """Whatever prints meanwhile, libraries and child processes too, goes to stderr."""
@@ -344,8 +326,11 @@ def result_line(result: "Result") -> bytes:
 def status(
     run_dir: RunDir,
     as_json: Annotated[bool, typer.Option("--json", help="The content of status.json.")] = False,
+    cluster: Cluster = None,
 ) -> int:
     """Say where a run stands: phase, generation, workers, reason, age of the status."""
+    if cluster is not None:
+        return on_cluster(cluster, "status", run_dir, *(["--json"] if as_json else []))
     folder = open_run(run_dir)
     past = read_past_run(folder)
     if past is None or (found := past.status) is None:
@@ -372,8 +357,10 @@ def status(
 
 
 @app.command()
-def watch(run_dir: RunDir) -> int:
+def watch(run_dir: RunDir, cluster: Cluster = None) -> int:
     """Show a run's progress until it ends. Ctrl-C only stops watching."""
+    if cluster is not None:
+        return on_cluster(cluster, "watch", run_dir)
     folder = open_run(run_dir)
     progress = Progress(Console())
     try:
@@ -411,9 +398,12 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
         time.sleep(every_s)
 
 
+app.command()(submit.command_like(run))
+app.command()(logs.logs)
 app.command()(init.init)
 app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(report.report)
+app.command()(serve.serve)
 app.command()(journal.replay)
 app.command()(journal.story)

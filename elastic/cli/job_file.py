@@ -1,6 +1,6 @@
-"""The job file, `elastic run elastic.yaml`: a run's options by section, so that a file tells all.
+"""The job file, `elastic run|submit elastic.yaml`: options by section, so that a file tells all.
 
-It becomes the options of `elastic run` and is checked as these are; options on the command line
+It becomes the options of the command and is checked as these are; options on the command line
 come after it and prevail. `job.schema.json` is for editors, made from the sections here.
 """
 
@@ -22,7 +22,14 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "standby": (WHOLE,),
         "device": (TEXT,),
         "cpus_per_worker": (WHOLE,),
+        "spot": (TEXT,),
         "address": (TEXT,),
+        "cluster": (TEXT,),
+    },
+    "setup": {
+        "pip": (TEXT,),
+        "uv": (TEXT,),
+        "env": (MAPPING,),
     },
     "run": {
         "target": (TEXT,),
@@ -55,6 +62,12 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 """Kinds of values, in JSON schema's words, by section and key."""
 OPTIONS = {"place": "--storage", "arguments": "--set"}
 """Where the option is not called as the key."""
+OF_COMMAND = {
+    **dict.fromkeys(("cluster", "pip", "uv", "env"), "submit"),
+    "address": "run",
+}
+"""Keys that the other command leaves alone: a run takes the environment that it is started in."""
+COMMANDS = ("run", "submit")
 PYTHON: dict[str, tuple[type, ...]] = {
     WHOLE: (int,),
     NUMBER: (int, float),
@@ -69,27 +82,27 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
     WrongInput if the file cannot be read, has an unknown key or a value of another kind.
     """
-    if len(arguments) < 2 or arguments[0] != "run" or not arguments[1].endswith(ENDINGS):
+    if len(arguments) < 2 or arguments[0] not in COMMANDS or not arguments[1].endswith(ENDINGS):
         return list(arguments)
     command, path, *given = arguments
-    return [command, *options_of(Path(path), given), *given]
+    return [command, *options_of(Path(path), command, given), *given]
 
 
-def options_of(path: Path, given: Sequence[str] = ()) -> list[str]:
+def options_of(path: Path, command: str, given: Sequence[str] = ()) -> list[str]:
     """TARGET and its options. given: those of the command line, whose KEY=VALUEs prevail."""
     found: list[str] = []
-    for section, values in read_job(path).items():
+    for values in read_job(path).values():
         for key, value in values.items():
             if key == "target":
                 found.insert(0, beside(path, value))
-            else:
-                found += option(section, key, value, path, given)
+            elif OF_COMMAND.get(key, command) == command:
+                found += option(key, on_this_machine(path, command, key, value), given)
     if not found or found[0].startswith("--"):
         raise WrongInput(f"{path}: run.target is missing: package.module:Class or file.py:Class")
     return found
 
 
-def option(section: str, key: str, value: Any, path: Path, given: Sequence[str]) -> list[str]:
+def option(key: str, value: Any, given: Sequence[str]) -> list[str]:
     """One key as an option; none for a switch that is off."""
     name = OPTIONS.get(key, f"--{key.replace('_', '-')}")
     if isinstance(value, bool):
@@ -98,10 +111,18 @@ def option(section: str, key: str, value: Any, path: Path, given: Sequence[str])
         pairs = cast("dict[Any, Any]", value).items()
         overridden = {text.partition("=")[0] for text in given}
         chosen = ((str(k), v) for k, v in pairs)
-        return [text for k, v in chosen if k not in overridden for text in (name, f"{k}={v!r}")]
-    if key == "place" and "://" not in value:
-        value = str(path.absolute().parent / Path(value).expanduser())
+        shown = str if key == "env" else repr
+        return [t for k, v in chosen if k not in overridden for t in (name, f"{k}={shown(v)}")]
     return [name, str(value)]
+
+
+def on_this_machine(path: Path, command: str, key: str, value: Any) -> Any:
+    """The value, with paths of this machine relative to the job file's folder. A storage to submit
+    to is elsewhere."""
+    is_place = key == "place" and "://" not in value and command == "run"
+    file = path.absolute().parent / Path(value).expanduser() if isinstance(value, str) else path
+    is_file = key in ("pip", "uv") or (key == "cluster" and file.is_file())
+    return str(file) if is_place or is_file else value
 
 
 def beside(path: Path, target: str) -> str:

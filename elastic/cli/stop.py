@@ -9,6 +9,7 @@ import typer
 
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.journal import config_of
+from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S, printable
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import ControllerLost, WrongInput
@@ -30,8 +31,11 @@ def stop(
     address: Annotated[
         str | None, typer.Option(help="The run's Ray cluster, if it is not the one that is found.")
     ] = None,
+    cluster: Cluster = None,
 ) -> int:
     """End a run: finish its step, write a final checkpoint; the same `elastic run` resumes it."""
+    if cluster is not None:
+        return on_cluster(cluster, "stop", run_dir, *(["--now"] if now else []))
     folder = open_folder(run_dir)
     config = config_of(folder, run_dir)
     if (result := read_end(folder)) is not None:

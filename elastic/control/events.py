@@ -87,6 +87,15 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Resized:
+    """From outside: the run is to have another number of workers."""
+
+    min_workers: int
+    max_workers: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Connected:
     """The rank's groups have formed, and so have all others of its generation. Until it has joined
     it gets its part of a sharded state, which takes as long as the state is large."""
@@ -270,6 +279,7 @@ Event = (
     | Adopted
     | DrainNotice
     | StopRequested
+    | Resized
     | UserFailed
     | Cancelled
     | Report

@@ -94,7 +94,7 @@ def staff_running(ledger: Ledger, phase: Running, at: float, limits: Limits) -> 
     membership = phase.membership
     leavers = leavers_of(ledger, membership.workers)
     num_staying = membership.world_size - len(leavers)
-    if num_staying >= limits.max_workers or phase.done:
+    if phase.done or (num_staying >= limits.max_workers and not leavers):
         return Decision(ledger, phase)
     arrived = arrivals(ledger)
     may_leave = num_staying + len(arrived) >= limits.min_workers
@@ -213,7 +213,12 @@ def without_surplus(
         return ledger, survivors
     staying_first = sorted(survivors, key=lambda w: w in ledger.leaving)
     surplus = NumberSet.of(staying_first[limits.max_workers :])
-    ledger = replace(ledger, ready=ledger.ready | surplus, outdated=ledger.outdated | surplus)
+    ledger = replace(
+        ledger,
+        ready=ledger.ready | surplus,
+        outdated=ledger.outdated | surplus,
+        left=ledger.left | (surplus & ledger.leaving),
+    )
     return ledger, tuple(w for w in survivors if w not in surplus)
 
 

@@ -138,6 +138,9 @@ class Ledger:
     left: NumberSet = NOBODY
     """Those of `outdated` who hold the state of `step` after all: they left the members with it.
     If nobody else has it any more, they are members again."""
+    min_workers: int = 0
+    """As it was asked for while the run went on; 0: as `Limits` has it."""
+    max_workers: int = 0
     recorded: int = -1
     """The newest step on record, if members hold later ones; -1: `step` is."""
 

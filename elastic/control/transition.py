@@ -32,6 +32,7 @@ from elastic.control.events import (
     PartSaved,
     Paused,
     Report,
+    Resized,
     StillSaving,
     StopRequested,
     Suspended,
@@ -67,6 +68,7 @@ from elastic.control.recovery import (
     settle,
     suspect_loss,
 )
+from elastic.control.resizing import in_force, resize
 from elastic.control.scaling import (
     formed,
     has_time,
@@ -114,7 +116,9 @@ IGNORED: dict[tuple[type, type], str] = {
     (Ending, Kept): AGAIN,
     (Ending, Done): AGAIN,
     (Ending, StopRequested): "it is ending",
+    (Ending, Resized): "it is ending",
     (Finished, StopRequested): OVER,
+    (Finished, Resized): OVER,
     (Finished, Cancelled): OVER,
     (Finished, Tick): OVER,
 }
@@ -143,6 +147,7 @@ def start(limits: Limits, at: float, earlier_generations: int = 0) -> Decision:
 def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> Decision:  # noqa: C901
     if is_stale(ledger, phase, event) or (type(phase), type(event)) in IGNORED:
         return Decision(ledger, phase)
+    limits = in_force(ledger, limits)
     match phase, event:
         # --- workers outside the generation
         case _, WorkerReady(worker=w, at=at) if w in ledger.spawned:
@@ -266,6 +271,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             return Decision(replace(ledger, stop=stop), phase, (), f"stop asked for: {reason}")
         case Running() as running, StopRequested(reason=reason):
             return stop_running(replace(ledger, stop=ledger.stop or reason), running)
+        case _, Resized() as resized:
+            return resize(ledger, phase, resized, limits)
         case _, UserFailed(worker=w, message=message):
             return finish(ledger, phase, "failed", f"{worker_name(w)}: {message}")
         case _, Cancelled(outcome=outcome, reason=reason):

@@ -83,5 +83,6 @@ def worker_spec(
         operation_timeout_s=timeouts.operation_s,
         lease_s=timeouts.lease_s,
         stall_s=timeouts.stall_s,
+        spot=config.resources.spot,
         is_spare=has_formed and config.standby > 0,
     )

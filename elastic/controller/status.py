@@ -24,9 +24,11 @@ def status_of(
     committed_checkpoint: int | None,
     node_ip: str,
     reason: str,
+    wanted: tuple[int, int],
     planned: Planned | None = None,
 ) -> dict[str, Any]:
-    """slots: the run's workers by number. node_ip: the controller's. planned: said last."""
+    """slots: the run's workers by number. node_ip: the controller's. wanted: from how many workers
+    to how many. planned: said last."""
     phase, ledger = decision.phase, decision.ledger
     members = phase.membership.workers if isinstance(phase, Active) else ()
     ranks = {worker: rank for rank, worker in enumerate(members)}
@@ -52,6 +54,7 @@ def status_of(
         "phase": "starting" if is_starting else type(phase).__name__.lower(),
         "generation": ledger.generation,
         "world_size": len(members),
+        "wanted": list(wanted),
         "layout": planned.layout if planned else "",
         "step": ledger.step,
         "steps": steps,
@@ -71,6 +74,29 @@ def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
     if stage is None:
         return {"mesh": None, "blocks": None}
     return {"mesh": {"dp": stage.pipeline, "pp": stage.stage}, "blocks": list(stage.blocks)}
+
+
+def meters_of(
+    status: Mapping[str, Any], metrics: Mapping[str, Any], account: Account, lost_steps: int
+) -> dict[str, float | int | None]:
+    """For Prometheus: a number per name. metrics: of the last committed step, if there is one."""
+    recoveries, wall_s = account.recoveries, account.wall_s
+    return {
+        "step": status["step"],
+        "steps": status["steps"],
+        "loss": metrics.get("loss"),
+        "step_seconds": metrics.get("step_s"),
+        "samples": metrics.get("samples"),
+        "world_size": status["world_size"],
+        "wanted_workers": status["wanted"][1],
+        "generation": status["generation"],
+        "recoveries": len(recoveries),
+        "lost_steps": lost_steps,
+        "last_recovery_seconds": recoveries[-1].total_s if recoveries else None,
+        "goodput": account.goodput,
+        "idle": account.badput_s.get("idle", 0.0) / wall_s if wall_s > 0 else 0.0,
+        "checkpoint_step": status["committed_checkpoint"],
+    }
 
 
 def result_of(

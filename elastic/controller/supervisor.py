@@ -15,19 +15,21 @@ from elastic.config import RunConfig
 from elastic.control import events as e
 from elastic.control import state as s
 from elastic.control.detection.patience import Costly
+from elastic.control.resizing import in_force
 from elastic.control.state import Decision
 from elastic.control.transition import start
 from elastic.controller import loop
 from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.settings import limits_of, worker_spec
-from elastic.controller.status import result_of, status_of, what_is_lost
+from elastic.controller.status import meters_of, result_of, status_of, what_is_lost
 from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.failover import Failover
 from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
+from elastic.on_ray.meters import Meters
 from elastic.on_ray.placement.drain import watch_drains
 from elastic.on_ray.placement.machines import Need
 from elastic.on_ray.placement.waiting import (
@@ -65,6 +67,12 @@ async def supervise(actor: "ControllerActor", order: dict[str, Any]) -> dict[str
         await run.close()
 
 
+def tell_failure(task: asyncio.Task[None]) -> None:
+    """A run goes on whose status nobody writes any more; its log says why."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the status is not written any more", exc_info=error)
+
+
 def unix_clock() -> Callable[[], float]:
     """Unix time that never jumps."""
     started = time.time() - time.monotonic()
@@ -82,6 +90,7 @@ class Supervisor:
         self.limits = limits_of(self.config)
         self._host = naming.this_host()
         self._workload = actors.share(order["workload"])
+        self._meters = Meters(order["name"])
         self._status_due = asyncio.Event()
         self._is_over = False
         self._pings: asyncio.Task[None] | None = None
@@ -114,7 +123,9 @@ class Supervisor:
         self.record.writer.loop = asyncio.get_running_loop()
         self._controller_address = await self.cluster.links.open(self._host)
         note = functools.partial(self.record.note, "data")
-        self.actor.listen(stop=self.cluster.request_stop, end_now=self._end_now, note=note)
+        self.actor.listen(
+            stop=self.cluster.request_stop, end_now=self._end_now, note=note, scale=self._scale
+        )
         timeouts = timeouts_of(self.config.detect_s)
         self._pings = self.cluster.in_background(
             self.cluster.stores.watch(timeouts.rendezvous_s, timeouts.controller_s)
@@ -123,7 +134,7 @@ class Supervisor:
         self.cluster.in_background(self._show_start())
         self.actor.link_address = self._controller_address
         status = asyncio.create_task(self._keep_status())
-        status.add_done_callback(lambda task: task.cancelled() or task.exception())
+        status.add_done_callback(tell_failure)
         drains = self.cluster.in_background(watch_drains(self.cluster))
         places = self.cluster.in_background(self._watch_places())
         begins = self.cluster.in_background(self._watch_start())
@@ -213,14 +224,20 @@ class Supervisor:
 
     async def _watch_places(self) -> None:
         need = Need(self.config.resources.cpus_per_worker, int(self.order["device"] == "cuda"))
-        await watch_waiting(self.cluster.workers, self.config.min_workers, need, self._on_waits)
+        await watch_waiting(self.cluster.workers, self._wanted, need, self._on_waits)
+
+    def _wanted(self) -> tuple[int, int]:
+        """From how many workers to how many the run is to have now."""
+        ledger = self.decision.ledger if self.decision is not None else s.Ledger()
+        now = in_force(ledger, self.limits)
+        return now.min_workers, now.max_workers
 
     async def _watch_start(self) -> None:
         """Whoever looks learns how far the first workers are, if that takes long."""
         await asyncio.sleep(START_TOLD_S)
         while not self.actor.has_begun:
             links, workers = self.cluster.links, self.cluster.workers
-            line = start_line(workers, self.config.min_workers, links.is_connected)
+            line = start_line(workers, self._wanted()[0], links.is_connected)
             if line != self.actor.starts:
                 log.info('reason="%s"', line)
                 self.actor.starts = line
@@ -290,6 +307,18 @@ class Supervisor:
         step = self.decision.ledger.step if self.decision is not None else 0
         self.cluster.cancel("stopped", why + what_is_lost(step, self.record.committed or 0))
 
+    def _scale(self, workers: tuple[int, int]) -> str | tuple[int, int]:
+        """From how many workers to how many the run is to have from now on, not more than have
+        something to do; or why not."""
+        if self.decision is not None and isinstance(self.decision.phase, s.Ending | s.Finished):
+            return "the run is ending"
+        try:
+            new = RunConfig.from_json({**self.config.to_json(), "workers": list(workers)})
+        except ValueError as error:
+            return str(error)
+        self.cluster.say(e.Resized(new.min_workers, new.max_workers, self._now()))
+        return new.min_workers, new.max_workers
+
     def _replace(self, worker: int, why: str) -> None:
         now = self._now()
         self.cluster.say(e.DrainNotice(worker, why, now + UNLIMITED_S, now))
@@ -313,13 +342,19 @@ class Supervisor:
     async def _keep_status(self) -> None:
         while not self._is_over:
             if self.decision is not None:
-                self.record.write_status(self._status())
+                status = self._status()
+                self.record.write_status(status)
+                self._show_meters(status)
             try:
                 await asyncio.wait_for(self._status_due.wait(), STATUS_EVERY_S)
             except TimeoutError:
                 continue
             self._status_due.clear()
             await asyncio.sleep(STEP_STATUS_EVERY_S / 5)
+
+    def _show_meters(self, status: dict[str, Any]) -> None:
+        record = self.record
+        self._meters.show(meters_of(status, record.last_metrics, record.account, record.lost_steps))
 
     def _status(self) -> dict[str, Any]:
         assert self.decision is not None
@@ -333,6 +368,7 @@ class Supervisor:
             node_ip=self._host,
             reason=self._reason(self.decision),
             planned=self._planned,
+            wanted=self._wanted(),
         )
 
     def _reason(self, decision: Decision) -> str:

@@ -30,6 +30,7 @@ MAY_DIFFER = frozenset(
         "address",
         "device",
         "cpus_per_worker",
+        "spot",
         "checkpoint_every",
         "keep",
         "snapshot_every",

@@ -27,7 +27,7 @@ from ray.exceptions import RayError
 
 from elastic.on_ray.detection.sentinel import Sentinel
 from elastic.on_ray.naming import NAMESPACE, end, this_host
-from elastic.protocol.errors import WorkerFailed, in_words
+from elastic.protocol.errors import WorkerFailed, WrongInput, in_words
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 
@@ -63,7 +63,7 @@ class ControllerActor:
 
     def __init__(self, supervise: Supervise, order: dict[str, Any]) -> None:
         self._supervise, self._order = supervise, order
-        self._wishes: dict[str, Callable[[Any], None]] = {}
+        self._wishes: dict[str, Callable[[Any], Any]] = {}
         self._early: list[tuple[str, Any]] = []
         """What was wished before anybody listened."""
         self._heard = time.monotonic()
@@ -85,8 +85,8 @@ class ControllerActor:
         if self.has_predecessor:  # who called `run` may be gone: a detached run's driver is
             self._begin()
 
-    def listen(self, **wishes: Callable[[Any], None]) -> None:
-        """Who obeys `stop`, `end_now` and `note`, the ones of before included."""
+    def listen(self, **wishes: Callable[[Any], Any]) -> None:
+        """Who obeys `stop`, `end_now` and `note`, the ones of before included, and `scale`."""
         self._wishes, early, self._early = wishes, self._early, []
         for name, said in early:
             self._wish(name, said)
@@ -146,6 +146,13 @@ class ControllerActor:
         """End the run at once."""
         self._wish("end_now", reason)
 
+    async def scale(self, workers: tuple[int, int]) -> str | tuple[int, int]:
+        """Have so many workers, from min to max, from now on; the answer is what is in force then,
+        or why not."""
+        if (obey := self._wishes.get("scale")) is None:
+            return "the run only begins; try again in a moment"
+        return obey(workers)
+
     async def note(self, fields: dict[str, Any]) -> None:
         """Something about the data that belongs into the journal."""
         self._wish("note", fields)
@@ -202,6 +209,7 @@ class WorkerActor:
             "find_controller": partial(find_controller, spec.run_id),
             "open_feed": partial(open_feed, spec, self._workload),
             "enter_child": leave_ray,
+            "drain_node": partial(keep_free, node_id),
         }
         try:
             Worker(spec, self._workload, node_id=node_id, **roles).run()
@@ -320,6 +328,17 @@ def find_workers(run_id: str) -> dict[int, ActorHandle[Any]]:
 def share(content: bytes) -> Any:
     """A reference to `content` that every actor may be given."""
     return ray.put(content)
+
+
+def keep_free(node_id: str, left_s: float) -> None:
+    """Nothing new is to come to this node. If Ray cannot be told, the run knows of it all the
+    same."""
+    from elastic.on_ray.placement.drain import drain_node
+
+    try:
+        drain_node(node_id, "a spot notice", left_s)
+    except (RayError, WrongInput, RuntimeError) as error:
+        log.warning('spot reason="Ray does not drain the node: %s"', in_words(error))
 
 
 def pickled(error: BaseException) -> bytes:

@@ -56,6 +56,8 @@ class WorkerSpec:
     lease_s: float
     stall_s: float = 150.0
     """Without a byte written for so long a save has failed."""
+    spot: str | None = None
+    """Which cloud's notices are asked for on the worker's machine."""
     is_spare: bool = False
     """Started while others train, in a run with standbys: it may start slowly and leave the cores
     to them."""

@@ -55,8 +55,8 @@ STATUS_KINDS: Kinds = {
     "controller": dict,
     "reason": str,
 }
-STATUS_FIELDS = frozenset([*STATUS_KINDS, "layout"])
-"""A run of an earlier version has no layout."""
+STATUS_FIELDS = frozenset([*STATUS_KINDS, "layout", "wanted"])
+"""A run of an earlier version has neither of the last two."""
 METRICS_FIELDS = frozenset(
     ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
 )

@@ -32,7 +32,8 @@ from elastic.store.run_directory import RunDirectory
 SIZES = ["--steps", "10", "--global-batch", "32", "--micro-batch", "8"]
 DIGITS = "workers.workloads.digits:Digits"
 STATUS: dict[str, Any] = {
-    "layout": "", "phase": "running", "generation": 3, "world_size": 1, "step": 7, "steps": 10,
+    "layout": "", "wanted": [1, 2],
+    "phase": "running", "generation": 3, "world_size": 1, "step": 7, "steps": 10,
     "committed_checkpoint": None, "standby": [], "reason": "w1 lost, 1 of 2 left",
     "controller": {"pid": 1, "node_ip": "127.0.0.1"},
     "workers": [

@@ -11,6 +11,7 @@ import yaml
 
 from elastic.cli.app import main, run
 from elastic.cli.job_file import OPTIONS, SECTIONS, expanded, schema
+from elastic.cli.submit import own_options
 
 JOB = {
     "resources": {"workers": "2..4", "standby": 1},
@@ -69,7 +70,7 @@ def test_other_command_lines_are_left_alone():
         ({"run": {"target": "a:B", "steps": True}}, "run.steps must be integer, got True"),
         ({"run": {"steps": 3}}, "run.target is missing"),
         ({"run": [1]}, "elastic.yaml: run must be a mapping of target, "),
-        ([], "elastic.yaml must be a mapping of resources, run, storage, elastic"),
+        ([], "elastic.yaml must be a mapping of resources, setup, run, storage, elastic"),
         ("run: {target: a:B", "cannot be read: line 1: "),
         ("a: \x00", "cannot be read: "),
     ],
@@ -95,8 +96,9 @@ def test_what_the_file_says_is_checked_as_options_are(job, capsys):
 def test_every_option_of_run_has_a_key_and_every_key_an_option():
     keys = [OPTIONS.get(key, key).lstrip("-") for kinds in SECTIONS.values() for key in kinds]
     others = {"settings", "detach", "as_json"}
-    assert sorted(keys) == sorted({*inspect.signature(run).parameters, "set"} - others), (
-        "a new option of `elastic run` needs its key in SECTIONS"
+    parameters = {*inspect.signature(run).parameters, *inspect.signature(own_options).parameters}
+    assert sorted(keys) == sorted((parameters | {"set"}) - others), (
+        "a new option of `elastic run` or `elastic submit` needs its key in SECTIONS"
     )
 
 

@@ -13,7 +13,8 @@ from elastic.controller.curves import Curves
 from elastic.store.files import open_folder, write_json
 
 STATUS: dict[str, Any] = {
-    "layout": "", "phase": "running", "generation": 1, "world_size": 2, "step": 0, "steps": 9,
+    "layout": "", "wanted": [1, 2],
+    "phase": "running", "generation": 1, "world_size": 2, "step": 0, "steps": 9,
     "committed_checkpoint": None, "standby": [], "reason": "2 of 2 joined",
     "controller": {"pid": 1, "node_ip": "127.0.0.1"},
     "workers": [

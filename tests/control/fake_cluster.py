@@ -456,6 +456,10 @@ class FakeCluster:
             self.kill_one()
         if self.has_drains:
             self.drain()
+        if self.faults.resizes and self.rng.random() < 0.01:
+            self.faults.resizes -= 1
+            low, high = sorted(self.rng.randint(1, 4) for _ in range(2))
+            self.news.append((self.now, ev.Resized(low, high, self.now)))
         if self.faults.link_breaks and self.rng.random() < 0.005:
             self.break_link()
 

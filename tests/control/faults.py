@@ -32,6 +32,8 @@ class Faults:
     drains: int = 0
     drain_chance: float = 0.01
     notice_s: tuple[float, ...] = (0.0, 0.2, 3.0, 30.0)
+    resizes: int = 0
+    """So often the run is told to have from 1 to 4 workers."""
     holder_losses: int = 0
     link_breaks: int = 0
     """A worker and the controller do not hear each other for a while; then all of it comes, or some

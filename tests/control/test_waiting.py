@@ -106,7 +106,7 @@ def watched(*looks: tuple[dict[int, Slot], Offer | Exception]) -> list[str]:
 
     async def run() -> None:
         next_look()
-        watch = watch_waiting(workers, 2, ONE_CPU, told.append, ask, pause)
+        watch = watch_waiting(workers, lambda: (2, 2), ONE_CPU, told.append, ask, pause)
         task = asyncio.create_task(watch)
         await asyncio.wait_for(is_over.wait(), 30)
         task.cancel()

@@ -20,7 +20,8 @@ RESULT = {
     "lost_steps": 0, "goodput": 1.0, "badput": {}, "recoveries": [],
 }  # fmt: skip
 STATUS = {
-    "layout": "", "phase": "running", "generation": 1, "world_size": 1, "step": 0, "steps": 3,
+    "layout": "", "wanted": [1, 2],
+    "phase": "running", "generation": 1, "world_size": 1, "step": 0, "steps": 3,
     "committed_checkpoint": None, "workers": [], "standby": [], "controller": {}, "reason": "",
 }  # fmt: skip
 

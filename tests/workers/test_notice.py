@@ -7,7 +7,7 @@ CHILD = """
 import os, signal, sys, threading
 from workers.health.notice import Notice
 heard = threading.Event()
-Notice(lambda left_s: heard.set())
+Notice(lambda cause, left_s: heard.set())
 ready, is_ready = os.pipe()
 child = os.fork()
 if not child:

@@ -1,8 +1,10 @@
-"""SIGTERM to a worker: a spot notice. The worker trains on, and says that it will be gone soon.
+"""SIGTERM to a worker, or its machine's spot notice: it trains on, and says that it will be gone.
 
-What follows from it is elastic/control's. Ray by itself would end the process at once.
+What follows from it is elastic/control's. Who asks the cloud is spot.py. Ray by itself would end
+the process at once.
 """
 
+import math
 import os
 import signal
 import socket
@@ -18,10 +20,11 @@ instances 30 s or 120 s."""
 class Notice:
     """Made in the main thread; its own thread is told of the signal whatever the main one does."""
 
-    def __init__(self, say: Callable[[float], None]) -> None:
-        """say: called with the seconds that are left, at the first SIGTERM and by `repeat`."""
+    def __init__(self, say: Callable[[str, float], None]) -> None:
+        """say: called with the cause and the seconds that are left, at the first SIGTERM, by
+        `hear`, and by `repeat`."""
         self._say = say
-        self._ends_at: float | None = None
+        self._cause, self._ends_at = "", math.inf
         self._inbox, outbox = socket.socketpair()
         outbox.setblocking(False)
         self._outbox = outbox  # the signal's number is written here at once, without the GIL
@@ -33,14 +36,20 @@ class Notice:
 
     def repeat(self) -> None:
         """Say it to another controller, if there is anything to say."""
-        if self._ends_at is not None:
-            self._say(max(0.0, self._ends_at - time.monotonic()))
+        if self._cause:
+            self._say(self._cause, max(0.0, self._ends_at - time.monotonic()))
+
+    def hear(self, cause: str, left_s: float) -> None:
+        """The end comes in so many seconds, unless it is known to come earlier."""
+        ends_at = time.monotonic() + left_s
+        if ends_at < self._ends_at:
+            self._cause, self._ends_at = cause, ends_at
+            self.repeat()
 
     def _listen(self) -> None:
         while True:
-            if signal.SIGTERM in self._inbox.recv(64) and self._ends_at is None:
-                self._ends_at = time.monotonic() + NOTICE_S
-                self.repeat()
+            if signal.SIGTERM in self._inbox.recv(64):
+                self.hear("SIGTERM", NOTICE_S)
 
 
 def _forget() -> None:

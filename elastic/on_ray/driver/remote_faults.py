@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.on_ray.driver.submission import find_cluster, refuse_unreachable
+from elastic.on_ray.placement.drain import drain_node
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 
@@ -70,15 +71,6 @@ def send(pid: int, number: int) -> float:
 
 
 def drain(node_id: str, deadline_s: float) -> None:
-    """Tell Ray that the node will go in `deadline_s`. Private API of Ray, this place only."""
-    from ray._private.worker import global_worker
-    from ray.core.generated import autoscaler_pb2  # pyright: ignore
-
-    notice: Any = autoscaler_pb2
-    reason = notice.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline_ms = int(1000 * (time.time() + deadline_s))
-    client: Any = cast(Any, global_worker).gcs_client
+    """Tell Ray that the node will go in `deadline_s`."""
     with asking(node_id):
-        is_accepted, why = client.drain_node(node_id, reason, "elastic chaos", deadline_ms)
-    if not is_accepted:
-        raise WrongInput(f"Ray refused to drain node {node_id}: {why}")
+        drain_node(node_id, "elastic chaos", deadline_s)

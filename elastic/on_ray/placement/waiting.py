@@ -110,17 +110,18 @@ def num_placed(slots: Iterable[Slot]) -> int:
 
 async def watch_waiting(
     workers: dict[int, Slot],
-    min_workers: int,
+    wanted: Callable[[], tuple[int, int]],
     need: Need,
     tell: Callable[[str], None],
     ask: Callable[[], Offer] = offer_now,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """tell: told the line whenever it changes; empty while enough workers have a place."""
+    """wanted: at least and at most so many workers. tell: told the line whenever it changes; empty
+    while enough workers have a place."""
     loop = asyncio.get_running_loop()
     told, since = "", math.inf
     while True:
-        num_missing = min_workers - num_placed(workers.values())
+        num_missing = wanted()[0] - num_placed(workers.values())
         since = min(since, time.monotonic()) if num_missing > 0 else math.inf
         waited_s, line = time.monotonic() - since, ""
         if waited_s >= PLACED_S:

@@ -1,0 +1,98 @@
+"""Looking at a run from a machine that sees neither its storage nor its cluster: `--cluster`.
+
+The same command is carried out on the cluster's head, as a small job without a slot.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elastic.cli.progress import printable
+from elastic.protocol.errors import WrongInput
+
+if TYPE_CHECKING:
+    from elastic.on_ray.driver.job_server import Job, JobServer
+
+FAILED, WRONG_INPUT = 1, 2
+OURS = "elastic: "
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE|ADDRESS",
+        help="From outside of this cluster, by its job server; RUN_DIR may be a job's id.",
+    ),
+]
+
+
+def open_server(cluster: str | None) -> "JobServer":
+    """FILE or ADDRESS, or what Ray's environment says. WrongInput if nobody answers there."""
+    from elastic.on_ray.driver.cluster_file import address_in  # ray loads here
+    from elastic.on_ray.driver.job_server import JobServer
+
+    is_file = cluster is not None and "://" not in cluster and Path(cluster).exists()
+    return JobServer(address_in(Path(str(cluster))) if is_file else cluster)
+
+
+def on_cluster(cluster: str, command: str, run: str, *options: str) -> int:
+    """`elastic COMMAND RUN OPTIONS` on the head; its exit status. Ctrl-C ends it, not the run."""
+    server = open_server(cluster)
+    job = server.find(run)
+    if job is None and "/" not in run:
+        raise WrongInput(f"there is no job {run!r} at {server.address}")
+    if job is not None and (job.is_pending or job.is_unprepared):
+        return of_unstarted(server, job, command)
+    words = [command, run if job is None else job.run_directory, *options]
+    runtime_env = {} if job is None else job.runtime_env
+    asked = server.submit(words, runtime_env, name=f"elastic-{command}", run_directory="")
+    try:
+        status = conclude(server.follow(asked, tell), where=f"--cluster {cluster}")
+    except KeyboardInterrupt:
+        server.stop(asked)
+        print(f"no longer asking; the run is left alone: `elastic {command} {run}`")
+        return 0
+    server.forget(asked)
+    return status
+
+
+def of_unstarted(server: "JobServer", job: "Job", command: str) -> int:
+    """A job whose run does not exist: its environment is still being made, or could not be."""
+    if job.is_unprepared:
+        return conclude(job)
+    if command == "stop":
+        server.stop(job.id)
+        print(f"job {job.id} was still being prepared; it is ended")
+        return 0
+    said = printable(" ".join(job.message.split()))
+    print(f"job {job.id} is being prepared, its run has not begun: {said}")
+    return 0
+
+
+def tell(line: str) -> None:
+    """As the command's own terminal would."""
+    is_error = line.startswith(OURS)
+    print(printable(line), file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+def conclude(job: "Job", where: str = "") -> int:
+    """The exit status of its command. WrongInput if it could not be started as it is."""
+    from elastic.on_ray.driver.job_server import NO_ELASTIC, why_unprepared
+
+    if job.is_unprepared:
+        said = printable(why_unprepared(job.message))
+        raise WrongInput(f"the cluster cannot install what job {job.id} needs: {said}")
+    if job.was_stopped:
+        print(f"{OURS}job {job.id} was stopped", file=sys.stderr)
+        return FAILED
+    if any(NO_ELASTIC.match(line) for line in job.message.splitlines()):
+        raise WrongInput(
+            f"the Python of the cluster{f' ({where})' if where else ''} has no elastic: start it "
+            "with an image that has, or name a wheel of it in --pip FILE"
+        )
+    if job.exit_status is None:
+        said = printable(" ".join(job.message.split()))
+        print(f"{OURS}job {job.id} ended without its command: {said}", file=sys.stderr)
+        return FAILED
+    return job.exit_status if 0 <= job.exit_status <= WRONG_INPUT else FAILED

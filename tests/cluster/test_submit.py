@@ -1,0 +1,206 @@
+"""`elastic submit` to a job server, from a folder that no node sees, with requirements; the run is
+followed, stopped and resumed from outside, and survives the loss of its cluster."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.job_cluster import JobCluster
+from tests.cluster.live import JOBS, environment
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS = 200
+JOB = """
+import os
+
+import tiny  # of the requirements
+from toy import Toy
+
+
+class Job(Toy):
+    def __init__(self, **options):
+        assert (tiny.ANSWER, os.environ["TINY"]) == (42, "a b")
+        super().__init__(**options)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with JobCluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+def wheel(folder: Path) -> Path:
+    """A package of one module, which pip installs without asking anybody."""
+    path, info = folder / "tiny-1.0-py3-none-any.whl", "tiny-1.0.dist-info"
+    files = {
+        "tiny.py": "ANSWER = 42\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in [*files.items(), (f"{info}/RECORD", record)]:
+            archive.writestr(name, text)
+    return path
+
+
+class Laptop:
+    """A folder with a job, and the command line."""
+
+    def __init__(self, tmp_path: Path, ray_temp: Path, cluster: JobCluster) -> None:
+        self._tmp_path, self._cluster = tmp_path, cluster
+        self.folder, self.env = tmp_path / "laptop" / "job", environment(ray_temp)
+        self.storage, self.until = tmp_path / "storage", tmp_path / "fast"
+        self.place = self.storage / "run"
+
+    def write_job(self, **sections: dict) -> Path:
+        self.folder.mkdir(parents=True)
+        shutil.copy(JOBS / "toy.py", self.folder)
+        (self.folder / "job.py").write_text(JOB)
+        requirements = f"--no-index\n{wheel(self._tmp_path)}  # ours\n"
+        (self.folder / "requirements.txt").write_text(requirements)
+        job = {
+            "resources": {"workers": 2},
+            "setup": {"pip": "requirements.txt", "env": {"TINY": "a b"}},
+            "run": {
+                "target": "job.py:Job",
+                "arguments": {"sleep": 0.3, "until": str(self.until)},
+                **{"steps": STEPS, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"},
+            },
+            "storage": {"place": str(self.storage), "name": "run", "checkpoint_every": 5},
+        }
+        path = self.folder / "elastic.yaml"
+        path.write_text(yaml.safe_dump(job | sections))
+        return path
+
+    def start(self, *words: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "elastic", *words, "--cluster", self._cluster.address],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+            env=self.env,
+        )
+
+    def say(self, *words: str) -> subprocess.CompletedProcess:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def submit(self) -> tuple[subprocess.Popen, str]:
+        """Submits the job, whose folder goes once it is sent; the process and the job's id."""
+        process = self.start("submit", str(self.write_job()))
+        line = process.stdout.readline()
+        assert "is submitted to" in line, process.communicate()
+        shutil.rmtree(self.folder)
+        return process, line.split()[1]
+
+    def status(self, job: str) -> dict:
+        done = self.say("status", job, "--json")
+        found = done.stdout.splitlines()
+        return json.loads(found[-1]) if done.returncode == 0 and "{" in done.stdout else {}
+
+    def until_step(self, job: str, step: int) -> dict:
+        deadline = time.monotonic() + 120
+        while (found := self.status(job)).get("step", 0) < step:
+            assert time.monotonic() < deadline, found
+        return found
+
+
+@pytest.fixture
+def laptop(tmp_path, ray_temp, cluster):
+    return Laptop(tmp_path, ray_temp, cluster)
+
+
+def test_a_job_is_followed_left_stopped_and_resumed_from_outside(laptop, cluster, reference):
+    process, job = laptop.submit()
+    status = laptop.until_step(job, 3)
+    assert (status["world_size"], status["steps"]) == (2, STEPS)
+    log = laptop.say("logs", job)
+    assert (log.returncode, "step=" in log.stdout, "job_manager" in log.stdout) == (0, True, False)
+    assert laptop.say("logs", job, "w0", "--tail", "5").returncode == 0
+
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert [line for line in err.splitlines() if not line.startswith("elastic: ")] == []
+    assert f"no longer following; the run goes on: `elastic watch {job}" in out
+    laptop.until_step(job, laptop.status(job)["step"] + 3)
+
+    stopped = laptop.say("stop", job)
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    assert "stopped after" in stopped.stdout
+
+    laptop.write_job()
+    (laptop.folder / "job.py").write_text(f"# An edit.\n{JOB}")
+    laptop.until.touch()
+    process = laptop.start("submit", str(laptop.folder / "elastic.yaml"), "--json")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.count("\n")) == (0, 1), (out, err)
+    assert json.loads(out)["weights_sha256"] == reference(steps=STEPS)[0]
+    seen = laptop.say("watch", str(laptop.place))
+    assert (seen.returncode, "succeeded: 200 of 200 steps" in seen.stdout) == (0, True), seen
+
+
+def test_the_same_submit_goes_on_after_its_cluster_was_lost(laptop, cluster, reference):
+    process, job = laptop.submit()
+    laptop.until_step(job, 6)
+    at = time.monotonic()
+    cluster.lose()
+    lost = time.monotonic()
+    cluster.start()
+    print(f"lost in {lost - at:.1f} s, another one after {time.monotonic() - lost:.1f} s more")
+    process.kill()
+    process.communicate()
+    laptop.until.touch()
+    process, job = laptop.submit()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    assert "the run was started again" in out
+    result = json.loads((laptop.place / "result.json").read_text())
+    assert result["weights_sha256"] == reference(steps=STEPS)[0]
+
+
+def test_requirements_that_do_not_install_are_one_line(laptop):
+    path = laptop.write_job()
+    (laptop.folder / "requirements.txt").write_text("--no-index\nno-such-package-of-ours==3\n")
+    done = laptop.say("submit", str(path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    assert "the cluster cannot install what job " in done.stderr
+    assert "ERROR: No matching distribution found for no-such-package-of-ours==3" in done.stderr
+    assert not laptop.place.exists()
+
+
+def test_what_the_run_refuses_is_its_line_and_exit_status(laptop):
+    path = laptop.write_job(setup={})
+    done = laptop.say("submit", str(path))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    assert "No module named 'tiny'" in done.stderr
+
+
+def test_prometheus_reads_the_run_where_it_reads_ray(laptop, cluster):
+    process, job = laptop.submit()
+    deadline, size = time.monotonic() + 120, re.compile(r"^ray_elastic_world_size{.*} 2\.0$", re.M)
+    while (found := size.search(metrics := read(f"{cluster.metrics}/metrics"))) is None:
+        assert time.monotonic() < deadline, [x for x in metrics.splitlines() if "elastic" in x]
+        time.sleep(0.2)  # polling, bounded by the deadline
+    assert 'run="run"' in found[0]
+    assert "\nray_elastic_step{" in metrics
+    stopped = laptop.say("stop", job, "--now")
+    assert stopped.returncode == 0, stopped
+    process.communicate(timeout=60)
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode()

@@ -1,0 +1,102 @@
+"""Spot notices, from metadata servers that answer as those of the clouds do."""
+
+import json
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from elastic.config import RunConfig
+from elastic.protocol.spot import SpotSource, parse_spot
+from tests.metadata_server import MetadataServer
+from workers.health.spot import Metadata, SpotWatch
+
+CLOUDS = ("aws", "gcp", "azure")
+PATIENCE_S = 10.0
+
+
+@pytest.fixture(params=CLOUDS)
+def server(request):
+    with MetadataServer(request.param) as found:
+        yield found
+
+
+def test_no_notice_is_none_and_one_is_seconds(server):
+    metadata = Metadata(server.url)
+    assert metadata.left_s(server.cloud) is None
+    server.give_notice(90.0)
+    left_s = metadata.left_s(server.cloud)
+    assert left_s is not None
+    if server.cloud == "gcp":  # which does not say when
+        assert left_s == 30.0
+    else:
+        assert 85.0 < left_s <= 90.0
+
+
+def test_the_cloud_is_found(server):
+    assert Metadata(server.url).find() == server.cloud
+
+
+def test_a_server_of_none_is_none():
+    with MetadataServer("none") as server:
+        assert Metadata(server.url).find() == ""
+
+
+def test_the_watch_tells_once_though_the_server_was_away(server, caplog):
+    told: list[tuple[str, float]] = []
+    heard = threading.Event()
+
+    def tell(cloud: str, left_s: float) -> None:
+        told.append((cloud, left_s))
+        heard.set()
+
+    server.is_away = True
+    SpotWatch(SpotSource(server.cloud, server.url), tell)
+    deadline = time.monotonic() + PATIENCE_S
+    while server.num_asked < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling, bounded by the deadline
+    assert not heard.is_set()
+    server.is_away = False
+    server.give_notice(60.0)
+    assert heard.wait(PATIENCE_S)
+    assert [cloud for cloud, _ in told] == [server.cloud]
+    trouble = [r for r in caplog.records if "does not answer" in r.message]
+    assert len(trouble) == 1, "a server that is away is told once"
+
+
+def test_an_event_of_another_machine_or_another_kind_is_no_notice():
+    with MetadataServer("azure") as server:
+        at = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+        events = [
+            {"EventType": "Preempt", "Resources": ["another"], "NotBefore": at},
+            {"EventType": "Reboot", "Resources": [server.name], "NotBefore": at},
+        ]
+        server.says = json.dumps({"Events": events})
+        assert Metadata(server.url).left_s("azure") is None
+        server.says = json.dumps(
+            {"Events": [{"EventType": "Preempt", "Resources": [server.name], "NotBefore": ""}]}
+        )
+        assert Metadata(server.url).left_s("azure") == 0.0, "it is under way"
+
+
+def test_a_token_that_is_no_longer_good_is_renewed():
+    with MetadataServer("aws") as server:
+        metadata = Metadata(server.url)
+        assert metadata.left_s("aws") is None
+        server.token = "another"
+        with pytest.raises(OSError, match="401"):
+            metadata.left_s("aws")
+        assert metadata.left_s("aws") is None
+
+
+def test_settings():
+    assert parse_spot("aws") == SpotSource("aws")
+    assert parse_spot("auto@http://127.0.0.1:80") == SpotSource("auto", "http://127.0.0.1:80")
+    sizes = {"steps": 1, "global_batch": 1, "micro_batch": 1}
+    assert RunConfig(**sizes, spot="gcp").resources.spot == "gcp"
+    for text in ("", "ibm", "aws@", "aws@nowhere", "aws@http://a/b"):
+        with pytest.raises(ValueError, match="choose one of aws, gcp, azure, auto"):
+            RunConfig(**sizes, spot=text)
