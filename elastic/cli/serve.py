@@ -65,8 +65,8 @@ def serve(
     except OSError as error:
         raise WrongInput(f"--port {port} cannot be opened: {first_line(error)}") from error
     url = f"http://{HOST}:{server.server_port}/"
-    print(f"{url} shows {shown_uri(run_dir)}; Ctrl-C ends it", flush=True)
     try:
+        print(f"{url} shows {shown_uri(run_dir)}; Ctrl-C ends it", flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         print("no longer served; the run is left alone")
