@@ -43,10 +43,10 @@ class Work:
         return self.case.loss(model, batch)
 
 
-def build(name: str) -> Staged:
+def build(name: str, precision: str = "fp32") -> Staged:
     torch.set_num_threads(1)
     work = Work(name)
-    config = spec("pp:2", global_batch=16, micro_batch=4)
+    config = spec("pp:2", global_batch=16, micro_batch=4, precision=precision)
     strategy = build_staged(work, config, CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
     strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
@@ -74,17 +74,22 @@ def train(
         reducer.begin()
         passes.begin(state.step)
         state.buffers.begin_step()
+        state.casting.cast()
+        scale = state.loss_scale.value if state.loss_scale else 1.0
         for i in ids:
             state.buffers.begin_microbatch()
             seed_microbatch(3, state.step, i)
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))
-                passes.backward(i, loss and loss[0], ids[-1] - i)
+                passes.backward(i, loss and loss[0] * scale, ids[-1] - i)
             except (PeerLost, StepCancelled):
                 passes.reset()
                 raise
+        state.casting.restore()
         reduced = strategy.before_vote(reducer.finish(), group.read)
+        is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
+        group.control.all_reduce(is_bad).wait()
         mine = [parameter in reducer.used for parameter in state.parameters]
         used = torch.tensor(mine, dtype=torch.int64)
         group.control.all_reduce(used).wait()
@@ -93,7 +98,7 @@ def train(
         strategy.apply(
             Update(
                 step=state.step + 1,
-                is_finite=True,
+                is_finite=not is_bad.item(),
                 divisor=float(len(batches)),
                 num_microbatches=len(batches),
                 gradients={n: g for n, g in reduced.gradients.items() if n in some},

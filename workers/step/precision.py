@@ -116,6 +116,11 @@ class Casting:
         self.is_applied = False
         self._refresh()
 
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """In which its uses add up its gradient in a backward."""
+        is_cast = any(p is parameter for _, _, p in self._places)
+        return self._dtype if is_cast and self._dtype is not None else parameter.dtype
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         self.cast()

@@ -6,7 +6,7 @@ What a stage computes of a forward is stage.py's, the order schedule.py's.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,10 @@ class StagePasses:
         buffers: TrackedBuffers,
         reducer: Reducer,
         schedule: str,
+        sum_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     ) -> None:
-        """parameters: all that are trained."""
+        """parameters: all that are trained. sum_dtype: see `Casting.dtype_of`."""
+        self._sum_dtype = sum_dtype
         self._model, self._stage, self._stages = model, stage, stages
         self._neighbours = neighbours
         self._buffers, self._reducer = buffers, reducer
@@ -138,8 +140,13 @@ class StagePasses:
             total = parameter.grad
             for user in reversed(others):
                 found = self._neighbours.receive_shared(parameter, user, index, microbatch_id)
-                total = found if total is None else total + found
+                total = found if total is None else self._sum(parameter, total, found)
             parameter.grad = total
+
+    def _sum(self, parameter: nn.Parameter, one: Tensor, other: Tensor) -> Tensor:
+        """As one backward adds them up: of a cast parameter, in half precision."""
+        dtype = self._sum_dtype(parameter)
+        return (one.to(dtype) + other.to(dtype)).to(parameter.dtype)
 
     def reset(self) -> None:
         self._model.give_up()

@@ -241,6 +241,7 @@ class Staged:
             buffers=self.train_state.buffers,
             reducer=reducer,
             schedule=self._spec.parallel.schedule,
+            sum_dtype=self.train_state.casting.dtype_of,
         )
 
     def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
