@@ -426,6 +426,13 @@ MUTATIONS = (
         "tests/workers/test_entering.py",
     ),
     Mutation(
+        "an older word of the controller makes a newcomer forget what its peers know to be on record",
+        "workers/membership/link.py",
+        "self.recorded_step = max(recorded_step, self._peers_recorded)",
+        "self.recorded_step = recorded_step",
+        "tests/workers/test_link_broken.py",
+    ),
+    Mutation(
         "what a worker knew before it fell back goes on record",
         MEMBER,
         "                self.records.forget()\n            case a.LoadState",

@@ -34,9 +34,10 @@ from elastic.protocol.membership import Membership, NumberSet, counted
 
 IT_ENDED = "it ended"
 """Why a run was to stop whose journal does not say it."""
-UNHEARD = 1
-"""Generations that may have been called without a trace: the journal's tail and all who were told
-are lost. Their numbers are not given again: parts and copies may bear them."""
+UNHEARD = 4
+"""Generations that may have been called without a trace: the journal's tail (a tenth of a second,
+each takes a loss, a load and a joining) and all who were told are lost. Their numbers are not given
+again: parts and copies may bear them."""
 
 
 def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decision:

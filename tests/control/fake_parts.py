@@ -139,4 +139,5 @@ class PartsProcess(Process):
         if found.step < max(self.recorded_step, form.recorded_step):
             self.went_back = form.generation
             self.recorded_step = min(self.recorded_step, found.step)
+            self.peers_recorded = min(self.peers_recorded, found.step)
         return e.StateEntered(found.step)

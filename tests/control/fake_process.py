@@ -109,6 +109,8 @@ class Process:
         self.records = Records(cast(Any, self), 1, is_delayed=is_delayed)
         self.recorded_step = 0
         """As the controller has said last."""
+        self.peers_recorded = 0
+        """As it has said to a peer."""
         self.went_back = 0
         """The generation that last began behind what is on record."""
         self.group: Group | None = None
@@ -186,7 +188,7 @@ class Process:
     def hear_word(self, recorded: int, formed: int) -> None:
         """As workers/membership/link.py: not what was said before it heard of a step back."""
         if formed >= self.went_back:
-            self.recorded_step = recorded
+            self.recorded_step = max(recorded, self.peers_recorded)
             self.in_force.forget(recorded)
 
     def turn(self) -> None:
@@ -463,6 +465,7 @@ class Process:
                 self.abandon(form.generation)
                 self.group, self.group_of, self.is_abandoned = None, form.generation, False
                 self.recorded_step = min(self.recorded_step, form.recorded_step)
+                self.peers_recorded = min(self.peers_recorded, form.recorded_step)
             case a.BeginGroup(form):
                 self.group = self.cluster.groups[form.generation]
                 self.group.arrive("form", self.number)

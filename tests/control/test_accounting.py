@@ -160,9 +160,9 @@ def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
         [
             *BEGIN,
             Adopted((standing,), 9.0),
-            Suspended(4, 0, 2, False, False, 9.5),
-            Joined(5, 0, 0.0, 10.0),
-            Committed(5, 3, 1.0, 11.0),
+            Suspended(7, 0, 2, False, False, 9.5),
+            Joined(8, 0, 0.0, 10.0),
+            Committed(8, 3, 1.0, 11.0),
         ]
     )
     (recovery,) = so_far.recoveries
@@ -172,15 +172,15 @@ def test_a_member_that_a_new_controller_does_not_find_is_a_recovery():
 
 def test_steps_without_a_controller_are_work_and_no_first_step_of_a_recovery():
     """Two steps of 0.5 s were committed before a worker was lost, too: at 8.0 and 8.5."""
-    late = [Committed(5, 3, 0.5, 10.0), Committed(5, 4, 0.5, 10.0)]
+    late = [Committed(8, 3, 0.5, 10.0), Committed(8, 4, 0.5, 10.0)]
     so_far, _ = play(
         [
             *BEGIN,
             Adopted((Standing(0, "stopped", 2, 0, 2, 4),), 9.0),
-            Suspended(4, 0, 4, False, False, 9.5),
-            Joined(5, 0, 0.0, 10.0),
+            Suspended(7, 0, 4, False, False, 9.5),
+            Joined(8, 0, 0.0, 10.0),
             *late,
-            Committed(5, 5, 1.0, 11.0),
+            Committed(8, 5, 1.0, 11.0),
         ],
         replace(LIMITS, steps=9),
     )

@@ -50,7 +50,7 @@ def test_what_takes_all_members_and_the_controller_along_is_not_tried_for_ever()
     limits = replace(LIMITS, min_workers=1, max_workers=1)
     ledger, phase, at = replace(LEDGER, next_worker=1), Running(Membership(7, (0,))), 10.0
     for attempt in range(3):
-        worker, generation = attempt + 1, 9 + 2 * attempt
+        worker, generation = attempt + 1, 12 + 5 * attempt
         ledger, phase, _ = play(
             ledger,
             phase,
@@ -99,12 +99,12 @@ def test_more_who_hold_the_state_than_may_be_members_are_not_all_members():
     followers = tuple(Standing(w, "stopped", step=40) for w in (4, 5))
     ledger = replace(LEDGER, leaving=some(1), next_worker=6)
     ledger, phase, commands = play(ledger, Running(ABC), Adopted((*members, *followers), 9.0))
-    assert commands == [Recall(Membership(9, (0, 1, 4, 5)))]
-    answers = [Suspended(9, rank, 40, False, False, 9.0) for rank in range(4)]
+    assert commands == [Recall(Membership(12, (0, 1, 4, 5)))]
+    answers = [Suspended(12, rank, 40, False, False, 9.0) for rank in range(4)]
     for stop in ("", "SIGINT"):
         asked = replace(ledger, stop=stop)
         after, _, commands = play(asked, phase, *answers)
-        assert commands == [Form(Membership(10, (0, 4, 5)), 40, then_pause=bool(stop))]
+        assert commands == [Form(Membership(13, (0, 4, 5)), 40, then_pause=bool(stop))]
         assert (after.ready, after.outdated) == (some(1), some(1))
 
 
@@ -134,11 +134,11 @@ AHEAD = (
 
 
 def answer(rank: int, step: int, *, is_prepared: bool = False) -> Suspended:
-    return Suspended(9, rank, step, is_prepared, False, 10.0)
+    return Suspended(12, rank, step, is_prepared, False, 10.0)
 
 
 def test_a_step_whose_only_holder_dies_without_its_vote_is_done_again():
-    together, two = Membership(9, (0, 1, 2)), Membership(10, (1, 2))
+    together, two = Membership(12, (0, 1, 2)), Membership(13, (1, 2))
     ledger, phase, commands = play(
         LEDGER,
         Running(ABC),
@@ -157,8 +157,8 @@ def test_a_member_that_is_ahead_brings_the_vote_that_rolls_the_others_forward(or
     ledger, _, commands = play(
         LEDGER, Running(ABC), Adopted(AHEAD, 9.0), *(answers[i] for i in order)
     )
-    form = Form(Membership(10, (0, 1, 2)), 41, roll_forward=(1, 2), vote_of=0)
-    assert commands == [Recall(Membership(9, (0, 1, 2))), form]
+    form = Form(Membership(13, (0, 1, 2)), 41, roll_forward=(1, 2), vote_of=0)
+    assert commands == [Recall(Membership(12, (0, 1, 2))), form]
     assert ledger.step == 41
 
 
@@ -187,7 +187,7 @@ FOLLOWER = Standing(3, "stopped", step=41, origin=7)
 """It followed a member of generation 7 that is lost, with the step that it alone had committed."""
 AGAIN = tuple(Standing(w, "stopped", 8, w - 1, 2, 41, origin=8) for w in (1, 2))
 """They have done it again, without that member: other ranks, so perhaps other bits."""
-CALLED = Membership(10, (1, 2, 3))
+CALLED = Membership(13, (1, 2, 3))
 ONE = replace(LIMITS, min_workers=1)
 
 
@@ -201,7 +201,7 @@ def stands(
     copied: bool = False,
 ) -> Suspended:
     is_prepared = prepared_by > 0
-    return Suspended(10, rank, step, is_prepared, between, 10.0, origin, prepared_by, copied)
+    return Suspended(13, rank, step, is_prepared, between, 10.0, origin, prepared_by, copied)
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -210,7 +210,7 @@ def test_who_has_the_step_of_an_older_generation_gets_the_newer_ones(order):
     ledger, _, commands = play(
         LEDGER, Running(ABC), Adopted((*AGAIN, FOLLOWER), 9.0), *(answers[i] for i in order)
     )
-    assert commands == [Recall(CALLED), Form(Membership(11, (1, 2)), 41, origin=8)]
+    assert commands == [Recall(CALLED), Form(Membership(14, (1, 2)), 41, origin=8)]
     assert (ledger.ready, ledger.outdated) == (some(3), some(3))
 
 
@@ -226,7 +226,7 @@ def test_the_gradients_of_a_generation_do_not_become_the_step_of_another(order):
         *(answers[i] for i in order),
         limits=ONE,
     )
-    assert commands == [Recall(CALLED), Form(Membership(11, (3,)), 41, origin=7)]
+    assert commands == [Recall(CALLED), Form(Membership(14, (3,)), 41, origin=7)]
     assert (ledger.ready, ledger.outdated) == (some(1, 2), some(1, 2))
 
 
@@ -234,7 +234,7 @@ def test_the_gradients_of_the_same_generation_do():
     before = tuple(replace(s, step=40, origin=7) for s in AGAIN)
     answers = stands(0, 40, 7, prepared_by=7), stands(1, 40, 7, prepared_by=7), stands(2, 41, 7)
     _, _, commands = play(LEDGER, Running(ABC), Adopted((*before, FOLLOWER), 9.0), *answers)
-    form = Form(Membership(11, (1, 2, 3)), 41, (1, 2), vote_of=3, origin=7)
+    form = Form(Membership(14, (1, 2, 3)), 41, (1, 2), vote_of=3, origin=7)
     assert commands == [Recall(CALLED), form]
 
 
@@ -246,7 +246,7 @@ def test_who_followed_a_lost_member_is_no_member_of_those_who_evaluate_after_the
     ledger, _, commands = play(
         LEDGER, Running(ABC), Adopted((*evaluating, FOLLOWER), 9.0), *(answers[i] for i in order)
     )
-    form = Form(Membership(11, (1, 2)), 41, then_pause=True, origin=7)
+    form = Form(Membership(14, (1, 2)), 41, then_pause=True, origin=7)
     assert commands == [Recall(CALLED), form]
     assert (ledger.ready, ledger.outdated) == (some(3), some(3))
 
@@ -260,7 +260,7 @@ def test_nor_of_those_who_roll_forward_to_the_step_that_it_has():
         Adopted((*before, FOLLOWER), 9.0),
         *(*answers, stands(2, 41, 7, copied=True)),
     )
-    form = Form(Membership(11, (1, 2)), 41, (1, 2), vote_of=None, origin=7)
+    form = Form(Membership(14, (1, 2)), 41, (1, 2), vote_of=None, origin=7)
     assert commands == [Recall(CALLED), form]
 
 
@@ -276,7 +276,7 @@ def test_nobody_rolls_forward_to_a_step_whose_vote_nobody_has_brought():
         *(loaded, *behind),
         limits=ONE,
     )
-    assert commands == [Recall(CALLED), Form(Membership(11, (1,)), 41, origin=7)]
+    assert commands == [Recall(CALLED), Form(Membership(14, (1,)), 41, origin=7)]
     assert ledger.outdated == some(2, 3)
 
 
@@ -289,7 +289,7 @@ def test_if_all_with_the_newer_state_are_lost_the_older_one_of_the_same_step_cou
         stands(1, 40, 7),
         limits=ONE,
     )
-    assert commands == [Recall(CALLED), Form(Membership(11, (3,)), 41, origin=7)]
+    assert commands == [Recall(CALLED), Form(Membership(14, (3,)), 41, origin=7)]
     assert (ledger.step, ledger.origin, ledger.outdated) == (41, 7, some(2))
 
 
@@ -297,7 +297,7 @@ def test_the_final_state_is_that_of_those_who_were_told_to_write_it():
     ended = tuple(replace(s, kind="ended", step=100) for s in AGAIN)
     follower = replace(FOLLOWER, step=100)
     ledger, _, commands = play(LEDGER, Running(ABC), Adopted((*ended, follower), 9.0))
-    assert commands == [Finish(Membership(10, (1, 2)), "succeeded")]
+    assert commands == [Finish(Membership(13, (1, 2)), "succeeded")]
     assert ledger.ready == some(3)
 
 
@@ -323,8 +323,10 @@ def test_a_generation_is_told_whose_step_it_begins_with():
 def test_the_next_generation_is_above_those_that_workers_without_state_were_told_of():
     newcomer = Standing(3, "syncing", 12, 3, 4, 0)
     ledger, _, commands = play(LEDGER, Running(ABC), Adopted((*WORKING, newcomer), 9.0))
-    assert commands == [Recall(Membership(14, (0, 1, 2)))], "12 was to replace 7, 13 may be lost"
-    assert ledger.generation == 14
+    assert commands == [Recall(Membership(17, (0, 1, 2)))], (
+        "12 was to replace 7, 13 to 16 may be lost"
+    )
+    assert ledger.generation == 17
 
 
 # --- the end ----------------------------------------------------------------------------
@@ -340,14 +342,14 @@ def test_the_rows_of_a_lost_rank_are_put_together_before_the_final_state_is_writ
     ledger = replace(LEDGER, step=100)
     ledger, phase, commands = play(
         ledger, journal, Adopted(ENDED[1:], 9.0),
-        *(Suspended(9, rank, 100, False, True, 10.0) for rank in range(3)),
-        *(Joined(10, rank, 0.1, 11.0, step=100) for rank in range(3)),
-        *(Done(10, rank, 100, 12.0) for rank in range(3)),
+        *(Suspended(12, rank, 100, False, True, 10.0) for rank in range(3)),
+        *(Joined(13, rank, 0.1, 11.0, step=100) for rank in range(3)),
+        *(Done(13, rank, 100, 12.0) for rank in range(3)),
         limits=SHARDED,
     )  # fmt: skip
-    again = Membership(10, three)
+    again = Membership(13, three)
     assert commands == [
-        Recall(Membership(9, three)),
+        Recall(Membership(12, three)),
         Form(again, 100, then_pause=True),
         Finish(again, "succeeded"),
     ]
@@ -357,18 +359,18 @@ def test_the_rows_of_a_lost_rank_are_put_together_before_the_final_state_is_writ
 def test_a_stopped_sharded_run_ends_as_stopped_although_the_journal_does_not_say_so():
     _, phase, commands = play(
         LEDGER, Running(ABC), Adopted(tuple(replace(s, step=40) for s in ENDED[1:]), 9.0),
-        *(Suspended(9, rank, 40, False, False, 10.0) for rank in range(3)),
-        *(Joined(10, rank, 0.1, 11.0, step=40) for rank in range(3)),
-        *(Paused(10, rank, 40, 12.0) for rank in range(3)),
+        *(Suspended(12, rank, 40, False, False, 10.0) for rank in range(3)),
+        *(Joined(13, rank, 0.1, 11.0, step=40) for rank in range(3)),
+        *(Paused(13, rank, 40, 12.0) for rank in range(3)),
         limits=SHARDED,
     )  # fmt: skip
-    assert commands[-1] == Finish(Membership(10, (1, 2, 3)), "stopped")
+    assert commands[-1] == Finish(Membership(13, (1, 2, 3)), "stopped")
     assert isinstance(phase, Ending)
 
 
 def test_whoever_has_the_whole_final_state_writes_it_under_a_new_rank():
     ledger = replace(LEDGER, step=100)
-    three = Membership(9, (1, 2, 3))
+    three = Membership(12, (1, 2, 3))
     _, phase, commands = play(ledger, Running(FOUR), Adopted(ENDED[1:], 9.0))
     assert commands == [Finish(three, "succeeded")]
     assert phase == Ending(three, "succeeded", "it ended", 39.0)

@@ -73,3 +73,17 @@ def test_runs_over_a_bad_network_end_with_all_steps(kind: type[FakeCluster]) -> 
 def test_twenty_thousand_runs_over_a_bad_network(kind: type[FakeCluster], begin: int) -> None:
     seen = Counter(run_seed(kind, seed) for seed in range(begin, begin + SLICE))
     assert seen["succeeded"] > 0.7 * SLICE, seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        (ShardedCluster, 441),  # of what is on record, a newcomer as lowest rank had heard nothing
+        (ShardedCluster, 631),
+        (ShardedCluster, 10506),  # copies of steps that nobody can report
+        (ShardedCluster, 18605),  # nor had one that alone survives its first generation
+        (FakeCluster, 19638),  # two generations were called without a trace, and a number repeated
+    ],
+)
+def test_seeds_that_once_broke_something(kind, seed) -> None:
+    assert run_seed(kind, seed)

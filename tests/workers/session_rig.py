@@ -105,6 +105,9 @@ class FakeLink:
     def hear_recorded(self, step):
         self.recorded_step = min(self.recorded_step, step)
 
+    def hear_of_peers(self, recorded_step):
+        self.recorded_step = max(self.recorded_step, recorded_step)
+
     def go_back(self, generation, step, recorded_step):
         self.recorded_step = min(self.recorded_step, step)
 

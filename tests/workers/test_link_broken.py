@@ -123,6 +123,24 @@ def test_what_was_said_before_a_return_was_heard_takes_no_step_off_the_log(ends)
     until(lambda: link.recorded_step == 4)
 
 
+def test_what_peers_know_to_be_on_record_is_not_forgotten_by_an_older_word(ends):
+    """A newcomer that alone survives its first generation heard of it there only."""
+    controller, _, link = ends
+    until(lambda: is_connected(controller))
+    link.hear_of_peers(7)
+    controller.send(Word(6, formed=2))
+    controller.send(SaveConcluded(3, True))
+    until(lambda: 3 in link.concluded_saves)
+    assert link.recorded_step == 7
+    controller.send(Word(9, formed=2))
+    until(lambda: link.recorded_step == 9)
+    link.hear_recorded(5)  # rolled back
+    controller.send(Word(5, formed=2))
+    controller.send(SaveConcluded(4, True))
+    until(lambda: 4 in link.concluded_saves)
+    assert link.recorded_step == 5
+
+
 def test_words_are_no_silence_and_end_what_is_in_force(clock, ends):
     controller, relay, link = ends
     until(lambda: is_connected(controller))

@@ -155,6 +155,8 @@ class ControllerLink:
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self.recorded_step = 0
         """Steps that the controller has put on record."""
+        self._peers_recorded = 0
+        """As its word to a peer was."""
         self._went_back = 0  # the generation that last did
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
@@ -179,12 +181,19 @@ class ControllerLink:
         """Of a Form: lower than before after a roll back. What goes beyond what was said before may
         die with the controller, before its storage hears of it."""
         self.recorded_step = min(self.recorded_step, step)
+        self._peers_recorded = min(self._peers_recorded, step)
+
+    def hear_of_peers(self, recorded_step: int) -> None:
+        """The controller has said so to one of them: its word to us may be older."""
+        self._peers_recorded = recorded_step
+        self.recorded_step = max(self.recorded_step, recorded_step)
 
     def go_back(self, generation: int, step: int, recorded_step: int) -> None:
         """This generation begins at `step`: behind what is on record, if so its Joined tells.
         recorded_step: of its Form, which no word need have said yet."""
         if step < max(self.recorded_step, recorded_step):
             self._went_back, self.recorded_step = generation, min(self.recorded_step, step)
+            self._peers_recorded = min(self._peers_recorded, step)
 
     # --- in the link's own threads ----------------------------------------------------------
     def _send_late(self) -> None:
@@ -237,7 +246,7 @@ class ControllerLink:
         match message:
             case Word(recorded_step, formed):
                 if formed >= self._went_back:  # else said before the controller heard of it
-                    self.recorded_step = recorded_step
+                    self.recorded_step = max(recorded_step, self._peers_recorded)
                     self._outgoing.forget(recorded_step)
             case SaveConcluded(step, is_published):
                 self.concluded_saves[step] = is_published

@@ -434,8 +434,8 @@ class Member:
         self.backup.hear(form.holders)
         assert self.group is not None
         try:  # of what is on record, a newcomer may have heard nothing yet
-            recorded_step = max(gather_json(self.group, self.link.recorded_step))
-            known_step = self.records.known_from(recorded_step)
+            self.link.hear_of_peers(max(gather_json(self.group, self.link.recorded_step)))
+            known_step = self.records.known_step
             entered = self.strategy.enter(replace(self._formed(form), known_step=known_step))
             self.records.share(self.group)
         except (ShardLost, DamagedCheckpoint) as error:  # the run goes back to a checkpoint
