@@ -426,7 +426,7 @@ MUTATIONS = (
         "tests/workers/test_entering.py",
     ),
     Mutation(
-        "an older word of the controller makes a newcomer forget what its peers know to be on record",
+        "an older word makes a newcomer forget what its peers know to be on record",
         "workers/membership/link.py",
         "self.recorded_step = max(recorded_step, self._peers_recorded)",
         "self.recorded_step = recorded_step",
