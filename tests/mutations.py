@@ -428,8 +428,8 @@ MUTATIONS = (
     Mutation(
         "an older word makes a newcomer forget what its peers know to be on record",
         "workers/membership/link.py",
-        "self.recorded_step = max(recorded_step, self._peers_recorded)",
-        "self.recorded_step = recorded_step",
+        "self.step = max(step, self._of_peers)",
+        "self.step = step",
         "tests/workers/test_link_broken.py",
     ),
     Mutation(

@@ -136,8 +136,5 @@ class PartsProcess(Process):
         self.shadows = (*same[-1:], self.live)
         self.records.learn(known)
         self.records.go_back(found.step)
-        if found.step < max(self.recorded_step, form.recorded_step):
-            self.went_back = form.generation
-            self.recorded_step = min(self.recorded_step, found.step)
-            self.peers_recorded = min(self.peers_recorded, found.step)
+        self.recorded.go_back(form.generation, found.step, form.recorded_step)
         return e.StateEntered(found.step)

@@ -16,6 +16,7 @@ from tests.control.fake_group import Group
 from tests.control.fake_votes import VOTE, prepared_by, vector_of, weights_in
 from workers.membership import actions as a
 from workers.membership import events as e
+from workers.membership.link import Recorded
 from workers.membership.machine import transition
 from workers.membership.state import (
     Broken,
@@ -107,12 +108,7 @@ class Process:
         self.at = "boundary"
         self.weights, self.gradient, self.gradient_of = 0, None, 0
         self.records = Records(cast(Any, self), 1, is_delayed=is_delayed)
-        self.recorded_step = 0
-        """As the controller has said last."""
-        self.peers_recorded = 0
-        """As it has said to a peer."""
-        self.went_back = 0
-        """The generation that last began behind what is on record."""
+        self.recorded = Recorded()
         self.group: Group | None = None
         self.group_of = 0
         self.is_abandoned = False
@@ -185,10 +181,13 @@ class Process:
         self.advance(e.Heard(command))
         self.heard.append(command)
 
+    @property
+    def recorded_step(self) -> int:
+        return self.recorded.step
+
     def hear_word(self, recorded: int, formed: int) -> None:
         """As workers/membership/link.py: not what was said before it heard of a step back."""
-        if formed >= self.went_back:
-            self.recorded_step = max(recorded, self.peers_recorded)
+        if self.recorded.hear_word(recorded, formed):
             self.in_force.forget(recorded)
 
     def turn(self) -> None:
@@ -464,8 +463,7 @@ class Process:
             case a.LeaveGroup(form):
                 self.abandon(form.generation)
                 self.group, self.group_of, self.is_abandoned = None, form.generation, False
-                self.recorded_step = min(self.recorded_step, form.recorded_step)
-                self.peers_recorded = min(self.peers_recorded, form.recorded_step)
+                self.recorded.hear_form(form.recorded_step)
             case a.BeginGroup(form):
                 self.group = self.cluster.groups[form.generation]
                 self.group.arrive("form", self.number)

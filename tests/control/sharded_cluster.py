@@ -94,7 +94,7 @@ class ShardedCluster(FakeCluster):
                 return Rows(form.step, form.generation, w.weights, 0, 1)
         recorded = max(w.recorded_step for w in members)
         for w in members:
-            w.peers_recorded, w.recorded_step = recorded, recorded
+            w.recorded.hear_of_peers(recorded)
         limit = members[0].records.known_step
         rows = [r for w in members for r in (w.live, *w.shadows) if r is not None]
         rows += [r for of_rank in self.copies.values() for r in of_rank]

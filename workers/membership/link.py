@@ -125,6 +125,40 @@ class Outgoing:
                 self._flush()
 
 
+class Recorded:
+    """Up to which step a worker knows the run to be on record."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._of_peers = 0
+        """As the controller has said to a peer: its words to us may be older."""
+        self._went_back = 0
+        """The generation that last did."""
+
+    def hear_word(self, step: int, formed: int) -> bool:
+        """False if it was said before the controller heard of a step back."""
+        is_news = formed >= self._went_back
+        if is_news:
+            self.step = max(step, self._of_peers)
+        return is_news
+
+    def hear_form(self, step: int) -> None:
+        """Lower than before after a roll back. What goes beyond what was said before may die with
+        the controller, before its storage hears of it."""
+        self.step, self._of_peers = min(self.step, step), min(self._of_peers, step)
+
+    def hear_of_peers(self, step: int) -> None:
+        """The newest that the controller has said to any member."""
+        self.step, self._of_peers = max(self.step, step), step
+
+    def go_back(self, generation: int, step: int, recorded_step: int) -> None:
+        """This generation begins at `step`: behind what is on record, if so its Joined tells.
+        recorded_step: of its Form, which no word need have said yet."""
+        if step < max(self.step, recorded_step):
+            self._went_back = generation
+            self.hear_form(step)
+
+
 class ControllerLink:
     """One TCP connection at a time, dialled and read by a thread.
 
@@ -153,11 +187,7 @@ class ControllerLink:
         """find: asks for the controller's address; it waits for Ray's head, if that is away.
         introduce: called with the address of a controller; gives what to say first."""
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self.recorded_step = 0
-        """Steps that the controller has put on record."""
-        self._peers_recorded = 0
-        """As its word to a peer was."""
-        self._went_back = 0  # the generation that last did
+        self._recorded = Recorded()
         self.concluded_saves: dict[int, bool] = {}
         """Step -> whether its newest save was published."""
         self._token, self._worker, self._address = token, worker, address
@@ -177,23 +207,19 @@ class ControllerLink:
         """Any thread: whoever waits for commands is to look around."""
         self.commands.put(None)
 
+    @property
+    def recorded_step(self) -> int:
+        """Steps that the controller has put on record."""
+        return self._recorded.step
+
     def hear_recorded(self, step: int) -> None:
-        """Of a Form: lower than before after a roll back. What goes beyond what was said before may
-        die with the controller, before its storage hears of it."""
-        self.recorded_step = min(self.recorded_step, step)
-        self._peers_recorded = min(self._peers_recorded, step)
+        self._recorded.hear_form(step)
 
     def hear_of_peers(self, recorded_step: int) -> None:
-        """The controller has said so to one of them: its word to us may be older."""
-        self._peers_recorded = recorded_step
-        self.recorded_step = max(self.recorded_step, recorded_step)
+        self._recorded.hear_of_peers(recorded_step)
 
     def go_back(self, generation: int, step: int, recorded_step: int) -> None:
-        """This generation begins at `step`: behind what is on record, if so its Joined tells.
-        recorded_step: of its Form, which no word need have said yet."""
-        if step < max(self.recorded_step, recorded_step):
-            self._went_back, self.recorded_step = generation, min(self.recorded_step, step)
-            self._peers_recorded = min(self._peers_recorded, step)
+        self._recorded.go_back(generation, step, recorded_step)
 
     # --- in the link's own threads ----------------------------------------------------------
     def _send_late(self) -> None:
@@ -245,8 +271,7 @@ class ControllerLink:
     def _hear(self, message: Command | SaveConcluded | Word | Leave) -> None:
         match message:
             case Word(recorded_step, formed):
-                if formed >= self._went_back:  # else said before the controller heard of it
-                    self.recorded_step = max(recorded_step, self._peers_recorded)
+                if self._recorded.hear_word(recorded_step, formed):
                     self._outgoing.forget(recorded_step)
             case SaveConcluded(step, is_published):
                 self.concluded_saves[step] = is_published
