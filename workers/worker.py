@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -326,9 +326,9 @@ class Worker:
             return to_device(self._loader.fetch(step, 0).batch, self._device)
 
         compute = lambda: self._workload.loss(train_state.model, batch())  # noqa: E731
+        examine = partial(self._examine, compute, has_the_say=with_optimizer)
         if not self._strategy.is_runnable:
-            with train_state.casting.applied():
-                self._strategy.examine(compute)
+            examine()
             return
         batch()
         train_state.buffers.begin_step()
@@ -338,15 +338,14 @@ class Worker:
                 total, weight = check_loss(compute())
                 weight_of(0, weight)
                 total.backward()
-            self._strategy.examine(compute)
+            examine()
             if with_optimizer:
                 try_optimizer(self._workload, self._spec, train_state)
         except WrongInput:
             raise
         except Exception as error:
             gpu.check_deterministic(error)
-            if with_optimizer:  # what a strategy could not examine would get to no step
-                self._strategy.examine(compute)
+            examine()  # what a strategy could not examine would get to no step
             return  # step 1 will raise it, with its positions and everything on record
         finally:
             train_state.drop_gradients()
@@ -354,6 +353,13 @@ class Worker:
             self._strategy.reset()
             if self._session is not None:
                 self._session.forget_logged()
+
+    def _examine(self, compute: Callable[[], Any], *, has_the_say: bool) -> None:
+        """has_the_say: what is found wrong ends the run. Of a newcomer it does not: the others have
+        found what it could not."""
+        wrong = nullcontext() if has_the_say else suppress(Exception)
+        with wrong, self._replica.casting.applied():
+            self._strategy.examine(compute)
 
     def _log_to(self, place: str) -> None:
         self._place = place

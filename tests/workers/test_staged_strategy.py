@@ -43,13 +43,14 @@ class Work:
         return self.case.loss(model, batch)
 
 
-def build(name: str, precision: str = "fp32") -> Staged:
+def build(name: str, precision: str = "fp32", *, is_examined: bool = True) -> Staged:
     torch.set_num_threads(1)
     work = Work(name)
     config = spec("pp:2", global_batch=16, micro_batch=4, precision=precision)
     strategy = build_staged(work, config, CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
-    strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+    if is_examined:
+        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
     strategy.shards.holding = Ownership("initial")
     return strategy
 
@@ -184,6 +185,20 @@ def test_a_worker_that_could_not_find_the_blocks_says_so():
     strategy = build_staged(Work("gates"), spec("pp:2"), CPU, NoBackup(), 2)
     with pytest.raises(WrongInput, match=r"found with the workload's loss\(\) on a micro-batch"):
         enter(strategy, Alone(), 0)
+
+
+def test_a_worker_that_could_not_find_the_blocks_learns_them_from_one_that_has():
+    def body(ranks: Ranks) -> str:
+        strategy = build("llama, tied", is_examined=ranks.index == 1)
+        group = ranks.form(1, [0, 1])
+        enter(strategy, group, 0)
+        train(strategy, group, "llama, tied", STEPS)
+        return sha256(strategy)
+
+    undisturbed = build("llama, tied")
+    enter(undisturbed, Alone(), 0)
+    train(undisturbed, Alone(), "llama, tied", STEPS)
+    assert run_ranks(2, body) == [sha256(undisturbed)] * 2
 
 
 def test_a_compiled_model_is_refused_when_it_is_built_and_before_a_step():

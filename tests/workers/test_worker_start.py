@@ -13,9 +13,12 @@ from elastic.protocol import nccl_settings
 from elastic.protocol.errors import UnfitNode, WrongInput
 from tests.workers.session_rig import CPU, FakeLink, Rig, Tiny, spec
 from tests.workers.test_trial import Remembers
+from workers.backup.backup import NoBackup
 from workers.health import gpu
 from workers.health.vitals import Vitals
 from workers.parallel.build import build_strategy
+from workers.parallel.pipeline.absent import Absent
+from workers.parallel.pipeline.strategy import build_staged
 from workers.worker import Worker
 
 
@@ -165,6 +168,30 @@ class Racing(Sheet):
     def loss(self, model, batch):
         torch.zeros(1).put_(torch.zeros(1, dtype=torch.long), torch.ones(1))
         return super().loss(model, batch)
+
+
+class Short(Sheet):
+    """The whole model does not fit into this worker's memory: a pass over absent tensors does."""
+
+    def loss(self, model, batch):
+        if not isinstance(next(model.parameters()), Absent):
+            raise torch.OutOfMemoryError("out of memory")
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("has_the_say", [True, False])
+def test_the_blocks_are_found_where_the_whole_model_has_no_memory(has_the_say):
+    work = Short()
+    strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
+    worker, rig = object.__new__(Worker), Rig("bitwise", work)
+    worker._spec, worker._workload, worker._loader = rig.spec, rig.workload, rig.loader
+    worker._strategy, worker._replica, worker._session = strategy, strategy.train_state, None
+    worker._device = CPU
+    try:
+        worker._try_microbatch(0, with_optimizer=has_the_say)
+    finally:
+        rig.loader.close()
+    assert strategy.chain is not None
 
 
 def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_where_bits_count(

@@ -7,7 +7,7 @@ a stage does with a chain is stage.py's, how it is cut elastic/protocol/pipeline
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
@@ -64,6 +64,19 @@ class Chain:
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several blocks use."""
         return {name: used for name, used in self.uses.items() if len(used) > 1}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "Chain":
+        return cls(
+            tuple(said["names"]),
+            tuple(said["costs"]),
+            tuple(tuple(Argument(**each) for each in taken) for taken in said["arguments"]),
+            {name: tuple(used) for name, used in said["uses"].items()},
+            said["buffers"],
+        )
 
 
 def block_names(model: nn.Module, workload: Any) -> tuple[str, ...]:

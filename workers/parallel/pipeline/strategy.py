@@ -139,14 +139,14 @@ class Staged:
             return
         model, device = self.train_state.model, self._parts.device
         try:
-            self.chain = find_chain(model, self._workload, compute, device=device)
+            self._take_chain(find_chain(model, self._workload, compute, device=device))
         except WrongInput as error:
             raise WrongInput(f"pp:{self._depth}: {error}") from error
-        self._parts.uses = self.chain.uses
         trained = self.train_state.parameters
-        many = [n for n, used in self.chain.shared.items() if len(used) > 2 and n in trained]
+        shared = self._known_chain.shared
+        many = [n for n, used in shared.items() if len(used) > 2 and n in trained]
         if many:
-            count = len(self.chain.shared[many[0]])
+            count = len(shared[many[0]])
             raise WrongInput(
                 f"pp:{self._depth}: {many[0]} is shared by {count} blocks, and stages can share a "
                 "parameter by two: give each its own, or use parallel='ddp'"
@@ -181,14 +181,33 @@ class Staged:
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
         mine = None if self.chain is None else [self.chain.names, self.chain.costs]
         said = gather_json(group, mine)
-        if self.chain is None:
+        if None in said:
+            self._share_chain(group, said)
+        names, costs = next(of_rank for of_rank in said if of_rank is not None)
+        assert tuple(names) == self._known_chain.names, (names, self._known_chain.names)
+        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
+
+    def _share_chain(self, group: AnyGroup, said: list[Any]) -> None:
+        """Give the chain to those that could not compute a micro-batch, as where the whole model
+        did not fit into their memory. A collective. said: None by each of these ranks."""
+        knows = next((rank for rank, of_rank in enumerate(said) if of_rank is not None), None)
+        if knows is None:
             raise WrongInput(
                 "the blocks of a pipeline are found with the workload's loss() on a micro-batch, "
-                "which this worker could not compute"
+                "which no worker could compute"
             )
-        names, costs = next(of_rank for of_rank in said if of_rank is not None)
-        assert tuple(names) == self.chain.names, (names, self.chain.names)
-        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
+        given = self._known_chain.to_json() if group.rank() == knows else None
+        found = gather_json(group, given)[knows]
+        if self.chain is None:
+            self._take_chain(Chain.from_json(found))
+
+    def _take_chain(self, chain: Chain) -> None:
+        self.chain, self._parts.uses = chain, chain.uses
+
+    @property
+    def _known_chain(self) -> Chain:
+        assert self.chain is not None
+        return self.chain
 
     def _planned(self, generation: int) -> Planned:
         plan, stages = self.plan, list[Stage | None]()
