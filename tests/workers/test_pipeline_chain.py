@@ -9,7 +9,14 @@ from torch import nn
 
 from elastic.protocol.errors import WrongInput
 from tests.workers.pipeline_models import CASES, WIDTH, Gate, Residual, square
-from workers.parallel.pipeline.absent import Absent, NotHere, absent, absent_parameter
+from workers.parallel.pipeline.absent import (
+    Absent,
+    Drawing,
+    NotHere,
+    absent,
+    absent_parameter,
+    watched_by,
+)
 from workers.parallel.pipeline.chain import Chain, block_names, find_chain
 
 CPU = torch.device("cpu")
@@ -244,9 +251,29 @@ class Writing(Residual):
         return result
 
 
+class Leaking(nn.Module):
+    """Its activation draws a random number for each negative value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.activation = nn.Linear(WIDTH, WIDTH), nn.RReLU()
+
+    def forward(self, x):
+        return self.activation(self.linear(x))
+
+
+class Leaks(Residual):
+    def __init__(self, kind) -> None:
+        super().__init__(kind)
+        self.blocks[1] = Leaking()
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
+        (Leaks, r"loss\(\) calls rrelu_with_noise on a tensor that is on another stage, and how "
+                r"many random numbers it draws may depend on the values \(test_pipeline_chain.py:"
+                r"\d+: return self.activation"),
         (Skips, r"blocks.2 takes a tensor of shape \[4, 8\] that depends on parameters but is not "
                 r"what blocks.1 returns \(a skip connection\); return it from blocks.1 too"),
         (Unet, r"blocks.3 takes a tensor of shape \[4, 8\] that depends on parameters but is not "
@@ -349,6 +376,73 @@ def test_what_needs_a_value_raises(use):
     with pytest.raises((NotHere, TypeError)):
         use(absent((3, 4), torch.float32, CPU))
     assert torch.equal(HERE, before)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.dropout(x, 0.3, True),
+        lambda x: torch.native_dropout(x, 0.3, True),
+        lambda x: nn.functional.alpha_dropout(x, 0.3, True),
+        lambda x: nn.functional.feature_alpha_dropout(x, 0.3, True),
+        lambda x: nn.functional.dropout1d(x, 0.3, True),
+        lambda x: nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None],
+                                                             dropout_p=0.3),
+        lambda x: nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+        lambda x: torch.bernoulli(x),
+        lambda x: torch.empty_like(x).bernoulli_(x),
+        lambda x: torch.empty_like(x).bernoulli_(0.3),
+        lambda x: torch.empty_like(x).uniform_(-1, 1),
+        lambda x: torch.empty_like(x).exponential_(),
+        lambda x: torch.empty_like(x).cauchy_(),
+        lambda x: torch.empty_like(x).geometric_(0.3),
+        lambda x: torch.empty_like(x).log_normal_(),
+        lambda x: torch.empty_like(x).normal_(),
+        lambda x: torch.empty_like(x).random_(),
+        lambda x: torch.normal(x, x),
+        lambda x: torch.normal(x, 2.0),
+        lambda x: torch.rand_like(x),
+        lambda x: torch.randn_like(x),
+        lambda x: torch.randn_like(x.mT),
+        lambda x: torch.randn_like(x[:1, :3]),
+        lambda x: torch.randint_like(x, 5),
+        lambda x: nn.functional.rrelu(x - 0.5, training=False),
+        lambda x: nn.functional.gumbel_softmax(x),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(3, 4), (5, 41)])
+def test_a_draw_for_another_stage_leaves_the_generator_as_the_real_one_does(draw, shape):
+    values = torch.rand(shape)
+    torch.manual_seed(3)
+    draw(values)
+    wanted = torch.rand(7)
+    torch.manual_seed(3)
+    with watched_by(Drawing()):
+        draw(absent(shape, torch.float32, CPU))
+    assert torch.equal(torch.rand(7), wanted)
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda x: nn.functional.rrelu(x, training=True), "rrelu_with_noise"),
+        (lambda x: nn.functional.rrelu_(x, training=True), "rrelu_with_noise_"),
+        (lambda x: torch.poisson(x), "poisson"),
+        (lambda x: torch.binomial(x, x), "binomial"),
+        (lambda x: torch.multinomial(x, 2), "multinomial"),
+        (lambda x: torch._standard_gamma(x), "_standard_gamma"),
+    ],
+)
+def test_a_draw_that_follows_the_values_is_refused_by_name(draw, name):
+    says = f"calls {name} on a tensor that is on another stage, and how many random numbers"
+    with watched_by(Drawing()), pytest.raises(NotHere, match=says):
+        draw(absent((3, 4), torch.float32, CPU))
+
+
+def test_the_last_block_may_draw_by_the_values():
+    model = Residual(Gate)
+    model.blocks[3] = Leaking()
+    assert len(probe(model).names) == 4
 
 
 def test_what_needs_a_shape_only_goes_on_with_it():

@@ -29,6 +29,20 @@ _RUNNING_STATISTICS = {
     _aten.miopen_batch_norm.default: (3, 4),
 }
 """Positions of what these write without their schema saying so, if they train."""
+_DRAW_BY_SHAPE = frozenset(
+    {
+        "alpha_dropout", "bernoulli", "cauchy", "dropout", "exponential", "feature_alpha_dropout",
+        "feature_dropout", "geometric", "log_normal", "native_dropout", "normal",
+        "normal_functional", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+        "random", "randperm", "uniform", "_fused_dropout", "gru", "lstm", "rnn_relu", "rnn_tanh",
+        "_cudnn_rnn", "miopen_rnn", "scaled_dot_product_attention", "_fused_sdp_choice",
+        "_scaled_dot_product_attention_math", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)  # fmt: skip
+"""Operations that draw as many random numbers for zeros as for any other values, also in place."""
 
 
 class NotHere(Exception):
@@ -191,11 +205,26 @@ def watched_by(watch: Watch) -> Iterator[None]:
         _watch = before
 
 
+def refuse_draw_by_values(func: Any, args: Any, kwargs: Any) -> None:
+    """NotHere for an operation that may draw other random numbers for zeros than for the values."""
+    name = func._schema.name.removeprefix("aten::")
+    known = func._schema.arguments
+    given = {a.name: a.default_value for a in known if a.has_default_value()}
+    given |= {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
+    draws_nothing = given.get("training") is False  # as rrelu in an evaluation
+    if name.rstrip("_") not in _DRAW_BY_SHAPE and not draws_nothing:
+        refuse(
+            f"calls {name} on a tensor that is on another stage, and how many random numbers it "
+            "draws may depend on the values"
+        )
+
+
 class Drawing(Watch):
     """What is drawn for tensors of other stages is drawn, and thrown away: what is drawn behind it
     is then what one rank with the whole model draws."""
 
     def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        refuse_draw_by_values(func, args, kwargs)
         func(
             *tree_map_only(Absent, _zeros_like, args), **tree_map_only(Absent, _zeros_like, kwargs)
         )

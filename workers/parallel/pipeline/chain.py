@@ -21,6 +21,7 @@ from workers.parallel.pipeline.absent import (
     NotHere,
     Watch,
     absent_parameter,
+    refuse_draw_by_values,
     users_line,
     watched_by,
 )
@@ -250,6 +251,10 @@ class _Probe(Watch):
             super().on_write(real)
         for tensor in real:
             self._written.setdefault(id(tensor), self._place)
+
+    def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        if self._place < len(self.names) - 1:  # no stage does again what the last block draws
+            refuse_draw_by_values(func, args, kwargs)
 
     # --- what it has seen ---------------------------------------------------------------------
     def check_calls(self) -> None:
