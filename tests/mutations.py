@@ -408,7 +408,7 @@ MUTATIONS = (
         "ranks that make their initial weights do not meet on the way",
         SHARDS,
         "at, layout, values, pieces.begin_apart)\n",
-        "at, values, pieces.begin)\n",
+        "at, layout, values, pieces.begin)\n",
         "tests/workers/test_pieces.py",
     ),
     Mutation(
