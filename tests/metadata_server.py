@@ -22,7 +22,7 @@ class MetadataServer:
         self.cloud = cloud
         self.notice_file: Path | None = None
         self.token, self.says = "good", ""
-        self.is_away, self.num_asked = False, 0
+        self.is_away, self.is_garbled, self.num_asked = False, False, 0
         self._server = ThreadingHTTPServer((address, port), handler_of(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -77,6 +77,9 @@ def handler_of(server: MetadataServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             head = {name.lower(): value for name, value in self.headers.items()}
             status, text = server.answer(self.command, self.path, head)
+            if server.is_garbled:
+                self.wfile.write(b"no HTTP\r\n\r\n")
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()

@@ -3,6 +3,7 @@
 Says only that it comes, and when: what follows is elastic/control's. One small thread per worker.
 """
 
+import http.client
 import json
 import logging
 import threading
@@ -26,6 +27,11 @@ AWS_TOKEN = "/latest/api/token"
 AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 AZURE_ENDS = ("Preempt", "Terminate")
+NO_ANSWER = (
+    *(OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What asking raises where the server is away, or says what none of its cloud would."""
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +46,8 @@ class Metadata:
         self._name = ""
 
     def left_s(self, cloud: str) -> float | None:
-        """Seconds until this machine goes; None: nobody says that it does. OSError if the server
-        does not answer."""
+        """Seconds until this machine goes; None: nobody says that it does. One of NO_ANSWER if
+        the server gives none that can be read."""
         return {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[cloud]()
 
     def find(self) -> str:
@@ -49,7 +55,7 @@ class Metadata:
         for cloud in LEAST_S:
             try:
                 self.left_s(cloud)
-            except (OSError, ValueError):
+            except NO_ANSWER:
                 continue
             return cloud
         return ""
@@ -116,7 +122,7 @@ class SpotWatch:
         while True:
             try:
                 left_s = metadata.left_s(cloud)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except NO_ANSWER as error:
                 self._note(f"{type(error).__name__}: {error}")
             else:
                 self._trouble = ""
