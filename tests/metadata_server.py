@@ -58,6 +58,11 @@ class MetadataServer:
         if self.cloud == "azure" and head.get("metadata") == "true":
             if path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
                 return 200, self.name
+            if (
+                path
+                == "/metadata/instance/compute/azEnvironment?api-version=2021-02-01&format=text"
+            ):
+                return 200, "AzurePublicCloud"
             if path == "/metadata/scheduledevents?api-version=2020-07-01":
                 return 200, self.says or json.dumps({"DocumentIncarnation": 1, "Events": []})
         return 404, ""

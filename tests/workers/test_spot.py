@@ -17,6 +17,25 @@ CLOUDS = ("aws", "gcp", "azure")
 PATIENCE_S = 10.0
 
 
+class Heard:
+    """What a watch tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+        self.event = threading.Event()
+
+    def tell(self, cloud: str, left_s: float) -> None:
+        self.told.append((cloud, left_s))
+        self.event.set()
+
+
+def await_asked(server: MetadataServer, more: int) -> None:
+    deadline, wanted = time.monotonic() + PATIENCE_S, server.num_asked + more
+    while server.num_asked < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling, bounded by the deadline
+
+
 @pytest.fixture(params=CLOUDS)
 def server(request):
     with MetadataServer(request.param) as found:
@@ -39,28 +58,27 @@ def test_the_cloud_is_found(server):
     assert Metadata(server.url).find() == server.cloud
 
 
+def test_the_cloud_is_found_though_the_server_was_away_at_first(server, caplog):
+    heard = Heard()
+    server.is_away = True
+    SpotWatch(SpotSource("auto", server.url), heard.tell)
+    await_asked(server, 2 * len(CLOUDS))
+    server.is_away = False
+    server.give_notice(60.0)
+    assert heard.event.wait(PATIENCE_S)
+    assert [cloud for cloud, _ in heard.told] == [server.cloud]
+    assert len([r for r in caplog.records if "none of aws, gcp, azure is found" in r.message]) == 1
+
+
+def test_azure_is_found_before_its_events_are_turned_on():
+    with MetadataServer("azure") as server:
+        server.says = "not yet"
+        assert Metadata(server.url).find() == "azure"
+
+
 def test_a_server_of_none_is_none():
     with MetadataServer("none") as server:
         assert Metadata(server.url).find() == ""
-
-
-class Heard:
-    """What a watch tells."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
-        self.event = threading.Event()
-
-    def tell(self, cloud: str, left_s: float) -> None:
-        self.told.append((cloud, left_s))
-        self.event.set()
-
-
-def await_asked(server: MetadataServer, more: int) -> None:
-    deadline, wanted = time.monotonic() + PATIENCE_S, server.num_asked + more
-    while server.num_asked < wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # polling, bounded by the deadline
 
 
 def test_the_watch_tells_once_though_the_server_was_away(server, caplog):
