@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,8 @@ REACH_TIMEOUT_S = 10.0
 AWAY_S = 30.0
 """For so long may the server be away before who follows a job gives up."""
 LOOK_EVERY_S = 0.2
+STOP_S = 6.0
+"""A job that is stopped is killed after 3 s."""
 RUN_DIRECTORY = "elastic_run_directory"
 """A job's metadata has it under this name."""
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -139,10 +141,17 @@ class JobServer:
         with self._asking():
             self._client.stop_job(job_id)
 
-    def forget(self, job_id: str) -> None:
-        """Take a job that is over off the server's list."""
-        with self._asking():
-            self._client.delete_job(job_id)
+    def discard(self, job_id: str) -> None:
+        """End a job if it is not over, and take it off the server's list. What cannot be reached
+        stays there: whoever calls has told what there was to tell."""
+        with suppress(ControllerLost, WrongInput):
+            if not self.look(job_id).is_over:
+                self.stop(job_id)
+                deadline = time.monotonic() + STOP_S
+                while not self.look(job_id).is_over and time.monotonic() < deadline:
+                    time.sleep(LOOK_EVERY_S)
+            with self._asking():
+                self._client.delete_job(job_id)
 
     def log(self, job_id: str) -> list[str]:
         """The lines that its command has printed."""

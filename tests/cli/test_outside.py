@@ -1,0 +1,49 @@
+"""`--cluster`: a command's own job on the cluster is ended and forgotten, however it ends."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from elastic.cli.app import main
+from tests.cli.fake_jobs import FakeJobs
+
+RUN = "/shared/runs/first"
+
+
+@pytest.fixture
+def jobs():
+    with FakeJobs() as found:
+        yield found
+
+
+def test_a_command_that_cannot_be_carried_out_leaves_no_job(jobs, capsys):
+    jobs.status, jobs.exit_status = "FAILED", 1
+    jobs.message = "/usr/bin/python: No module named elastic"
+    assert main(["status", RUN, "--cluster", jobs.address]) == 2
+    assert "has no elastic" in capsys.readouterr().err
+    assert jobs.names == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status", RUN), f"no longer asking; the run is left alone: `elastic status {RUN}`"),
+        (("stop", RUN), f"no longer asking; it may have been asked: `elastic status {RUN}`"),
+        (("scale", RUN, "3"), f"no longer asking; it may have been asked: `elastic status {RUN}`"),
+    ],
+)
+def test_an_interrupt_leaves_no_job_and_says_what_may_have_been_asked(jobs, words, said):
+    follows = threading.Event()
+    jobs.on_tail, jobs.is_mute = follows.set, True
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastic", *words, "--cluster", jobs.address],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+    assert follows.wait(60), process.communicate(timeout=10)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, f"{said}\n", "")
+    assert jobs.names == []
