@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from elastic.cli.app import main
+from elastic.on_ray.driver.job_server import JobServer
 from tests.cli.fake_jobs import FakeJobs
 
 RUN = "/shared/runs/first"
@@ -25,6 +26,21 @@ def test_a_command_that_cannot_be_carried_out_leaves_no_job(jobs, capsys):
     assert main(["status", RUN, "--cluster", jobs.address]) == 2
     assert "has no elastic" in capsys.readouterr().err
     assert jobs.names == []
+
+
+@pytest.mark.timeout(60)
+def test_a_log_whose_connection_is_dead_is_asked_for_anew(jobs):
+    jobs.log, jobs.is_mute = "one\ntwo\n", True
+
+    def revive() -> None:
+        if jobs.num_tails == 3:
+            jobs.log, jobs.is_mute = "one\ntwo\nthree\n", False
+            jobs.status, jobs.exit_status = "SUCCEEDED", 0
+
+    jobs.on_tail = revive
+    told: list[str] = []
+    job = JobServer(jobs.address, quiet_s=0.3).follow("id", told.append)
+    assert (job.exit_status, told, jobs.num_tails) == (0, ["one", "two", "three"], 3)
 
 
 @pytest.mark.parametrize(
