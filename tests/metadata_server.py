@@ -22,7 +22,7 @@ class MetadataServer:
         self.cloud = cloud
         self.notice_file: Path | None = None
         self.token, self.says = "good", ""
-        self.is_away, self.num_asked = False, 0
+        self.is_away, self.is_garbled, self.num_asked = False, False, 0
         self._server = ThreadingHTTPServer((address, port), handler_of(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -58,6 +58,11 @@ class MetadataServer:
         if self.cloud == "azure" and head.get("metadata") == "true":
             if path == "/metadata/instance/compute/name?api-version=2021-02-01&format=text":
                 return 200, self.name
+            if (
+                path
+                == "/metadata/instance/compute/azEnvironment?api-version=2021-02-01&format=text"
+            ):
+                return 200, "AzurePublicCloud"
             if path == "/metadata/scheduledevents?api-version=2020-07-01":
                 return 200, self.says or json.dumps({"DocumentIncarnation": 1, "Events": []})
         return 404, ""
@@ -77,6 +82,9 @@ def handler_of(server: MetadataServer) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             head = {name.lower(): value for name, value in self.headers.items()}
             status, text = server.answer(self.command, self.path, head)
+            if server.is_garbled:
+                self.wfile.write(b"no HTTP\r\n\r\n")
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()

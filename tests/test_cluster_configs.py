@@ -205,6 +205,9 @@ def test_answers_are_in_the_file(kind, tmp_path, capsys):
     spot = config["available_node_types"]["spot"]
     assert spot["resources"] == {"CPU": 6, "GPU": 2}
     assert (spot["min_workers"], spot["max_workers"], config["max_workers"]) == (0, 3, 3)
+    start = config["head_start_ray_commands"][-1]
+    kept = "RAY_REDIS_ADDRESS=store:6379 RAY_external_storage_namespace=mine ray start --head"
+    assert kept in start, "two clusters on one Redis are two"
     assert config["setup_commands"] == []
     assert "file_mounts" not in config
 

@@ -91,6 +91,7 @@ setup_commands: []
 REDIS = """  gcsFaultToleranceOptions:  # another head knows what the one before it knew
     redisAddress: <<redis>>
 """
+"""KubeRay itself keeps clusters on one Redis apart, by their uid. `ray up` does not."""
 
 
 @app.command("init")
@@ -174,7 +175,9 @@ def made(
         if num_gpus:
             values["gpus"] = f', "GPU": {num_gpus}'
         if redis:
-            values["redis"] = f"RAY_REDIS_ADDRESS={redis} "
+            values["redis"] = (
+                f"RAY_REDIS_ADDRESS={redis} RAY_external_storage_namespace={answers['name']} "
+            )
     text = (files("elastic.cli") / "clusters" / f"{kind}.yaml").read_text()
     return PLACE.sub(lambda found: values[found[1]], text)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_INPUT = 1, 2
 OURS = "elastic: "
+CHANGES_RUN = ("stop", "scale")
 Cluster = Annotated[
     str | None,
     typer.Option(
@@ -48,13 +49,15 @@ def on_cluster(cluster: str, command: str, run: str, *options: str) -> int:
     runtime_env = {} if job is None else job.runtime_env
     asked = server.submit(words, runtime_env, name=f"elastic-{command}", run_directory="")
     try:
-        status = conclude(server.follow(asked, tell), where=f"--cluster {cluster}")
+        return conclude(server.follow(asked, tell), where=f"--cluster {cluster}")
     except KeyboardInterrupt:
-        server.stop(asked)
-        print(f"no longer asking; the run is left alone: `elastic {command} {run}`")
+        if command in CHANGES_RUN:
+            print(f"no longer asking; it may have been asked: `elastic status {run}`")
+        else:
+            print(f"no longer asking; the run is left alone: `elastic {command} {run}`")
         return 0
-    server.forget(asked)
-    return status
+    finally:
+        server.discard(asked)
 
 
 def of_unstarted(server: "JobServer", job: "Job", command: str) -> int:

@@ -15,7 +15,9 @@ import typer
 from elastic.cli import run_options
 from elastic.cli.outside import OURS, conclude, open_server, tell
 from elastic.cli.progress import printable
-from elastic.driver.target import import_place, refuse_shadows
+from elastic.driver.redaction import redacted, shown_text
+from elastic.driver.resume import plain
+from elastic.driver.target import import_place, parse_arguments, refuse_shadows
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import encode, place_of
 from elastic.store.remote import shown_uri
@@ -80,6 +82,7 @@ def carry_out(
 ) -> int:
     """Check, send, follow. options: those of `run`."""
     run_options.configure({**options, "address": None})
+    refuse_secrets(options)
     folder, target = packed(options["target"])
     storage = storage_for(options["storage"])
     name = options["name"] or f"{target.rpartition(':')[2].lower()}-{now_text()}"
@@ -162,6 +165,23 @@ def storage_for(storage: str | None) -> str:
             "elsewhere: give an absolute path that every node sees, or a bucket's URI"
         )
     return storage
+
+
+def refuse_secrets(options: dict[str, Any]) -> None:
+    """The words of a job's command are on record at its server, and in every list of jobs."""
+    with_keys = [n for n, v in options.items() if isinstance(v, str) and shown_text(v) != v]
+    if with_keys:
+        raise WrongInput(
+            f"--{with_keys[0].replace('_', '-')} {shown_text(options[with_keys[0]])} has keys in "
+            "it, which would be in the job's command for everyone to read: give the nodes a role, "
+            "or the keys as --env KEY=VALUE"
+        )
+    arguments = parse_arguments(options["settings"] or ())
+    if hidden := sorted(redacted({"arguments": plain(arguments)}).get("secrets", {})):
+        raise WrongInput(
+            f"--set {hidden[0]}=... is a secret, which would be in the job's command for everyone "
+            "to read: give the nodes a role, or --env KEY=VALUE, which the workload reads"
+        )
 
 
 def variables_in(settings: list[str]) -> dict[str, str]:

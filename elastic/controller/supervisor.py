@@ -90,7 +90,7 @@ class Supervisor:
         self.limits = limits_of(self.config)
         self._host = naming.this_host()
         self._workload = actors.share(order["workload"])
-        self._meters = Meters(order["name"])
+        self._meters = Meters(order["name"], order["run_id"])
         self._status_due = asyncio.Event()
         self._is_over = False
         self._pings: asyncio.Task[None] | None = None

@@ -27,7 +27,7 @@ METERS = {
     "idle": "Part of the wall time that members waited for each other in steps.",
     "checkpoint_step": "The newest checkpoint's.",
 }
-"""By name, which Ray begins with `ray_elastic_`; each has the run's name as its tag `run`."""
+"""By name, which Ray begins with `ray_elastic_`; each has tags: `run`, its name, and `run_id`."""
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,23 @@ log = logging.getLogger(__name__)
 class Meters:
     """Of one run, in its controller's process."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, run_id: str) -> None:
         self._gauges = {
-            name: Gauge(f"elastic_{name}", description=about, tag_keys=("run",))
+            name: Gauge(f"elastic_{name}", description=about, tag_keys=("run", "run_id"))
             for name, about in METERS.items()
         }
-        self._tags = {"run": run}
+        self.tags = {"run": run, "run_id": run_id}
+        self._trouble = ""
 
     def show(self, values: Mapping[str, float | int | None]) -> None:
-        """What is not known, or not finite, stays as it was."""
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._gauges[name].set(value, tags=self._tags)
+        """What is not known, or not finite, stays as it was. Nothing that fails here may end the
+        run's status, which is told from the same task."""
+        try:
+            for name, value in values.items():
+                if value is not None and math.isfinite(value):
+                    self._gauges[name].set(value, tags=self.tags)
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+            if trouble != self._trouble:
+                log.warning('meters reason="Ray takes no metrics: %s"', trouble)
+            self._trouble = trouble

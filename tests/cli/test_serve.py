@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import ThreadingHTTPServer
 
 import pytest
@@ -14,6 +15,8 @@ from elastic.cli.app import main
 from elastic.cli.serve import HOST, Page, handler_of
 from elastic.store.files import open_folder
 from tests.cli.test_report import CONFIG
+
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -48,7 +51,10 @@ def test_the_report_is_served_and_comes_again_until_the_run_has_ended(ask, run_d
     result = {"outcome": "stopped", "steps": 0, "loss": None, "weights_sha256": ""}
     more = {"generations": 0, "lost_steps": 0, "goodput": 0.0, "badput": {}, "recoveries": []}
     (run_dir / "result.json").write_text(json.dumps(result | more))
+    deadline = time.monotonic() + PATIENCE_S
     while "Refresh" in head:  # the page may be some seconds old
+        assert time.monotonic() < deadline
+        time.sleep(0.2)  # polling, bounded by the deadline
         status, head, text = ask()
     assert (status, "stopped" in text) == (200, True)
 

@@ -132,12 +132,19 @@ def test_requirements_that_say_nothing_are_refused(tmp_path, text, said):
         ([*STORED, "--pip", "none.txt"], "--pip none.txt cannot be read: "),
         (STORED, "give the cluster: --cluster http://HOST:8265"),
         ([*STORED, "--cluster", "ray://h:1"], "http://HOST:8265; ray:// is none"),
+        (["--storage", "s3://a:hush@b/runs"], "--storage s3://***@b/runs has keys in it, which"),
+        (["--storage", "s3://b/r?secret_key=hush"], "r?secret_key=*** has keys in it, which"),
+        ([*STORED, "--set", "api_key=hush"], "--set api_key=... is a secret, which would be in"),
+        ([*STORED, "--set", "a={'token': 'hush'}"], "--set a.token=... is a secret, which"),
+        ([*STORED, "--set", "data='s3://a:hush@b/x'"], "--set data=... is a secret, which would"),
         ([*STORED, "--workers", "many"], "--workers 'many': give a number or MIN..MAX"),
         ([*STORED, "--global-batch", "7"], "global_batch=7 is not a multiple of micro_batch=2"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_2(job, capsys, words, said):
-    assert said in refused(capsys, "submit", "job.py:Job", *NEEDED, *words)
+    line = refused(capsys, "submit", "job.py:Job", *NEEDED, *words)
+    assert said in line
+    assert "hush" not in line
 
 
 def test_a_target_that_is_not_there_is_refused_here(job, capsys):

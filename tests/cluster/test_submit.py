@@ -195,6 +195,7 @@ def test_prometheus_reads_the_run_where_it_reads_ray(laptop, cluster):
         assert time.monotonic() < deadline, [x for x in metrics.splitlines() if "elastic" in x]
         time.sleep(0.2)  # polling, bounded by the deadline
     assert 'run="run"' in found[0]
+    assert 'run_id="' in found[0]
     assert "\nray_elastic_step{" in metrics
     stopped = laptop.say("stop", job, "--now")
     assert stopped.returncode == 0, stopped

@@ -21,7 +21,21 @@ def test_there_is_a_number_or_none_for_each_meter():
     assert set(values) == set(METERS)
     assert (values["step"], values["wanted_workers"], values["idle"]) == (3, 4, 0.0)
     assert (values["loss"], values["last_recovery_seconds"]) == (None, None)
-    Meters("run").show(values | {"loss": float("nan")})
+    Meters("run", "id").show(values | {"loss": float("nan")})
+
+
+def test_a_meter_that_fails_is_told_once_and_ends_nothing(caplog):
+    meters = Meters("run", "id")
+    for _ in range(2):
+        meters.show({"step": 3, "of_another_version": 1})
+    assert [r.message for r in caplog.records] == [
+        "meters reason=\"Ray takes no metrics: KeyError: 'of_another_version'\""
+    ]
+
+
+def test_two_runs_of_one_name_are_told_apart():
+    first, second = (Meters("run", run_id).tags for run_id in ("a", "b"))
+    assert (first, second) == ({"run": "run", "run_id": "a"}, {"run": "run", "run_id": "b"})
 
 
 def test_what_was_is_told():

@@ -17,6 +17,25 @@ CLOUDS = ("aws", "gcp", "azure")
 PATIENCE_S = 10.0
 
 
+class Heard:
+    """What a watch tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+        self.event = threading.Event()
+
+    def tell(self, cloud: str, left_s: float) -> None:
+        self.told.append((cloud, left_s))
+        self.event.set()
+
+
+def await_asked(server: MetadataServer, more: int) -> None:
+    deadline, wanted = time.monotonic() + PATIENCE_S, server.num_asked + more
+    while server.num_asked < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # polling, bounded by the deadline
+
+
 @pytest.fixture(params=CLOUDS)
 def server(request):
     with MetadataServer(request.param) as found:
@@ -39,32 +58,63 @@ def test_the_cloud_is_found(server):
     assert Metadata(server.url).find() == server.cloud
 
 
+def test_the_cloud_is_found_though_the_server_was_away_at_first(server, caplog):
+    heard = Heard()
+    server.is_away = True
+    SpotWatch(SpotSource("auto", server.url), heard.tell)
+    await_asked(server, 2 * len(CLOUDS))
+    server.is_away = False
+    server.give_notice(60.0)
+    assert heard.event.wait(PATIENCE_S)
+    assert [cloud for cloud, _ in heard.told] == [server.cloud]
+    assert len([r for r in caplog.records if "none of aws, gcp, azure is found" in r.message]) == 1
+
+
+def test_azure_is_found_before_its_events_are_turned_on():
+    with MetadataServer("azure") as server:
+        server.says = "not yet"
+        assert Metadata(server.url).find() == "azure"
+
+
 def test_a_server_of_none_is_none():
     with MetadataServer("none") as server:
         assert Metadata(server.url).find() == ""
 
 
 def test_the_watch_tells_once_though_the_server_was_away(server, caplog):
-    told: list[tuple[str, float]] = []
-    heard = threading.Event()
-
-    def tell(cloud: str, left_s: float) -> None:
-        told.append((cloud, left_s))
-        heard.set()
-
+    heard = Heard()
     server.is_away = True
-    SpotWatch(SpotSource(server.cloud, server.url), tell)
-    deadline = time.monotonic() + PATIENCE_S
-    while server.num_asked < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)  # polling, bounded by the deadline
-    assert not heard.is_set()
+    SpotWatch(SpotSource(server.cloud, server.url), heard.tell)
+    await_asked(server, 3)
+    assert not heard.event.is_set()
     server.is_away = False
     server.give_notice(60.0)
-    assert heard.wait(PATIENCE_S)
-    assert [cloud for cloud, _ in told] == [server.cloud]
+    assert heard.event.wait(PATIENCE_S)
+    assert [cloud for cloud, _ in heard.told] == [server.cloud]
     trouble = [r for r in caplog.records if "does not answer" in r.message]
     assert len(trouble) == 1, "a server that is away is told once"
+
+
+def test_the_watch_goes_on_though_what_it_was_told_is_garbled(server):
+    heard = Heard()
+    server.is_garbled = True
+    SpotWatch(SpotSource(server.cloud, server.url), heard.tell)
+    await_asked(server, 2)
+    server.is_garbled = False
+    for says in ("[]", "[" * 50_000, '{"Events": [3], "time": 3}', "\x00"):
+        server.says = says
+        await_asked(server, 1)
+    server.give_notice(60.0)
+    assert heard.event.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("says", ["[]", "[" * 50_000, '{"Events": [3], "time": 3}'])
+def test_a_garbled_answer_is_of_no_cloud(says):
+    with MetadataServer("aws") as server:
+        server.says = says
+        assert Metadata(server.url).find() == ""
+        server.is_garbled = True
+        assert Metadata(server.url).find() == ""
 
 
 def test_an_event_of_another_machine_or_another_kind_is_no_notice():

@@ -3,6 +3,7 @@
 Says only that it comes, and when: what follows is elastic/control's. One small thread per worker.
 """
 
+import http.client
 import json
 import logging
 import threading
@@ -16,6 +17,8 @@ from email.utils import parsedate_to_datetime
 from elastic.protocol.spot import AUTO, HOST, SpotSource
 
 ASK_EVERY_S = 0.5
+FIND_AT_LEAST_EVERY_S = 10.0
+"""Pauses between questions which cloud's the machine is double up to this."""
 ANSWER_S = 2.0
 TOKEN_S = 21600
 """For so long is a token of AWS good."""
@@ -25,7 +28,15 @@ AWS, GCP = "/latest/meta-data/spot/instance-action", "/computeMetadata/v1/instan
 AWS_TOKEN = "/latest/api/token"
 AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+AZURE_SIGN = "/metadata/instance/compute/azEnvironment?api-version=2021-02-01&format=text"
+"""The machine's environment: AzurePublicCloud, AzureUSGovernmentCloud and others. The first
+question for events takes minutes, as it turns them on."""
 AZURE_ENDS = ("Preempt", "Terminate")
+NO_ANSWER = (
+    *(OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What asking raises where the server is away, or says what none of its cloud would."""
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +49,19 @@ class Metadata:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token, self._token_until = "", 0.0
         self._name = ""
+        self._notices = {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}
 
     def left_s(self, cloud: str) -> float | None:
-        """Seconds until this machine goes; None: nobody says that it does. OSError if the server
-        does not answer."""
-        return {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[cloud]()
+        """Seconds until this machine goes; None: nobody says that it does. One of NO_ANSWER if
+        the server gives none that can be read."""
+        return self._notices[cloud]()
 
     def find(self) -> str:
         """Which cloud's it is; empty if it is none of them."""
-        for cloud in LEAST_S:
+        for cloud, sign in {**self._notices, "azure": self._azure_sign}.items():
             try:
-                self.left_s(cloud)
-            except (OSError, ValueError):
+                sign()
+            except NO_ANSWER:
                 continue
             return cloud
         return ""
@@ -75,6 +87,11 @@ class Metadata:
         if said not in ("TRUE", "FALSE"):
             raise ValueError(f"no metadata server of GCP: {said[:40]!r}")
         return LEAST_S["gcp"] if said == "TRUE" else None
+
+    def _azure_sign(self) -> None:
+        said = self._ask(AZURE_SIGN, {"Metadata": "true"})
+        if not said.startswith("Azure"):
+            raise ValueError(f"no metadata server of Azure: {said[:40]!r}")
 
     def _azure(self) -> float | None:
         head = {"Metadata": "true"}
@@ -110,13 +127,12 @@ class SpotWatch:
 
     def _watch(self) -> None:
         metadata, cloud = Metadata(self._source.url or HOST), self._source.cloud
-        if cloud == AUTO and not (cloud := metadata.find()):
-            log.warning('spot reason="no metadata server of %s answers"', ", ".join(LEAST_S))
-            return
+        if cloud == AUTO:
+            cloud = self._find(metadata)
         while True:
             try:
                 left_s = metadata.left_s(cloud)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except NO_ANSWER as error:
                 self._note(f"{type(error).__name__}: {error}")
             else:
                 self._trouble = ""
@@ -125,6 +141,15 @@ class SpotWatch:
                     self._tell(cloud, left_s)
                     return
             time.sleep(ASK_EVERY_S)
+
+    def _find(self, metadata: Metadata) -> str:
+        """Until one answers: a machine's own may come up after its workers."""
+        pause_s = ASK_EVERY_S
+        while not (cloud := metadata.find()):
+            self._note(f"none of {', '.join(LEAST_S)} is found")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, FIND_AT_LEAST_EVERY_S)
+        return cloud
 
     def _note(self, trouble: str) -> None:
         """Once: a server that is away says nothing for as long as it is."""

@@ -15,9 +15,10 @@ import shlex
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,15 @@ from elastic.store.files import first_line
 Tell = Callable[[str], object]
 PORT = 8265
 REACH_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 30.0
+"""Within so long the server answers, also to a folder that it is sent."""
+QUIET_S = 30.0
+"""A log that says nothing for so long is asked for anew: its connection may be dead."""
 AWAY_S = 30.0
 """For so long may the server be away before who follows a job gives up."""
 LOOK_EVERY_S = 0.2
+STOP_S = 6.0
+"""A job that is stopped is killed after 3 s."""
 RUN_DIRECTORY = "elastic_run_directory"
 """A job's metadata has it under this name."""
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -82,10 +89,11 @@ class Environment:
 class JobServer:
     """Use it from one thread."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, quiet_s: float = QUIET_S) -> None:
         """address: of HTTP; None: what Ray's environment variables say. WrongInput if there is
         none, or no job server answers there."""
         self.address = url_of(address or address_in_environment())
+        self._quiet_s = quiet_s
         if find_spec("aiohttp") is None:
             raise WrongInput(
                 "to reach a cluster from outside, ray[default] is needed: "
@@ -97,7 +105,9 @@ class JobServer:
         for name in ITS_LOGGERS:  # they tell of each connection
             logging.getLogger(name).setLevel(logging.WARNING)
         with without_addresses(), self._asking():
-            self._client = JobSubmissionClient(self.address)
+            self._client = client = JobSubmissionClient(self.address)
+        limits = (REACH_TIMEOUT_S, ANSWER_TIMEOUT_S)  # Ray's own requests have no deadline
+        client._do_request = partial(client._do_request, timeout=limits)  # pyright: ignore
 
     # --- what jobs there are ------------------------------------------------------------
     def submit(
@@ -139,10 +149,17 @@ class JobServer:
         with self._asking():
             self._client.stop_job(job_id)
 
-    def forget(self, job_id: str) -> None:
-        """Take a job that is over off the server's list."""
-        with self._asking():
-            self._client.delete_job(job_id)
+    def discard(self, job_id: str) -> None:
+        """End a job if it is not over, and take it off the server's list. What cannot be reached
+        stays there: whoever calls has told what there was to tell."""
+        with suppress(ControllerLost, WrongInput):
+            if not self.look(job_id).is_over:
+                self.stop(job_id)
+                deadline = time.monotonic() + STOP_S
+                while not self.look(job_id).is_over and time.monotonic() < deadline:
+                    time.sleep(LOOK_EVERY_S)
+            with self._asking():
+                self._client.delete_job(job_id)
 
     def log(self, job_id: str) -> list[str]:
         """The lines that its command has printed."""
@@ -162,10 +179,12 @@ class JobServer:
         while True:
             lines.begin()
             try:
-                async for piece in self._client.tail_job_logs(job_id):
+                pieces = self._client.tail_job_logs(job_id)
+                while (piece := await self._next(pieces)) is not None:
                     away_since = None
                     lines.take(piece)
                 job = await asyncio.to_thread(self.look, job_id)
+                away_since = None
                 if job.is_over:
                     lines.end()
                     return job
@@ -178,6 +197,14 @@ class JobServer:
                         "another resumes the run"
                     ) from error
             await asyncio.sleep(1.0)
+
+    async def _next(self, pieces: AsyncIterator[str]) -> str | None:
+        """None at the log's end, or if it is quiet for long."""
+        try:
+            async with asyncio.timeout(self._quiet_s):
+                return await anext(pieces, None)
+        except TimeoutError:
+            return None
 
     @contextmanager
     def _asking(self) -> Generator[None]:

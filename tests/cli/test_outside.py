@@ -1,0 +1,65 @@
+"""`--cluster`: a command's own job on the cluster is ended and forgotten, however it ends."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from elastic.cli.app import main
+from elastic.on_ray.driver.job_server import JobServer
+from tests.cli.fake_jobs import FakeJobs
+
+RUN = "/shared/runs/first"
+
+
+@pytest.fixture
+def jobs():
+    with FakeJobs() as found:
+        yield found
+
+
+def test_a_command_that_cannot_be_carried_out_leaves_no_job(jobs, capsys):
+    jobs.status, jobs.exit_status = "FAILED", 1
+    jobs.message = "/usr/bin/python: No module named elastic"
+    assert main(["status", RUN, "--cluster", jobs.address]) == 2
+    assert "has no elastic" in capsys.readouterr().err
+    assert jobs.names == []
+
+
+@pytest.mark.timeout(60)
+def test_a_log_whose_connection_is_dead_is_asked_for_anew(jobs):
+    jobs.log, jobs.is_mute = "one\ntwo\n", True
+
+    def revive() -> None:
+        if jobs.num_tails == 3:
+            jobs.log, jobs.is_mute = "one\ntwo\nthree\n", False
+            jobs.status, jobs.exit_status = "SUCCEEDED", 0
+
+    jobs.on_tail = revive
+    told: list[str] = []
+    job = JobServer(jobs.address, quiet_s=0.3).follow("id", told.append)
+    assert (job.exit_status, told, jobs.num_tails) == (0, ["one", "two", "three"], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status", RUN), f"no longer asking; the run is left alone: `elastic status {RUN}`"),
+        (("stop", RUN), f"no longer asking; it may have been asked: `elastic status {RUN}`"),
+        (("scale", RUN, "3"), f"no longer asking; it may have been asked: `elastic status {RUN}`"),
+    ],
+)
+def test_an_interrupt_leaves_no_job_and_says_what_may_have_been_asked(jobs, words, said):
+    follows = threading.Event()
+    jobs.on_tail, jobs.is_mute = follows.set, True
+    process = subprocess.Popen(
+        [sys.executable, "-m", "elastic", *words, "--cluster", jobs.address],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+    )
+    assert follows.wait(60), process.communicate(timeout=10)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, f"{said}\n", "")
+    assert jobs.names == []
