@@ -38,6 +38,9 @@ ELSEWHERE = {
     "on_ray/driver/remote_faults.py join",  # a command's process
     "on_ray/driver/remote_faults.py signal_process",
     "on_ray/driver/remote_run.py ask_to_end",
+    "on_ray/driver/remote_run.py controller_of",
+    "on_ray/driver/remote_run.py answer_of",
+    "on_ray/placement/drain.py drain_node",  # the same, or the thread of a worker's notice
 }
 DRIVER = "on_ray/driver/submission.py "
 BESIDE_THE_LOOP = {

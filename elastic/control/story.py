@@ -118,6 +118,7 @@ def what_was_said(event: Event, membership: Membership | None, worker: int) -> s
             | e.SyncFailed()
             | e.DrainNotice()
             | e.UserFailed()
+            | e.Resized()
         ):
             return ""
         case _:

@@ -66,10 +66,10 @@ ALL_LOST: list[Event] = [
 
 ADOPTED: list[Event] = [
     Adopted((Standing(0, "stopped", 2, 0, 2, 3),), 9.0),
-    Suspended(4, 0, 3, False, False, 9.5),
-    Joined(5, 0, 0.0, 10.0),
-    Committed(5, 3, 0.5, 10.0),
-    Committed(5, 4, 1.0, 11.0),
+    Suspended(7, 0, 3, False, False, 9.5),
+    Joined(8, 0, 0.0, 10.0),
+    Committed(8, 3, 0.5, 10.0),
+    Committed(8, 4, 1.0, 11.0),
 ]
 """The controller dies, then rank 1, which has voted for step 3 at 8.0."""
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -78,11 +79,13 @@ def test_what_cannot_be_served_is_one_line(run_dir, tmp_path, capsys):
 def test_the_command_says_where_and_ends_with_an_interrupt(run_dir):
     process = subprocess.Popen(
         [sys.executable, "-m", "elastic", "serve", str(run_dir)],
+        # As in a terminal: whoever runs the tests in the background has interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
     )
     line = process.stdout.readline()
     assert line.startswith("http://127.0.0.1:"), process.communicate()
-    process.send_signal(2)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (
         0,
