@@ -1,6 +1,7 @@
 """Fixtures of more than one suite."""
 
 import os
+import signal
 import threading
 
 import pytest
@@ -8,6 +9,10 @@ import pytest
 from elastic.store.claim import Claim
 from elastic.store.run_directory import RunDirectory
 from tests.object_store import CREDENTIALS, FaultProxy, S3Server
+
+# As in a terminal: who runs the tests in the background has interrupts ignored, and so would have
+# all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

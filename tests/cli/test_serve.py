@@ -79,8 +79,6 @@ def test_what_cannot_be_served_is_one_line(run_dir, tmp_path, capsys):
 def test_the_command_says_where_and_ends_with_an_interrupt(run_dir):
     process = subprocess.Popen(
         [sys.executable, "-m", "elastic", "serve", str(run_dir)],
-        # As in a terminal: whoever runs the tests in the background has interrupts ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
     )
     line = process.stdout.readline()
