@@ -1,6 +1,7 @@
 """Where the time of a live run's steps goes, measured on every rank and shown while it goes on."""
 
 import json
+import statistics
 import subprocess
 import sys
 
@@ -14,6 +15,11 @@ pytestmark = pytest.mark.cluster
 def elastic(run, *arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "elastic", *map(str, arguments)]
     return subprocess.run(command, env=run.env, text=True, capture_output=True, timeout=60)
+
+
+def idle_share(lines: list[dict]) -> float:
+    waited_s, busy_s = sum(x["wait_s"] for x in lines), sum(x["compute_s"] for x in lines)
+    return waited_s / (busy_s + waited_s)
 
 
 def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start):
@@ -38,10 +44,8 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
         if line["rank"] == 0:
             assert of_step == pytest.approx(took[line["step"]], rel=0.01)
     waited_s = sum(x["wait_s"] for x in lines)
-    busy_s = sum(x["compute_s"] for x in lines)
-    assert waited_s / (busy_s + waited_s) == pytest.approx(
-        1 / 3, abs=0.02
-    )  # whatever else runs here
+    idle = [idle_share([x for x in lines if x["step"] == step]) for step in took]
+    assert statistics.median(idle) == pytest.approx(1 / 3, abs=0.02), "a busy machine stalls some"
     assert end["result"]["badput"]["idle"] == pytest.approx(waited_s / 3, rel=0.02)
 
     done = elastic(run, "chaos", "report", run.directory, "--report", run.directory / "cost")
