@@ -39,6 +39,7 @@ class FakeJobs:
         app.router.add_get("/api/jobs/{id}", self._look)
         app.router.add_delete("/api/jobs/{id}", self._delete)
         app.router.add_post("/api/jobs/{id}/stop", self._stop)
+        app.router.add_get("/api/jobs/{id}/logs", self._whole_log)
         app.router.add_get("/api/jobs/{id}/logs/tail", self._tail)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
@@ -72,6 +73,9 @@ class FakeJobs:
             return web.Response(status=500, text="it is not in a terminal state")
         self.names.remove(request.match_info["id"])
         return web.json_response({"deleted": True})
+
+    async def _whole_log(self, _) -> web.Response:
+        return web.json_response({"logs": self.log})
 
     async def _tail(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

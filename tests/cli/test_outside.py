@@ -43,6 +43,20 @@ def test_a_log_whose_connection_is_dead_is_asked_for_anew(jobs):
     assert (job.exit_status, told, jobs.num_tails) == (0, ["one", "two", "three"], 3)
 
 
+@pytest.mark.timeout(60)
+def test_what_a_job_says_at_its_end_is_told_though_its_tail_was_left_before(jobs):
+    jobs.log, jobs.is_mute = "one\ntwo\nthr", True
+
+    def end(text: str) -> None:
+        told.append(text)
+        if text == "two":
+            jobs.log, jobs.status, jobs.exit_status = "one\ntwo\nthree\nfour", "SUCCEEDED", 0
+
+    told: list[str] = []
+    job = JobServer(jobs.address, quiet_s=0.3).follow("id", end)
+    assert (job.exit_status, told, jobs.num_tails) == (0, ["one", "two", "three", "four"], 1)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -163,9 +163,12 @@ class JobServer:
 
     def log(self, job_id: str) -> list[str]:
         """The lines that its command has printed."""
+        return [line for line in self._text(job_id).splitlines() if not OF_RAY.match(line)]
+
+    def _text(self, job_id: str) -> str:
+        """Its whole log. WrongInput if there is none."""
         with self._asking():
-            text: str = self._client.get_job_logs(job_id)
-        return [line for line in text.splitlines() if not OF_RAY.match(line)]
+            return self._client.get_job_logs(job_id)
 
     def follow(self, job_id: str, tell: Tell) -> Job:
         """Tell each line of its command until that has ended; what has become of the job. A server
@@ -185,7 +188,9 @@ class JobServer:
                     lines.take(piece)
                 job = await asyncio.to_thread(self.look, job_id)
                 away_since = None
-                if job.is_over:
+                if job.is_over:  # its last lines may have come after the tail was left
+                    with suppress(WrongInput):
+                        lines.take_whole(await asyncio.to_thread(self._text, job_id))
                     lines.end()
                     return job
             except (RuntimeError, OSError, ClientError, ControllerLost) as error:
@@ -236,6 +241,10 @@ class Lines:
         *whole, self._rest = (self._rest + text).split("\n")
         for line in whole:
             self._see(line)
+
+    def take_whole(self, text: str) -> None:
+        self.begin()
+        self.take(text)
 
     def end(self) -> None:
         if self._rest:
