@@ -11,7 +11,6 @@ from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.reduction.bitwise import BitwiseReducer
-from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced
 
 
@@ -67,15 +66,7 @@ def reducer_of(model: nn.Module, group: Any, num_microbatches: int) -> tuple[Bit
     ids = microbatch_ids(num_microbatches, group.size(), group.rank())
     buffer = {"b": torch.zeros(3, dtype=torch.float64)}
     parameters = dict(model.named_parameters())
-    reducer = BitwiseReducer(parameters, buffer, group, ids, num_microbatches, is_clipped=True)
-    return reducer, ids
-
-
-def check_squares(reduced: Reduced, *, are_all: bool) -> None:
-    """Those that were taken while others travelled are those of the sums."""
-    assert not are_all or reduced.squares.keys() == reduced.gradients.keys()
-    for name, squares in reduced.squares.items():
-        assert torch.equal(squares, row_squares([reduced.gradients[name]]))
+    return BitwiseReducer(parameters, buffer, group, ids, num_microbatches), ids
 
 
 def summed(reduced: Reduced) -> list[bytes]:
@@ -94,9 +85,7 @@ def steps(group: Any, num_microbatches: int, count: int = 3) -> list[list[bytes]
             reducer.before_backward(i == ids[-1])
             model(batch_of(step, i), i).square().sum().backward()
             reducer.after_backward(i, [torch.full((3,), float(i), dtype=torch.float64)])
-        reduced = reducer.finish()
-        check_squares(reduced, are_all=group.size() > 1 and step > 0)
-        done.append(summed(reduced))
+        done.append(summed(reducer.finish()))
     reducer.close()
     return done
 

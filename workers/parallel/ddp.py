@@ -22,7 +22,7 @@ from workers.parallel.initial import initialise_modules, settle_small
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.fast import FastReducer
-from workers.reduction.norm import squares_by_name
+from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards, PlainForwards
 from workers.step.passes import Passes, PlainPasses
@@ -97,23 +97,18 @@ class Replicated:
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> Reducer:
         buffers, num_microbatches = self.train_state.buffers.floating, self._spec.num_microbatches
-        is_clipped = self.train_state.clip_norm is not None
         if self._spec.reduction == "fast":
-            return FastReducer(parameters, buffers, group, is_clipped=is_clipped)
+            return FastReducer(parameters, buffers, group)
         ids = mesh.ids(num_microbatches, group.rank())
-        return BitwiseReducer(
-            parameters, buffers, group, ids, num_microbatches, is_clipped=is_clipped
-        )
+        return BitwiseReducer(parameters, buffers, group, ids, num_microbatches)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
         gradients = reduced.gradients
         if self.train_state.clip_norm is None or not gradients:
             return reduced
-        left = {name: g for name, g in gradients.items() if name not in reduced.squares}
-        squares = {**reduced.squares, **squares_by_name(left)}
-        whole = read(torch.cat([squares[name] for name in gradients]))
-        num_rows = [len(squares[name]) for name in gradients]
-        return replace(reduced, squares=dict(zip(gradients, whole.split(num_rows), strict=True)))
+        squares = read(row_squares(list(gradients.values())))
+        rows = [g.shape[0] if g.dim() else 1 for g in gradients.values()]
+        return replace(reduced, squares=dict(zip(gradients, squares.split(rows), strict=True)))
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update)

@@ -2,14 +2,12 @@
 micro-batch ids (tree.py) while a backward runs, and its pieces travel while the last one does.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from workers.distributed.process_group import AnyGroup
-from workers.reduction.norm import squares_by_name
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
 from workers.reduction.tree_reduction import TreeReduction, pieces_of, reduce_tree
@@ -28,11 +26,7 @@ class BitwiseReducer:
         group: AnyGroup,
         ids: range,
         num_microbatches: int,
-        *,
-        is_clipped: bool = False,
     ) -> None:
-        """is_clipped: squares are wanted, of what is summed while the rest travels."""
-        self._is_clipped = is_clipped
         self._parameters, self._names = tuple(parameters.values()), tuple(parameters)
         self._buffers = tuple(buffers)
         self._group, self._num_microbatches = group, num_microbatches
@@ -100,21 +94,17 @@ class BitwiseReducer:
         return {name for name, used in zip(self._names, self._used, strict=True) if used}
 
     def finish(self) -> Reduced:
-        squares: dict[str, torch.Tensor] = {}
         if self._backward is not None:
-            views = self._layout.views(self._backward.sums)
-            taken = SquaresTaken(self._layout, self._pieces_of, self._parameters, views)
-            flats = self._backward.finish(taken.hear if self._is_clipped else None)
-            squares = taken.squares
+            flats = self._backward.finish()
         else:
             flats = reduce_tree(self._group, self._fold, self._num_microbatches)
-            views = self._layout.views(flats)
+        views = self._layout.views(flats)
         self._result = flats, views
         sums = dict(zip((*self._names, *self._buffers), views, strict=True))
         gradients = {
             n: sums[n].to(p.dtype) for n, p in zip(self._names, self._parameters, strict=True)
         }
-        return Reduced(gradients, {name: sums[name] for name in self._buffers}, squares)
+        return Reduced(gradients, {name: sums[name] for name in self._buffers})
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -209,47 +199,9 @@ class _Backward:
                 self._arriving.fold(*piece)
         self._arriving.close()
 
-    @property
-    def sums(self) -> Flats:
-        """Of the last one: where the sums come to be."""
-        assert self._reduction is not None
-        return self._reduction.result
-
-    def finish(self, on_summed: Callable[[Sequence[int]], None] | None) -> Flats:
+    def finish(self) -> Flats:
         """Of the last one. A collective. Raises PeerLost, and what a gradient's arrival raised."""
         if self._error is not None:
             raise self._error
         assert self._reduction is not None
-        return self._reduction.finish(on_summed)
-
-
-class SquaresTaken:
-    """Of a step's gradients, each once all of its pieces are summed."""
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        pieces_of: Sequence[Sequence[int]],
-        parameters: Sequence[torch.Tensor],
-        views: Sequence[torch.Tensor],
-    ) -> None:
-        """pieces_of: of each leaf. parameters: whose gradients may be of another dtype than their
-        sums, and are squared later. views: of the leaves' sums."""
-        self._names, self._views = layout.names, views
-        self._num_missing: dict[int, int] = {}
-        self._leaves_of: defaultdict[int, list[int]] = defaultdict(list)
-        for leaf, (covered, parameter) in enumerate(zip(pieces_of, parameters, strict=False)):
-            if views[leaf].dtype == parameter.dtype:
-                self._num_missing[leaf] = len(covered)
-                for piece in covered:
-                    self._leaves_of[piece].append(leaf)
-        self.squares: dict[str, torch.Tensor] = {}
-
-    def hear(self, summed: Sequence[int]) -> None:
-        """summed: pieces."""
-        whole: list[int] = []
-        for leaf in (leaf for piece in summed for leaf in self._leaves_of[piece]):
-            self._num_missing[leaf] -= 1
-            if not self._num_missing[leaf]:
-                whole.append(leaf)
-        self.squares |= squares_by_name({self._names[i]: self._views[i] for i in whole})
+        return self._reduction.finish()

@@ -3,14 +3,12 @@
 The order of addition is the backend's. The canonical tree is in tree.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from workers.distributed.process_group import AnyGroup
-from workers.reduction.norm import squares_by_name
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.tensors.strides import dense_strides
@@ -29,12 +27,8 @@ class FastReducer:
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
         group: AnyGroup,
-        *,
-        is_clipped: bool = False,
     ) -> None:
-        """is_clipped: squares are wanted, of a bucket while the next one travels."""
         self._parameters, self._buffers = parameters, buffers
-        self._is_clipped = is_clipped
         self._buckets = GradientBuckets(parameters, group)
         self.used: set[str] = set()
 
@@ -54,16 +48,11 @@ class FastReducer:
         raise AssertionError("replicas need nothing of each other's passes")
 
     def finish(self) -> Reduced:
-        squares: dict[str, Tensor] = {}
-
-        def on_summed(summed: Mapping[str, Tensor]) -> None:
-            squares.update(squares_by_name(summed))
-
-        gradients, flat = self._buckets.finish(on_summed if self._is_clipped else None)
+        gradients, flat = self._buckets.finish()
         sizes = [b.numel() for b in self._buffers.values()]
         sums = () if flat is None else flat.split(sizes)
         pairs = zip(sums, self._buffers.items(), strict=True)
-        return Reduced(gradients, {name: s.view(b.shape) for s, (name, b) in pairs}, squares)
+        return Reduced(gradients, {name: s.view(b.shape) for s, (name, b) in pairs})
 
     def close(self) -> None:
         self._buckets.close()
@@ -149,11 +138,8 @@ class GradientBuckets:
             flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
             self._buffer_sums = flat if self._buffer_sums is None else self._buffer_sums.add_(flat)
 
-    def finish(
-        self, on_summed: Callable[[Mapping[str, Tensor]], None] | None = None
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Launch what is left, wait, and give (summed gradients, flat summed buffers). on_summed:
-        told of each bucket's gradients while later ones travel; never with one rank.
+    def finish(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Launch what is left, wait, and give (summed gradients, flat summed buffers).
 
         A collective: an exception inside a hook is raised here. The gradients are the buckets'
         memory: valid until the next `begin`. With one rank they are the parameters' own, where
@@ -170,15 +156,14 @@ class GradientBuckets:
             self._launch_all()
         if self._error is not None:
             raise self._error
-        found: dict[str, Tensor] = {}
-        for pending, bucket in zip_longest(self._pending, self._buckets):
+        for pending in self._pending:
             pending.wait()
-            if bucket is not None:  # else the buffers are
-                names = [self._names[i] for i in bucket.members]
-                found |= (summed := dict(zip(names, bucket.views, strict=True)))
-                if on_summed is not None:
-                    on_summed(summed)
-        return {name: found[name] for name in self._names}, self._buffer_sums
+        views = {
+            i: view
+            for bucket in self._buckets
+            for i, view in zip(bucket.members, bucket.views, strict=True)
+        }
+        return {name: views[i] for i, name in enumerate(self._names)}, self._buffer_sums
 
     def close(self) -> None:
         for hook in self._hooks:

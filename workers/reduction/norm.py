@@ -6,7 +6,7 @@ elementwise additions. Clipping is multiplying by `clip_coefficient`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -31,15 +31,6 @@ def row_squares(gradients: Sequence[Tensor]) -> Tensor:
     if all(m.device.type == "cpu" for m in matrices):
         return squares_by_norms(matrices)
     return squares_by_halves(matrices)
-
-
-def squares_by_name(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`row_squares` of each."""
-    if not gradients:
-        return {}
-    num_rows = [len(g) if g.dim() else 1 for g in gradients.values()]
-    squares = row_squares(list(gradients.values())).split(num_rows)
-    return dict(zip(gradients, squares, strict=True))
 
 
 def squares_by_norms(matrices: Sequence[Tensor]) -> Tensor:

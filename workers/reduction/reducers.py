@@ -25,8 +25,7 @@ class Reduced:
     buffers: Mapping[str, torch.Tensor]
     """The tracked floating buffers, float64."""
     squares: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Of all rows of each gradient, for the norm: some that a reducer has come by while others
-    travelled; before the vote all, on the host. Empty where nothing is clipped."""
+    """Of all rows of each gradient, on the host; empty where nothing is clipped."""
 
     def is_finite(self, read: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """read: of the group that has summed them. No second pass where the norm is known: squares

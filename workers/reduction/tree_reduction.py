@@ -7,7 +7,7 @@ the same bits in either order.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,34 +72,27 @@ class TreeReduction:
         ]
         assert list(self._blocks[group.rank()]) == [block for block, _ in sums]
         self._partials = [flats for _, flats in sums]
-        self.result = fold.release_first()
+        self._result = fold.release_first()
         self._is_pair = [len(of_rank) for of_rank in self._blocks] == [1, 1]
         self.pieces = pieces_of(fold.layout, world_size)
         self._num_launched = 0
-        self._exchanges: deque[tuple[int, _Exchange | _Sharing | _Pair]] = deque()
-        self._gathering: deque[tuple[int, Pending]] = deque()
-        self._summed: list[int] = []
-        """Pieces whose sums are in their places, by their numbers, and nobody was told."""
+        self._exchanges: deque[_Exchange | _Sharing | _Pair] = deque()
+        self._gathering: deque[Pending] = deque()
 
     def launch(self, count: int) -> None:
         """Of the first `count` pieces, those that need not wait for others. Raises PeerLost."""
         while self._num_launched < count and self._has_room():
             self._launch_next()
 
-    def finish(self, on_summed: Callable[[Sequence[int]], None] | None = None) -> Flats:
-        """Launch the rest and wait. on_summed: told which pieces of `result` are summed, by their
-        numbers, while others travel. Raises PeerLost."""
+    def finish(self) -> Flats:
+        """Launch the rest and wait. Raises PeerLost."""
         while self._num_launched < len(self.pieces):
             self._launch_next()
-        while self._exchanges or self._gathering:
-            if self._exchanges:
-                self._fold_next()
-            else:
-                self._gather_next()
-            summed, self._summed = self._summed, []
-            if on_summed is not None and summed:
-                on_summed(summed)
-        return self.result
+        while self._exchanges:
+            self._fold_next()
+        while self._gathering:
+            self._gathering.popleft().wait()
+        return self._result
 
     def _has_room(self) -> bool:
         exchanges, gathering = self._exchanges, self._gathering
@@ -107,8 +100,8 @@ class TreeReduction:
             self._is_pair
             or len(exchanges) < PIECES_IN_FLIGHT
             or (
-                exchanges[0][1].pending.is_settled
-                and (len(gathering) < PIECES_IN_FLIGHT or gathering[0][1].is_settled)
+                exchanges[0].pending.is_settled
+                and (len(gathering) < PIECES_IN_FLIGHT or gathering[0].is_settled)
             )
         )
 
@@ -117,30 +110,22 @@ class TreeReduction:
             self._fold_next()
         part, at, size = self.pieces[self._num_launched]
         partials = [flats[part][at : at + size] for flats in self._partials]
-        result = self.result[part][at : at + size]
+        result = self._result[part][at : at + size]
         if self._is_pair:
             kind = _Pair
         elif _is_shared(self._blocks, size, result.device.type):
             kind = _Sharing
         else:
             kind = _Exchange
-        exchange = kind(self._group, self._blocks, partials, result)
-        self._exchanges.append((self._num_launched, exchange))
+        self._exchanges.append(kind(self._group, self._blocks, partials, result))
         self._num_launched += 1
 
     def _fold_next(self) -> None:
         if len(self._gathering) == PIECES_IN_FLIGHT:
-            self._gather_next()
-        number, exchange = self._exchanges.popleft()
-        if (gathering := exchange.fold()) is not None:
-            self._gathering.append((number, gathering))
-        else:
-            self._summed.append(number)
-
-    def _gather_next(self) -> None:
-        number, gathering = self._gathering.popleft()
-        gathering.wait()
-        self._summed.append(number)
+            self._gathering.popleft().wait()
+        gathering = self._exchanges.popleft().fold()
+        if gathering is not None:
+            self._gathering.append(gathering)
 
 
 class _Exchange:
