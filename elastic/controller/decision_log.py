@@ -15,9 +15,10 @@ from elastic.control.state import Decision, Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode, registry
 from elastic.protocol.errors import WrongInput, in_words
+from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.store.journal import lines_backwards
 
-TYPES = {**JOURNAL_TYPES, **registry(Account, GivenUp, Healing, Recovery)}
+TYPES = {**JOURNAL_TYPES, **registry(Account, GivenUp, Healing, Recovery, Planned, Stage)}
 
 
 class DecisionLog(NamedTuple):
@@ -30,6 +31,8 @@ class DecisionLog(NamedTuple):
     """The last line of metrics.jsonl, {} if it has none."""
     last_evaluation: tuple[int, int]
     """Step, and how many before it at this step; (-1, 0) for none since the last landmark."""
+    planned: Planned | None = None
+    """How members share the model, as they said last."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Landmark:
     run_id: str
     account: Account
     lost_steps: int
+    planned: Planned | None = None
+    """Said last, in a line of its own."""
 
 
 def line_of(
@@ -62,6 +67,8 @@ def line_of(
     if landmark is not None:
         line |= {"run": landmark.run_id, "account": encode(landmark.account)}
         line["lost_steps"] = landmark.lost_steps
+        if landmark.planned is not None:
+            line["planned_last"] = encode(landmark.planned)
     return line
 
 
@@ -105,4 +112,6 @@ def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | No
         break
     said = [line["evaluation"] for line in lines if "evaluation" in line]
     last_evaluation = (said[-1]["step"], said[-1]["ordinal"]) if said else (-1, 0)
-    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation)
+    plans = [head.get("planned_last"), *(line.get("planned") for line in lines)]
+    planned = next((decode(told, TYPES) for told in reversed(plans) if told is not None), None)
+    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation, planned)

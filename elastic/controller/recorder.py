@@ -20,8 +20,10 @@ from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read
 from elastic.controller.publisher import Checkpoints, Publisher
 from elastic.controller.writer import Writer
 from elastic.observe.anatomy import SharesByStep
+from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
+from elastic.protocol.messages.to_controller import Planned
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -71,6 +73,8 @@ class Recorder:
         self.account = open_account(now())
         self.lost_steps = 0
         self.last_metrics: dict[str, Any] = {}
+        self.planned: Planned | None = None
+        """How members share the model, as they said last."""
         self._events = 0
         self._early_lines: list[dict[str, Any]] = []
         self._pauses_s = pauses_s
@@ -171,7 +175,7 @@ class Recorder:
         take_over = functools.partial(checkpoints.take_over, is_open=has_formed)
         await run(self.writer.executor, take_over)
         self.account, self.lost_steps = past.account, past.lost_steps
-        self.last_metrics = past.last_metrics
+        self.last_metrics, self.planned = past.last_metrics, past.planned
         return past
 
     def _reopen(self) -> tuple[RunDirectory, DecisionLog] | None:
@@ -227,12 +231,16 @@ class Recorder:
         self._events += 1
         landmark = None
         if event is None or self._events % LEDGER_EVERY == 0:
-            landmark = Landmark(self.order["run_id"], self.account, self.lost_steps)
+            landmark = Landmark(self.order["run_id"], self.account, self.lost_steps, self.planned)
         is_plain_step = isinstance(event, e.Committed) and not decision.commands
         self._journal(line_of(event, decision, self.limits, at, landmark), may_wait=is_plain_step)
 
     def note(self, kind: str, fields: dict[str, Any]) -> None:
         self._journal({"at": self._now(), kind: fields})
+
+    def record_planned(self, said: Planned) -> None:
+        self.planned = said
+        self.note("planned", encode(said))
 
     def _journal(self, line: dict[str, Any], *, may_wait: bool = False) -> None:
         """may_wait: with the steps, of which no decision came."""

@@ -114,7 +114,6 @@ class Supervisor:
         )
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
-        self._planned: Planned | None = None
         self.stragglers = Stragglers(factor, note, self._replace)
         if not self.limits.is_whole:
             self.cluster.holders.turn_on(order["run_id"])
@@ -291,12 +290,9 @@ class Supervisor:
 
     def on_planned(self, said: Planned) -> None:
         """How the members of a generation share the model."""
-        self._planned = said
-        moved = said.moved_bytes
-        fields = {"generation": said.generation, "layout": said.layout, "moved_bytes": moved}
         for warning in said.warnings:
             log.warning('generation=%d reason="%s"', said.generation, warning)
-        self.record.note("planned", {**fields, "warnings": list(said.warnings)})
+        self.record.record_planned(said)
         self._status_due.set()
 
     def _fail(self, why: str) -> None:
@@ -367,7 +363,7 @@ class Supervisor:
             committed_checkpoint=self.record.committed,
             node_ip=self._host,
             reason=self._reason(self.decision),
-            planned=self._planned,
+            planned=self.record.planned,
             wanted=self._wanted(),
         )
 

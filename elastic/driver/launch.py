@@ -200,10 +200,10 @@ def finished_before(
         case resume.AlreadyFinished() as finished:
             print(finished, file=sys.stderr)
             return Result(**finished.result, run_directory=place)
-        case resume.Resumed() if past is not None and (
-            note := resume.changed_code(past.config, content)
-        ):
-            print(note, file=sys.stderr)
+        case resume.Resumed() if past is not None:
+            for changed in (resume.changed_code, resume.changed_parallel):
+                if note := changed(past.config, content):
+                    print(note, file=sys.stderr)
         case _:
             pass
     return None

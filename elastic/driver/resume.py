@@ -25,6 +25,7 @@ MAY_DIFFER = frozenset(
     [
         "workers",
         "standby",
+        "parallel",
         "detect_s",
         "max_failures",
         "address",
@@ -187,6 +188,17 @@ def changed_code(past: dict[str, Any], new: dict[str, Any]) -> str:
         f"note: {new['target_file']} has changed since this run was last started; it goes on with "
         "the new code"
     )
+
+
+def changed_parallel(past: dict[str, Any], new: dict[str, Any]) -> str:
+    """A line if the state of a checkpoint goes to another strategy, else empty."""
+    before, now = past.get("parallel"), new["parallel"]
+    if before is None or before == now:
+        return ""
+    line = f"note: this run was last started with parallel={before!r} and goes on with {now!r}"
+    if new["reduction"] != "bitwise":
+        line += "; reduction='fast' adds in another order there, so the last bits may differ"
+    return line
 
 
 def compare(

@@ -15,6 +15,7 @@ from elastic.driver.resume import (
     PastRun,
     Resumed,
     changed_code,
+    changed_parallel,
     compare,
     config_json,
     newest_generation,
@@ -57,6 +58,7 @@ def test_a_name_that_nobody_used_is_a_fresh_run():
         {},
         {"workers": (2, 4)},
         {"standby": 1},
+        {"parallel": "fsdp"},
         {"detect_s": None},
         {"max_failures": 1},
         {"address": "ray://x"},
@@ -84,9 +86,6 @@ def test_a_run_directory_of_before_the_settings_were_grouped_is_resumed():
     before = config_json(past, "/j.py:Job", {}, {"torch": "2.13"})
     now = config_json(config.to_json(), "/j.py:Job", {}, {"torch": "2.13"})
     assert compare("/s/r", replace(PAST, config=before), now) == Resumed()
-    assert "parallel was 'hsdp:4' and now is 'fsdp'" in refusal(
-        replace(PAST, config=before), {**now, "parallel": "fsdp"}
-    )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +122,14 @@ def test_the_same_module_in_another_folder_is_the_same_target_and_changed_code_i
     note = f"note: {here} has changed since this run was last started; it goes on"
     assert changed_code(before, edited).startswith(note)
     assert changed_code(edited, edited) == "", "told once"
+
+
+def test_another_strategy_is_told():
+    before, now = content(parallel="pp:3"), content(parallel="fsdp", reduction="bitwise")
+    note = "note: this run was last started with parallel='pp:3' and goes on with 'fsdp'"
+    assert changed_parallel(before, now) == note
+    assert changed_parallel(before, content()).endswith("so the last bits may differ")
+    assert changed_parallel(now, now) == changed_parallel({}, now) == ""
 
 
 def test_a_bitwise_run_goes_on_with_its_number_of_threads_only():

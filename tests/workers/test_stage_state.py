@@ -92,7 +92,7 @@ def test_what_nobody_has_moves_and_the_rest_stays():
 def made(parallel: str, name: str, precision: str = "fp32") -> Any:
     """A strategy that stands for the initial state."""
     if parallel.startswith("pp"):
-        return build(name, precision)
+        return build(name, precision, parallel=parallel)
     torch.set_num_threads(1)
     config = spec_of(parallel, global_batch=16, micro_batch=4, precision=precision)
     strategy = build_strategy(Work(name), config, CPU, NoBackup)
@@ -148,6 +148,31 @@ def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_
     ]
     results = run_ranks(4, partial(load, worlds=worlds))
     assert results[0] == [saved[0][1]] * len(worlds)
+
+
+def test_a_run_that_goes_on_under_other_strategies_has_the_bits_of_one_undisturbed_rank(tmp_path):
+    """Each part of it resumes from the last one's checkpoint, trains on and saves."""
+    name, place = "resnet", str(tmp_path)
+    parts = [("pp:3", 3), ("fsdp", 2), ("ddp", 2), ("pp:2/GPipe", 3)]
+    undisturbed = made("ddp", name)
+    train(undisturbed, Alone(), name, len(parts))
+
+    def body(ranks: Ranks, step: int, parallel: str) -> Any:
+        world_size = dict(parts)[parallel]
+        if ranks.index >= world_size:
+            return None
+        group, strategy = ranks.form(1, list(range(world_size))), made(parallel, name)
+        if step:
+            assert strategy.load(catalogue_in(place), 0, 0, lambda: None) == []
+        enter(strategy, group, step, catalogue_in(place))
+        train(strategy, group, name, 1)
+        return saved_by(ranks, strategy, group, place)
+
+    for step, (parallel, world_size) in enumerate(parts):
+        saved = run_ranks(3, partial(body, step=step, parallel=parallel))[:world_size]
+        files = [part for (part, _), _ in saved]
+        catalogue_in(place).publish(step + 1, 1, files, saved[0][0][1], {})
+    assert {weights for _, weights in saved} == {sha256(undisturbed)}
 
 
 class Deferred(Work):

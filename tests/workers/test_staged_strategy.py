@@ -43,11 +43,13 @@ class Work:
         return self.case.loss(model, batch)
 
 
-def build(name: str, precision: str = "fp32", *, is_examined: bool = True) -> Staged:
+def build(
+    name: str, precision: str = "fp32", *, parallel: str = "pp:2", is_examined: bool = True
+) -> Staged:
     torch.set_num_threads(1)
     work = Work(name)
-    config = spec("pp:2", global_batch=16, micro_batch=4, precision=precision)
-    strategy = build_staged(work, config, CPU, NoBackup(), 2)
+    config = spec(parallel, global_batch=16, micro_batch=4, precision=precision)
+    strategy = build_staged(work, config, CPU, NoBackup(), config.parallel.pp)
     batch = work.case.batches()[0]
     if is_examined:
         strategy.examine(lambda: work.loss(strategy.train_state.model, batch))

@@ -1,0 +1,44 @@
+"""The layout of a generation: what a controller's successor shows of it without asking again."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from elastic.control.events import Committed
+from elastic.control.transition import start
+from elastic.controller import recorder as recorder_file
+from elastic.protocol.messages.to_controller import Planned, Stage
+from tests.test_recorder import close, recorder, settled
+
+FIRST = Planned(1, "1 pipeline of 2 stages", (), (Stage(0, 0, (0, 2)), Stage(0, 1, (2, 5))))
+SECOND = Planned(2, "1 pipeline of 1 stage", ("idle",), (None, Stage(0, 0, (0, 5))), 320)
+
+
+@pytest.mark.parametrize("every", [1000, 3], ids=["since its start", "before a landmark"])
+def test_a_successor_knows_the_layout_that_was_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+):
+    """A reading back stops at the last line that has the whole ledger."""
+    monkeypatch.setattr(recorder_file, "LEDGER_EVERY", every)
+
+    async def run() -> None:
+        died = recorder(str(tmp_path))
+        await died.open_at(0, [])
+        decision = start(died.limits, 5.0)
+        died.record(None, None, decision)
+        for said in (FIRST, SECOND):
+            died.record_planned(said)
+        for step in range(1, 5):
+            died.record(Committed(1, step, 0.1, 5.0 + step), decision, decision)
+        await settled(died)
+        died.writer.executor.shutdown()
+        successor = recorder(str(tmp_path))
+        assert await successor.reopen() is not None
+        assert successor.planned == SECOND
+        await close(successor)
+
+    asyncio.run(run())
+    lines = (tmp_path / "r" / "journal.jsonl").read_text()
+    assert lines.count('"planned_last"') == (every == 3)
+    assert lines.count('"planned"') == 2
