@@ -6,7 +6,7 @@ It packs TARGET's folder and what the job needs; the run itself is `elastic run`
 import inspect
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,6 +93,7 @@ def carry_out(
 
     place = place_of(storage, name)
     runtime_env = runtime_env_of(Environment(folder, place, pip, uv, variables))
+    refuse_keys((*runtime_env.get("pip", ()), *runtime_env.get("uv", ())))
     server = open_server(cluster)
     options = {**options, "storage": storage, "name": name}
     detach, as_json = options.pop("detach"), options["as_json"]
@@ -182,6 +183,16 @@ def refuse_secrets(options: dict[str, Any]) -> None:
             f"--set {hidden[0]}=... is a secret, which would be in the job's command for everyone "
             "to read: give the nodes a role, or --env KEY=VALUE, which the workload reads"
         )
+
+
+def refuse_keys(requirements: Iterable[str]) -> None:
+    """The server shows a job's requirements to everyone, too."""
+    for line in requirements:
+        if (shown := shown_text(line)) != line:
+            raise WrongInput(
+                f"the requirement {shown!r} has keys in it, which would be in the job's "
+                "environment for everyone to read: configure the index on the nodes (pip.conf)"
+            )
 
 
 def variables_in(settings: list[str]) -> dict[str, str]:

@@ -158,6 +158,13 @@ def test_a_target_that_is_not_there_is_refused_here(job, capsys):
     assert "shadows our package 'workers'" in refused(capsys, "submit", "job.py:Job", *words)
 
 
+def test_keys_in_requirements_are_refused(job, capsys):
+    (job.parent / "needs.txt").write_text("one==1\n--extra-index-url https://me:hush@host/simple\n")
+    words = ["submit", "job.py:Job", *NEEDED, *STORED, "--pip", "needs.txt", "--cluster", "h:1"]
+    line = refused(capsys, *words)
+    assert "'--extra-index-url https://***@host/simple' has keys in it" in line
+
+
 @pytest.mark.parametrize("command", ["status", "watch", "stop", "logs"])
 def test_a_cluster_that_is_not_reached_is_one_line(job, capsys, command):
     said = refused(capsys, command, "/shared/runs/first", "--cluster", "127.0.0.1:9")
