@@ -24,6 +24,7 @@ from elastic.cli import (
     checkpoint_exchange,
     cluster,
     data,
+    experiment,
     init,
     journal,
     logs,
@@ -407,3 +408,4 @@ app.command()(report.report)
 app.command()(serve.serve)
 app.command()(journal.replay)
 app.command()(journal.story)
+app.command()(experiment.experiment)

@@ -20,7 +20,7 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.reports import CAUSES
 
 MISSING = (
-    "elastic report draws with bokeh, which is not installed: "
+    "the page is drawn with bokeh, which is not installed: "
     "pip install 'elastic-ray-trainer[report]'"
 )
 LOSS_BINS, SCALAR_BINS = 1500, 500
@@ -57,12 +57,7 @@ class Drawn:
 
 def draw(record: RunRecord) -> Drawn:
     """WrongInput without Bokeh."""
-    try:
-        plotting, models = import_module("bokeh.plotting"), import_module("bokeh.models")
-        resources, embed = import_module("bokeh.resources"), import_module("bokeh.embed")
-    except ImportError as error:
-        raise WrongInput(MISSING) from error
-    charts = Charts(plotting, models)
+    charts = open_charts()
     began = record.began
     if record.timeline is not None:
         workers(charts, record.timeline)
@@ -72,9 +67,23 @@ def draw(record: RunRecord) -> Drawn:
     curves(charts, record, began)
     if record.anatomy is not None:
         anatomy(charts, record.anatomy, began)
-    library = resources.Resources(mode="inline", components=["bokeh"], minified=True)
+    return embedded(charts)
+
+
+def open_charts() -> Charts:
+    """WrongInput without Bokeh."""
+    try:
+        return Charts(import_module("bokeh.plotting"), import_module("bokeh.models"))
+    except ImportError as error:
+        raise WrongInput(MISSING) from error
+
+
+def embedded(charts: Charts) -> Drawn:
+    """All that were drawn."""
     if not charts.found:
         return Drawn("", "", {})
+    resources, embed = import_module("bokeh.resources"), import_module("bokeh.embed")
+    library = resources.Resources(mode="inline", components=["bokeh"], minified=True)
     script, places = embed.components(charts.found, wrap_script=False)
     return Drawn("\n".join(library.js_raw), str(script), dict(places))
 

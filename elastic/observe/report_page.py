@@ -11,6 +11,7 @@ import html
 import json
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from elastic.chaos.text import one_line
@@ -67,7 +68,7 @@ def text(value: object, most: int = MOST_CHARACTERS) -> str:
 
 def page(record: RunRecord, drawn: Drawn, place: str, command: str) -> str:
     """place: of the run, for people; command: that does the same again."""
-    title = text(f"{record.name}: report", 200)
+    title = f"{record.name}: report"
     sections = [
         head(record, place),
         workers(record, drawn),
@@ -80,6 +81,11 @@ def page(record: RunRecord, drawn: Drawn, place: str, command: str) -> str:
         configuration(record),
         reproduce(record, command),
     ]
+    return document(title, sections, drawn)
+
+
+def document(title: str, sections: Sequence[str], drawn: Drawn) -> str:
+    """title: any text. sections: HTML."""
     scripts = [safe(drawn.library), safe(drawn.script)]
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:; "
@@ -89,7 +95,7 @@ def page(record: RunRecord, drawn: Drawn, place: str, command: str) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{MARK}'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body>\n"
+        f"<title>{text(title, 200)}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(sections)
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body></html>\n"

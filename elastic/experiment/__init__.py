@@ -1,0 +1,1 @@
+"""`elastic experiment`: scenarios and seeds over live runs, and what came of them."""
