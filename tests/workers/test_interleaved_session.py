@@ -49,8 +49,8 @@ def take_step(rig: Rig) -> None:
         step.commit()
 
 
-def trained(parallel: str, group: Any = None) -> tuple[str, list[Any]]:
-    """The weights' hash, and what the first rank reports of each step."""
+def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
+    """The weights' hash, an evaluation, and what the first rank reports of each step."""
     torch.set_num_threads(1)
     rig = Rig("bitwise", Work(), parallel=parallel)
     if isinstance(rig.strategy, Staged):
@@ -66,10 +66,13 @@ def trained(parallel: str, group: Any = None) -> tuple[str, list[Any]]:
         enter(rig.strategy, group, 0)
     for _ in range(STEPS):
         take_step(rig)
+    values = [{"x": torch.full((WIDTH,), i / 5), "y": torch.tensor(i % 2)} for i in range(10)]
+    evaluated = rig.session.evaluate(values, rig.workload.loss)
     told = [step["metrics"] for of, _ in rig.link.of("committed") for step in of["steps"]]
     rig.loader.close()
     names = ("step", "loss", "user", "samples")
-    return rig.strategy.weights_sha256(), [[m[name] for name in names] for m in told]
+    about = [[m[name] for name in names] for m in told]
+    return rig.strategy.weights_sha256(), evaluated, about
 
 
 def test_a_step_in_two_stages_on_each_rank_reports_what_ddp_does():
@@ -78,8 +81,8 @@ def test_a_step_in_two_stages_on_each_rank_reports_what_ddp_does():
         process._config["daemon"] = False  # it has a loader process, which dies with it
         return trained("pp:2/Interleaved1F1B", ranks.form(1, [0, 1]))
 
-    sha256, told = trained("ddp")
+    sha256, evaluated, told = trained("ddp")
     first, second = run_ranks(2, body)
     assert [step for step, *_ in told] == [1, 2, 3]
-    assert first == (sha256, told)
-    assert second == (sha256, [])
+    assert first == (sha256, evaluated, told)
+    assert second == (sha256, evaluated, [])
