@@ -7,7 +7,6 @@ evaluation that another completed takes it from there.
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -94,9 +93,14 @@ def _evaluate_ids(
                 if member.is_cancelled:
                     raise PeerLost("the generation was given up")
                 at = range(i * spec.micro_batch, min((i + 1) * spec.micro_batch, len(dataset)))
-                seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.train_state.step, i)
-                batch = to_device(collate([dataset[k] for k in at]), member.device)
-                value = forwards.run(i, partial(fn, model, batch))
+
+                def forward(i: int = i, at: range = at) -> Any:
+                    """Anew for each stage of this rank, whatever fn has done to the batch."""
+                    seed_microbatch(spec.seed ^ EVALUATION_SEED_SALT, member.train_state.step, i)
+                    batch = to_device(collate([dataset[k] for k in at]), member.device)
+                    return fn(model, batch)
+
+                value = forwards.run(i, forward)
                 if not isinstance(value, Elsewhere) and len(rows) < len(ids):
                     rows.append([i, as_sums(value, len(at))])
             forwards.end()

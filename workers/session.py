@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.messages.to_controller import Measured
 from elastic.protocol.worker_spec import WorkerSpec
 from workers import evaluation
 from workers.checkpoint.saver import Saving
 from workers.data.loader import LoadedBatch
 from workers.data.placement import to_device
+from workers.data.step_batches import StepBatches
 from workers.data.supply import AnyLoader
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
-from workers.health.gpu import peak_memory
+from workers.measure import measure
 from workers.membership.events import Loop
 from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
@@ -150,6 +150,8 @@ class Session:
 
         values: numbers, or tensors of one element; others raise what float() raises.
         """
+        if self._open is not None and not self._passes.has_loss:
+            return  # the stage that has it logs this forward's
         for name, value in values.items():
             self._logged[name] = kept(value)
 
@@ -232,10 +234,9 @@ class Step:
         self._from_step = self._member.train_state.step
         self._done = Microbatches()
         self._reducer: Reducer | None = None
-        self._ids = self._member.ids
-        """Of this rank's micro-batches."""
+        self._order = self._ids = self._member.ids
+        """This rank's micro-batches, and that of each forward."""
         self._num_forwards = 0
-        self._has_iterated = False
         self._is_awaiting_backward = False
         self._num_passes_left = 0
 
@@ -300,21 +301,20 @@ class Step:
         Each is what `collate` makes of RunConfig.micro_batch samples, on the session's device.
         """
         self._check_cancelled()
-        if self._has_iterated:
+        if self._reducer is not None:
             raise RuntimeError("microbatches() a second time in one step; iterate it once")
-        self._has_iterated = True
         session, member = self._session, self._member
         self._reducer = session._take_reducer()
         self._reducer.begin()
         member.train_state.buffers.begin_step()
         member.train_state.casting.cast()
-        session._assign_loader(self._ids)
+        batches = self._assign_batches()
         for self._num_passes_left in reversed(range(member.num_passes)):
-            if self._num_forwards == len(self._ids):
+            if self._num_forwards == len(self._order):
                 self._reducer.serve_pass()
                 continue
             self._vitals.enter("data")
-            loaded = self._next_batch()
+            loaded = self._next_batch(batches)
             batch = to_device(loaded.batch, member.device)
             member.train_state.buffers.begin_microbatch()
             seed_microbatch(session._spec.seed, self._from_step, loaded.microbatch_id)
@@ -327,12 +327,17 @@ class Step:
                 raise RuntimeError("a micro-batch went by without step.backward(loss)")
         session.attempt = None
 
-    def _next_batch(self) -> LoadedBatch:
+    def _assign_batches(self) -> StepBatches:
         session, member = self._session, self._member
-        microbatch_id = self._ids[self._num_forwards]
+        session._assign_loader(self._ids)
+        self._order = session._passes.order(self._ids)
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
-        session.attempt = LoadedBatch(self._from_step, microbatch_id, np.empty(0, np.int64), None)
-        session.attempt = session._loader.next(self._from_step, microbatch_id, is_cancelled)
+        return StepBatches(session._loader, self._from_step, self._order, is_cancelled)
+
+    def _next_batch(self, batches: StepBatches) -> LoadedBatch:
+        session = self._session
+        session.attempt = batches.coming()
+        session.attempt = batches.take()
         return session.attempt
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -370,9 +375,9 @@ class Step:
         if self.committed:
             raise RuntimeError("commit() a second time in one step")
         self._check_cancelled()
-        if self._reducer is None or self._num_forwards != len(self._ids):
+        if self._reducer is None or self._num_forwards != len(self._order):
             raise RuntimeError(
-                f"commit() after {self._num_forwards} of {len(self._ids)} micro-batches; "
+                f"commit() after {self._num_forwards} of {len(self._order)} micro-batches; "
                 "iterate step.microbatches() to its end and call step.backward(loss) for each"
             )
         self._member.train_state.casting.restore()
@@ -432,20 +437,11 @@ class Step:
         if not vote.is_finite:
             judge(session._inspection, vote, records, member)
         self._apply(prepared, vote, vector)
-        self._measure(vote)
+        measure(member, vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
             member.records.tell(member)
         self.committed, session.fitted_over = True, member.world_size
         self._vitals.enter("user")
-
-    def _measure(self, vote: Vote) -> None:
-        """The step is over: where its time went, now and then on record."""
-        member, anatomy = self._member, self._vitals.anatomy
-        peak = partial(peak_memory, member.device)
-        step_s = anatomy.end(vote.pace, member.step, member.rank, peak)
-        member.records.complete(member.step, step_s, is_staged=bool(member.mesh.cuts))
-        if rows := anatomy.take():
-            member.link.send(Measured(rows))
 
     def _apply(self, prepared: Prepared, vote: Vote, vector: np.ndarray) -> None:
         """All hold the reduced gradients, so the step counts: take it, offer it to those who

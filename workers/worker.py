@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -322,15 +323,18 @@ class Worker:
         train_state = self._replica
 
         @cache
-        def batch() -> Any:
-            return to_device(self._loader.fetch(step, 0).batch, self._device)
+        def fetched() -> Any:
+            return self._loader.fetch(step, 0).batch
 
-        compute = lambda: self._workload.loss(train_state.model, batch())  # noqa: E731
+        def compute() -> Any:
+            batch = deepcopy(fetched())  # a loss may take it apart, and is computed twice
+            return self._workload.loss(train_state.model, to_device(batch, self._device))
+
         examine = partial(self._examine, compute, has_the_say=with_optimizer)
         if not self._strategy.is_runnable:
             examine()
             return
-        batch()
+        fetched()
         train_state.buffers.begin_step()
         seed_microbatch(self._spec.seed, 0, 0)
         try:

@@ -1,19 +1,20 @@
 """The plan of a pipeline: how many pipelines so many ranks form, how deep each is, where its blocks
 are cut into stages, and how many micro-batches it computes. Pure, and the same on all who ask.
 
-Costs are per block, in any unit. A pipeline of `depth` stages takes (m + depth - 1) times its
-largest stage for m micro-batches; a step takes what its slowest pipeline takes. Pipelines of
-several depths lie side by side, so that whoever survives a loss has work to do.
+Costs are per block, in any unit. A pipeline of p ranks with v stages each takes (v m + p - 1) times
+its largest stage for m micro-batches, at least p; a step takes what its slowest pipeline takes.
+Pipelines of several depths lie side by side, so that whoever survives a loss has work to do.
 
 Which rank has which place is elastic/control/planning.py's; what a stage does, workers/parallel's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
 from elastic.protocol.membership import counted
+from elastic.protocol.mesh import num_ranks_of
 
 MOST_IDLE = 0.3
 """An idle share above this is worth a warning."""
@@ -29,21 +30,49 @@ class Stages:
     """The micro-batches that it computes."""
     largest: float
     """Cost of its most expensive stage."""
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.cuts) - 1
 
     @property
     def depth(self) -> int:
-        return len(self.cuts) - 1
+        """Its ranks."""
+        return num_ranks_of(self.num_stages, self.stages_per_rank)
 
     @property
     def time(self) -> float:
         """Of a step, in units of cost."""
-        return (len(self.ids) + self.depth - 1) * self.largest
+        return num_turns(len(self.ids), self.depth, self.stages_per_rank) * self.largest
+
+    def stages_at(self, place: int) -> range:
+        """Those of one of its ranks."""
+        return range(place, self.num_stages, self.depth)
 
     def blocks(self, stage: int) -> range:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def stage_of(self, block: int) -> int:
-        return next(s for s in range(self.depth) if block in self.blocks(s))
+        return next(s for s in range(self.num_stages) if block in self.blocks(s))
+
+    def place_of(self, stage: int) -> int:
+        """The rank of the pipeline that has a stage."""
+        return stage % self.depth
+
+
+def num_turns(num_microbatches: int, depth: int, stages_per_rank: int = 1) -> int:
+    """So many times its largest stage a pipeline of `depth` ranks takes: a micro-batch comes back
+    to a rank, for the next of its stages, when all of them have had it."""
+    again = stages_per_rank - 1 if depth > 1 else 0
+    return again * max(num_microbatches, depth) + num_microbatches + depth - 1
+
+
+def _most_in(num: int, depth: int, stages_per_rank: int) -> int:
+    """Micro-batches whose `num_turns` are at most `num`; below 1: none."""
+    again = stages_per_rank - 1 if depth > 1 else 0
+    many = (num - depth + 1) // (again + 1)
+    return many if many >= depth or not again else num - depth + 1 - again * depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +81,7 @@ class Seat:
 
     pipeline: int
     stage: int
+    """The first of those that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +124,17 @@ class PipelinePlan:
     def position(self, seat: Seat) -> int:
         return sum(p.depth for p in self.pipelines[: seat.pipeline]) + seat.stage
 
-    def blocks(self, position: int) -> range:
-        """That a position holds and computes; none if it stands by."""
+    def stages(self, position: int) -> list[range]:
+        """The blocks of each stage of a position; none if it stands by."""
         seat = self.seat(position)
-        return range(0) if seat is None else self.pipelines[seat.pipeline].blocks(seat.stage)
+        if seat is None:
+            return []
+        pipeline = self.pipelines[seat.pipeline]
+        return [pipeline.blocks(stage) for stage in pipeline.stages_at(seat.stage)]
+
+    def blocks(self, position: int) -> tuple[int, ...]:
+        """That a position holds and computes; none if it stands by."""
+        return tuple(block for stage in self.stages(position) for block in stage)
 
     def ids(self, position: int) -> range:
         """The micro-batches that a position computes its part of."""
@@ -114,27 +151,30 @@ class PipelinePlan:
         found: list[int] = []
         first = 0
         for pipeline in self.pipelines:
-            found.append(first + pipeline.stage_of(block))
+            found.append(first + pipeline.place_of(pipeline.stage_of(block)))
             first += pipeline.depth
         return found
 
     def __str__(self) -> str:
         """ "2 pipelines of 2 and 3 stages, 5 and 11 micro-batches; 0.12 idle"."""
         depths, shares = zip(*((p.depth, len(p.ids)) for p in self.pipelines), strict=True)
-        words = f"{counted(len(depths), 'pipeline')} of {_listed(depths, 'stage', 'stages')}, "
+        sizes = [p.num_stages for p in self.pipelines]
+        words = f"{counted(len(depths), 'pipeline')} of {_listed(sizes, 'stage', 'stages')}"
+        words += ", " if list(depths) == sizes else f" on {_listed(depths, 'rank', 'ranks')}, "
         words += f"{_listed(shares, 'micro-batch', 'micro-batches')}; {self.idle_share:.2f} idle"
         num_standbys = self.num_ranks - self.num_active
         if num_standbys:
             words += f"; {num_standbys} {'stands' if num_standbys == 1 else 'stand'} by"
         return words
 
-    def warnings(self, wanted_depth: int) -> list[str]:
+    def warnings(self, wanted_depth: int, stages_per_rank: int = 1) -> list[str]:
         """What a user should know before a run, one line each."""
         found: list[str] = []
-        if wanted_depth > len(self.costs):
+        if wanted_depth * stages_per_rank > len(self.costs):
+            each = f" ({stages_per_rank} on a rank)" if stages_per_rank > 1 else ""
             found.append(
                 f"pp:{wanted_depth}: the model has {counted(len(self.costs), 'block')}, so a "
-                f"pipeline has at most as many stages, and the rest of the ranks stands by"
+                f"pipeline has at most as many stages{each}, and the rest of the ranks stands by"
             )
         if self.idle_share > MOST_IDLE:
             slowest = max(self.pipelines, key=lambda p: p.time)
@@ -162,6 +202,10 @@ class _Side:
     count: int
     depth: int
     largest: float
+    stages_per_rank: int
+
+    def num_turns(self, num_microbatches: int) -> int:
+        return num_turns(num_microbatches, self.depth, self.stages_per_rank)
 
     def capacity(self, time: float) -> int:
         """Micro-batches that all of them can do in `time`, which is a multiple of a stage's."""
@@ -174,27 +218,36 @@ class _Side:
             rounds += 1
         while rounds * self.largest > time:
             rounds -= 1
-        return rounds - self.depth + 1
+        return _most_in(rounds, self.depth, self.stages_per_rank)
 
 
 def plan_pipeline(
-    wanted_depth: int, num_ranks: int, costs: Sequence[float], num_microbatches: int
+    wanted_depth: int,
+    num_ranks: int,
+    costs: Sequence[float],
+    num_microbatches: int,
+    stages_per_rank: int = 1,
 ) -> PipelinePlan:
     """The fastest plan with depths from `wanted_depth` to less than twice that (deeper ones could
     be two), of at most two different depths; with fewer ranks than that, one pipeline of all.
 
     Of equally fast ones that with fewer pipelines, then that with fewer stages. A pipeline has at
     least one micro-batch, and a stage at least one block. ValueError for costs that are none.
+    stages_per_rank: of a pipeline of several ranks, which then is what depth counts.
     """
     if not costs or any(not 0 < cost < inf for cost in costs):
         raise ValueError(f"every block costs more than 0, got {list(costs)}")
     costs = tuple(costs)
-    lowest = min(wanted_depth, num_ranks, len(costs))
-    highest = min(max(2 * wanted_depth - 1, lowest), num_ranks, len(costs))
-    largest = dict(enumerate(largest_stages(costs, highest), 1))
+    deepest = max(1, len(costs) // stages_per_rank)
+    lowest = min(wanted_depth, num_ranks, deepest)
+    highest = min(max(2 * wanted_depth - 1, lowest), num_ranks, deepest)
+    of_stages = largest_stages(costs, min(highest * stages_per_rank, len(costs)))
+    kinds = {1: (of_stages[0], 1)}
+    for depth in range(2, highest + 1):
+        kinds[depth] = (of_stages[depth * stages_per_rank - 1], stages_per_rank)
     best: tuple[float, int, int, int] | None = None
     chosen: list[_Side] = []
-    for bound, mix in sorted(_mixes(lowest, highest, num_ranks, largest, num_microbatches)):
+    for bound, mix in sorted(_mixes(lowest, highest, num_ranks, kinds, num_microbatches)):
         if best is not None and bound > best[0] * (1 + 1e-9):
             break
         sides = [_Side(*side) for side in mix]
@@ -209,47 +262,52 @@ def plan_pipeline(
     return PipelinePlan(num_ranks, costs, tuple(_pipelines(chosen, costs, num_microbatches)))
 
 
-_Mix = tuple[float, tuple[tuple[int, int, float], ...]]
+_Kind = tuple[int, int, float, int]
+"""Count, depth, largest stage, stages per rank: as `_Side`."""
 
 
 def _mixes(
-    lowest: int, highest: int, num_ranks: int, largest: dict[int, float], num_microbatches: int
-) -> Iterator[_Mix]:
-    """(no less time than, (count, depth, largest stage) of each kind) of all mixes that one of
-    them is the fastest of.
+    lowest: int,
+    highest: int,
+    num_ranks: int,
+    kinds: dict[int, tuple[float, int]],
+    num_microbatches: int,
+) -> Iterator[tuple[float, tuple[_Kind, ...]]]:
+    """(no less time than, each kind) of all mixes that one of them is the fastest of. kinds: by
+    depth the largest stage, and the stages per rank.
 
     Of two depths a and b, a step of b pipelines fewer of the one for a more of the other leaves the
     ranks as they are, and what all can do in a given time changes evenly: the fastest is at an end.
     """
     quickest = inf
     for depth in range(lowest, highest + 1):
-        count, cost = num_ranks // depth, largest[depth]
-        quickest = min(quickest, _shortest([_Side(count, depth, cost)], num_microbatches))
-        sides = ((count, depth, cost),)
+        sides = ((num_ranks // depth, depth, *kinds[depth]),)
+        quickest = min(quickest, _shortest([_Side(*sides[0])], num_microbatches))
         yield _bound(sides, num_microbatches), sides
     for a in range(lowest, highest + 1):
         for b in range(a + 1, highest + 1):
-            rate = num_ranks * max(1 / (a * largest[a]), 1 / (b * largest[b]))
+            (largest_a, each_a), (largest_b, each_b) = kinds[a], kinds[b]
+            rate = num_ranks * max(1 / (a * each_a * largest_a), 1 / (b * each_b * largest_b))
             if num_microbatches / rate > quickest * (1 + 1e-9):
                 continue
             most = num_ranks // b
             for count in {*range(1, min(a, most) + 1), *range(max(1, most - a), most + 1)}:
                 others = (num_ranks - count * b) // a
                 if others:
-                    sides = ((others, a, largest[a]), (count, b, largest[b]))
+                    sides = ((others, a, *kinds[a]), (count, b, *kinds[b]))
                     bound = _bound(sides, num_microbatches)
                     if bound <= quickest * (1 + 1e-9):
                         yield bound, sides
 
 
-def _bound(sides: tuple[tuple[int, int, float], ...], num_microbatches: int) -> float:
+def _bound(sides: tuple[_Kind, ...], num_microbatches: int) -> float:
     """The time if micro-batches could be divided: no share of whole ones takes less."""
-    ready = sorted((depth - 1) * largest for _, depth, largest in sides)
+    ready = sorted((depth - 1) * largest for _, depth, largest, _ in sides)
     ordered = sorted(sides, key=lambda side: (side[1] - 1) * side[2])
     time, rate, waited = inf, 0.0, 0.0
-    for number, (count, depth, largest) in enumerate(ordered):
-        rate += count / largest
-        waited += count * (depth - 1)
+    for number, (count, depth, largest, each) in enumerate(ordered):
+        rate += count / (each * largest)
+        waited += count * (depth - 1) / each
         time = (num_microbatches + waited) / rate
         if number + 1 == len(ready) or time <= ready[number + 1]:
             break
@@ -260,7 +318,7 @@ def _shortest(sides: list[_Side], num_microbatches: int) -> float:
     """The least time in which all of them together can do all micro-batches."""
     found = inf
     for side in sides:  # it is a multiple of one kind's largest stage
-        low, high = side.depth - 1, side.depth - 1 + num_microbatches
+        low, high = side.depth - 1, side.num_turns(num_microbatches)
         while low < high:
             middle = (low + high) // 2
             if sum(s.capacity(middle * side.largest) for s in sides) >= num_microbatches:
@@ -279,7 +337,7 @@ def _used(sides: list[_Side], time: float, num_microbatches: int) -> list[_Side]
         most = side.most(time)
         count = min(side.count, -(-left // most)) if most > 0 and left > 0 else 0
         if count:
-            used.append(_Side(count, side.depth, side.largest))
+            used.append(replace(side, count=count))
             left -= count * most
     return used
 
@@ -294,9 +352,9 @@ def _pipelines(
     shares = _shares(ordered, time, num_microbatches)
     at = 0
     for side, of_side in zip(ordered, shares, strict=True):
-        cuts = cuts_of(costs, side.depth)
+        cuts = cuts_of(costs, side.depth * side.stages_per_rank)
         for share in of_side:
-            yield Stages(cuts, range(at, at + share), side.largest)
+            yield Stages(cuts, range(at, at + share), side.largest, side.stages_per_rank)
             at += share
 
 
@@ -308,7 +366,7 @@ def _shares(sides: list[_Side], time: float, num_microbatches: int) -> list[list
     while spare:
         # The time that the slowest pipeline of a kind takes now.
         ends = [
-            (-(-total // side.count) + side.depth - 1) * side.largest if total > side.count else 0.0
+            side.num_turns(-(-total // side.count)) * side.largest if total > side.count else 0.0
             for total, side in zip(totals, sides, strict=True)
         ]
         last = max(range(len(sides)), key=lambda i: (ends[i], -i))

@@ -31,6 +31,7 @@ from tests.workers.test_pipeline_bubble import closed_form_s, step_s
 
 WORLD = 2
 GLOBAL_BATCH, MICRO_BATCH = 32, 4
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 SNAPSHOTS = {"every step": 1, "none": 1000}
 
 
@@ -82,10 +83,10 @@ def throughput(pairs: int, steps: int) -> dict[str, str]:
 
 def closed_forms() -> dict[str, str]:
     results: dict[str, str] = {}
-    for depth, num_microbatches, schedule in product((2, 4), (4, 8, 16), ("1F1B", "GPipe")):
+    for depth, num_microbatches, schedule in product((2, 4), (4, 8, 16), SCHEDULES):
         took_s, expected_s = (
             step_s(depth, schedule, num_microbatches),
-            closed_form_s(depth, num_microbatches),
+            closed_form_s(depth, num_microbatches, schedule),
         )
         name = f"p {depth}, m {num_microbatches}, {schedule}"
         results[name] = f"{took_s / expected_s:.3f} of the closed form ({took_s:.3f} s)"

@@ -102,8 +102,8 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
         ),
         (
             {"parallel": "pp:2/ZBVZeroBubble"},
-            "parallel='pp:2/ZBVZeroBubble' is not available yet: of the schedules there are GPipe "
-            "and 1F1B",
+            "parallel='pp:2/ZBVZeroBubble' is not available yet: of the schedules there are GPipe, "
+            "Interleaved1F1B, 1F1B",
         ),
         ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
         ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),

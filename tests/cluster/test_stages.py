@@ -77,6 +77,28 @@ def test_blocks_that_nobody_else_has_come_from_a_holder_and_evaluations_agree(st
     assert any(layout.startswith("1 pipeline of 1 stage,") for layout in planned(run))
 
 
+def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(start):
+    """A micro-batch comes twice on each rank, as it was loaded."""
+    options = {"job": "staged", "steps": 40, "eval_every": 7, "set": ["depth=8"]}
+    with start("TakingApart", name="whole", workers=1, **options) as whole:
+        undisturbed = whole.finish()
+    expected = (
+        undisturbed["result"]["weights_sha256"],
+        [s["sha256"] for s in whole.lines("samples.jsonl")],
+    )
+    options |= {"parallel": "pp:2/Interleaved1F1B", "set": ["depth=8", "sleep=0.03"]}
+    with start("TakingApart", workers="2..3", **options) as run:
+        at = run.wait_for_step(lambda s: s["step"] > 5 and s["world_size"] == 3)
+        blocks = [w["blocks"] for w in at["workers"]]
+        run.kill(rank=1)
+        run.wait_for_step(lambda s: s["generation"] > at["generation"])
+        end = run.finish()
+    assert_same_bits(run, end, expected, 40)
+    assert evaluations(run) == evaluations(whole) != []
+    assert sorted(map(len, blocks)) in ([0, 4, 4], [4, 4, 4])
+    assert any("of 4 stages on 2 ranks" in layout for layout in planned(run)), planned(run)
+
+
 def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start):
     options = {"job": "staged", "checkpoint_every": 20, "parallel": "pp:2"}
     with start("Layers", name="whole", workers=1, steps=STEPS, job="staged") as whole:

@@ -3,15 +3,18 @@
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
+from elastic.protocol.mesh import Mesh, Parallel
 from elastic.protocol.pipeline import (
     PipelinePlan,
     Seat,
     cuts_of,
     largest_stages,
+    num_turns,
     plan_pipeline,
 )
 
@@ -33,24 +36,28 @@ def depths_of(num_ranks: int, lowest: int, highest: int) -> Iterator[tuple[int, 
             yield (depth, *others)
 
 
-def best_time(wanted: int, num_ranks: int, costs: tuple[int, ...], num_microbatches: int) -> float:
+def best_time(
+    wanted: int, num_ranks: int, costs: tuple[int, ...], num_microbatches: int, each: int
+) -> float:
     """By trying all depths, all cuts and, micro-batch by micro-batch, all useful shares."""
-    lowest = min(wanted, num_ranks, len(costs))
-    highest = min(max(2 * wanted - 1, lowest), num_ranks, len(costs))
+    deepest = max(1, len(costs) // each)
+    lowest = min(wanted, num_ranks, deepest)
+    highest = min(max(2 * wanted - 1, lowest), num_ranks, deepest)
     least = {
-        d: min(largest(costs, cuts) for cuts in all_cuts(len(costs), d))
+        d: min(largest(costs, cuts) for cuts in all_cuts(len(costs), d * each if d > 1 else 1))
         for d in range(lowest, highest + 1)
     }
+    time_of = lambda m, d: num_turns(m, d, each) * least[d]  # noqa: E731
     found = float("inf")
     for depths in depths_of(num_ranks, lowest, highest):
         if not depths:
             continue
         shares = [0] * len(depths)
-        ends = lambda i, d, shares=shares: (shares[i] + d) * least[d]  # noqa: E731
+        ends = lambda i, d, shares=shares: time_of(shares[i] + 1, d)  # noqa: E731
         for _ in range(num_microbatches):
             quickest = min(range(len(depths)), key=lambda i, ds=depths, e=ends: e(i, ds[i]))
             shares[quickest] += 1
-        done = [(m + d - 1) * least[d] for m, d in zip(shares, depths, strict=True) if m]
+        done = [time_of(m, d) for m, d in zip(shares, depths, strict=True) if m]
         found = min(found, max(done))
     return found
 
@@ -64,7 +71,7 @@ def check(plan: PipelinePlan, num_microbatches: int) -> None:
     for pipeline in plan.pipelines:
         assert pipeline.cuts[0] == 0
         assert pipeline.cuts[-1] == len(plan.costs)
-        assert all(pipeline.blocks(s) for s in range(pipeline.depth))
+        assert all(pipeline.blocks(s) for s in range(pipeline.num_stages))
         assert pipeline.largest == pytest.approx(largest(plan.costs, pipeline.cuts))
     for position in range(plan.num_ranks):
         seat = plan.seat(position)
@@ -77,15 +84,32 @@ def check(plan: PipelinePlan, num_microbatches: int) -> None:
         assert len(holders) == len(plan.pipelines)
 
 
+@pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_plan_is_faster(seed: int):
+def test_no_plan_is_faster(seed: int, each: int):
+    """each: stages of a rank."""
     dice = random.Random(seed)
     costs = tuple(dice.randint(1, 9) for _ in range(dice.randint(1, 7)))
     num_ranks, wanted = dice.randint(1, 10), dice.randint(1, 5)
     num_microbatches = dice.randint(1, 20)
-    plan = plan_pipeline(wanted, num_ranks, costs, num_microbatches)
+    plan = plan_pipeline(wanted, num_ranks, costs, num_microbatches, each)
     check(plan, num_microbatches)
-    assert plan.time == best_time(wanted, num_ranks, costs, num_microbatches)
+    assert plan.time == best_time(wanted, num_ranks, costs, num_microbatches, each)
+
+
+def test_a_rank_has_every_so_many_stages():
+    plan = plan_pipeline(2, 3, (1,) * 8, 8, 2)
+    held = [(0, 1, 4, 5), (2, 3, 6, 7), ()]
+    assert [plan.blocks(position) for position in range(3)] == held
+    words = "1 pipeline of 4 stages on 2 ranks, 8 micro-batches; 0.06 idle; 1 stands by"
+    assert str(plan) == words
+    mesh = Mesh(Parallel.of("pp:2/Interleaved1F1B"), 3, (), plan.cuts)
+    assert ([mesh.blocks(rank) for rank in range(3)], mesh.num_active) == (held, 2)
+    alone = plan_pipeline(2, 1, (1,) * 8, 8, 2)
+    assert alone.blocks(0) == tuple(range(8))
+    assert replace(mesh, world_size=1, cuts=alone.cuts).blocks(0) == alone.blocks(0)
+    warning = plan_pipeline(5, 5, (1,) * 8, 8, 2).warnings(5, 2)[0]
+    assert "has 8 blocks, so a pipeline has at most as many stages (2 on a rank)" in warning
 
 
 @pytest.mark.parametrize("seed", range(20))

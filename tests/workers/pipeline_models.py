@@ -173,6 +173,34 @@ class Autoencoder(nn.Module):
         return self.decoder(torch.tanh(self.encoder(x))) - x
 
 
+class Counting(nn.Module):
+    """BatchNorm, which counts its forwards, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.norm(torch.tanh(self.linear(x))), 0.2, self.training)
+
+
+class Deep(nn.Module):
+    """Seven blocks; matrices behind the first one are used again behind the fourth, the fifth and
+    the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(7))
+        self.shared = nn.ParameterList([torch.eye(WIDTH) + 0.01 * i for i in range(3)])
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            for used_in, matrix in zip((3, 4, 6), self.shared, strict=True):
+                x = x @ matrix if number in (0, used_in) else x
+        return x
+
+
 class State(NamedTuple):
     x: Tensor
     total: Tensor
@@ -514,6 +542,7 @@ CASES: dict[str, Case] = {
     "detached": Case(Detached, vectors, square),
     "between": Case(Between, vectors, square),
     "autoencoder": Case(Autoencoder, vectors, square),
+    "deep": Case(Deep, vectors, square, is_random=True),
     "structured": Case(Structured, vectors, square),
     "mixture": Case(lambda: Residual(Mixture), vectors, square),
     "sum and weight": Case(lambda: Residual(Gate), vectors, summed),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
+from elastic.protocol.mesh import Parallel
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from tests.workers.pipeline_models import Case
 from workers.parallel.pipeline.chain import Chain, find_chain
@@ -49,14 +50,16 @@ class Trained:
         self.buffers = TrackedBuffers(self.model)
         self.step = 0
 
-    def plan(self, wanted_depth: int, num_ranks: int) -> PipelinePlan:
+    def plan(self, wanted_depth: int, num_ranks: int, schedule: str = "") -> PipelinePlan:
         """Of 0: a pipeline of three and one of two, which have one micro-batch and the others."""
+        each = Parallel(pp=2, schedule=schedule).stages_per_rank
         if not wanted_depth:
             costs, count = self.chain.costs, len(self.batches)
-            three, two = (0, 1, 2, len(costs)), (0, 2, len(costs))
-            sides = (Stages(three, range(1), 1), Stages(two, range(1, count), 1))
+            three = (*range(3 * each), len(costs))
+            two = (*range(0, 4 * each, 2)[: 2 * each], len(costs))
+            sides = (Stages(three, range(1), 1, each), Stages(two, range(1, count), 1, each))
             return PipelinePlan(num_ranks, costs, sides)
-        return plan_pipeline(wanted_depth, num_ranks, self.chain.costs, len(self.batches))
+        return plan_pipeline(wanted_depth, num_ranks, self.chain.costs, len(self.batches), each)
 
     def train(
         self,
@@ -69,7 +72,7 @@ class Trained:
         """The loss of each micro-batch of the last step that this rank has; nan if it has none.
         ranks: by position."""
         group = groups.group
-        plan = self.plan(wanted_depth, group.size())
+        plan = self.plan(wanted_depth, group.size(), schedule)
         ranks = list(ranks) or list(range(group.size()))
         self.reducer = PipelineReducer(
             self.parameters, self.buffers, groups, self.chain, plan, ranks=ranks,
@@ -80,11 +83,15 @@ class Trained:
         passes = None
         if seat is not None:
             stages = plan.pipelines[seat.pipeline]
-            in_order = [ranks[position - seat.stage + s] for s in range(stages.depth)]
-            self.stage = StageModel(self.model, self.chain, stages.blocks(seat.stage))
+            first = position - seat.stage
+            in_order = [ranks[first + stages.place_of(s)] for s in range(stages.num_stages)]
+            models = {
+                s: StageModel(self.model, self.chain, stages.blocks(s))
+                for s in stages.stages_at(seat.stage)
+            }
             self.neighbours = Neighbours(group, in_order, raise_it, nullcontext)
             passes = self.passes = StagePasses(
-                self.stage, self.chain, stages, seat.stage, self.neighbours,
+                models, self.chain, stages, self.neighbours,
                 parameters=self.parameters, buffers=self.buffers, reducer=self.reducer,
                 schedule=schedule,
             )  # fmt: skip
@@ -94,8 +101,9 @@ class Trained:
             self.casting.cast()
             if passes is not None:
                 passes.begin(self.step)
-                for i in plan.ids(position):
-                    losses[i] = self._pass(passes, i, plan.ids(position)[-1] - i)
+                order = passes.order(plan.ids(position))
+                for number, i in enumerate(order, 1):
+                    losses[i] = self._pass(passes, i, len(order) - number)
             self.casting.restore()
             self._apply(self.reducer.finish())
         self._share(group, plan, ranks)

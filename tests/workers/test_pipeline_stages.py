@@ -14,6 +14,7 @@ from workers.distributed.process_group import Alone
 from workers.train_state.digest import weights_sha256
 
 STEPS = 2
+INTERLEAVED = "Interleaved1F1B"
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +47,18 @@ def hash_of_plain(name: str) -> str:
     return weights_sha256(plain(case, STEPS).state())
 
 
-def bits_of(ranks: Ranks, worlds: list[tuple[int, int, str]], names: list[str]) -> dict[str, str]:
-    """worlds: ranks, wanted depth, schedule. By case: the hash."""
+def bits_of(
+    ranks: Ranks, worlds: list[tuple[int, int, str]], names: list[str], first: int = 0
+) -> dict[str, str]:
+    """worlds: ranks, wanted depth, schedule. By case: the hash. first: generation."""
     found: dict[str, str] = {}
-    for generation, (world_size, depth, schedule) in enumerate(worlds):
+    for generation, (world_size, depth, schedule) in enumerate(worlds, first):
         if ranks.index >= world_size:
             continue
         groups = groups_in(ranks.form(generation, list(range(world_size))))
         for name in names:
             trained = Trained(CASES[name])
-            depths = [p.depth for p in trained.plan(depth, world_size).pipelines]
+            depths = [p.depth for p in trained.plan(depth, world_size, schedule).pipelines]
             trained.train(groups, depth, STEPS, schedule)
             found[f"{name}/{world_size} as {depths}/{schedule}"] = weights_sha256(trained.state())
     return found
@@ -91,6 +94,21 @@ def test_pipelines_side_by_side_and_of_mixed_depth_have_the_bits_of_none(names: 
     worlds = [(3, 3, "GPipe"), (4, 2, ""), (5, 0, ""), (4, 4, "")]
     results = run_ranks(5, lambda ranks: bits_of(ranks, worlds, names))
     check(results, len(worlds) * len(names))
+
+
+def test_ranks_that_have_two_stages_each_have_the_bits_of_none():
+    """Of two and of three ranks the first one has both blocks that use a matrix."""
+    worlds = [(2, 2, INTERLEAVED), (4, 2, INTERLEAVED)]
+    names = ["deep", "in place", "llama, tied", "llama, dropout", "resnet"]
+
+    def body(ranks: Ranks) -> dict[str, str]:
+        found = bits_of(ranks, worlds, names)
+        deeper = [(3, 3, INTERLEAVED), (5, 0, INTERLEAVED)]
+        return found | bits_of(ranks, deeper, ["deep"], first=len(worlds))
+
+    results = run_ranks(5, body)
+    check(results, len(worlds) * len(names) + 2)
+    assert f"deep/5 as [3, 2]/{INTERLEAVED}" in results[0]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

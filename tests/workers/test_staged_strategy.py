@@ -36,8 +36,9 @@ class Work:
         return torch.optim.AdamW(params, lr=0.1)
 
     def pipeline_costs(self, model: Any) -> list[int]:
-        """Of four blocks: two stages have two each, three stages have the ends alone."""
-        return [3, 1, 1, 3]
+        """Of four blocks: two stages have two each, three stages have the ends alone. Of seven:
+        two pipelines of four stages on four ranks, one of six on three."""
+        return [3, 1, 2, 3, 1, 2, 3] if self.case is CASES["deep"] else [3, 1, 1, 3]
 
     def loss(self, model: Any, batch: Any) -> Any:
         return self.case.loss(model, batch)
@@ -79,13 +80,14 @@ def train(
         state.buffers.begin_step()
         state.casting.cast()
         scale = state.loss_scale.value if state.loss_scale else 1.0
-        for i in ids:
+        order = passes.order(ids)
+        for number, i in enumerate(order, 1):
             state.buffers.begin_microbatch()
             seed_microbatch(3, state.step, i)
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))
-                passes.backward(i, loss and loss[0] * scale, ids[-1] - i)
+                passes.backward(i, loss and loss[0] * scale, len(order) - number)
             except (PeerLost, StepCancelled):
                 passes.reset()
                 raise
@@ -116,14 +118,25 @@ def train(
     reducer.close()
 
 
-@pytest.mark.parametrize("name", ["llama, dropout", "resnet"])
-def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(name: str):
+@pytest.mark.parametrize(
+    ("name", "parallel", "depths"),
+    [
+        ("llama, dropout", "pp:2", [3]),
+        ("resnet", "pp:2", [3]),
+        ("deep", "pp:2/Interleaved1F1B", [3]),
+        ("resnet", "pp:2/Interleaved1F1B", [2]),
+    ],
+)
+def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
+    name: str, parallel: str, depths: list[int]
+):
+    """Where four blocks make two stages on each rank, the third rank stands by."""
     undisturbed = build(name)
     enter(undisturbed, Alone(), 0)
     train(undisturbed, Alone(), name, STEPS)
 
     def body(ranks: Ranks) -> str:
-        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(name)
+        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(name, parallel=parallel)
         enter(strategy, group, 0)
         ranks.once_said("abort", group.abandon)
 
@@ -139,7 +152,7 @@ def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
             strategy.train_state.buffers.restore_all()
             group = ranks.form(2, [0, 1, 3])
             enter(strategy, group, LOST_AFTER)
-            assert [p.depth for p in strategy.plan.pipelines] == [3]
+            assert [p.depth for p in strategy.plan.pipelines] == depths
             train(strategy, group, name, STEPS - strategy.train_state.step)
         return sha256(strategy)
 

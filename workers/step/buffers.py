@@ -4,7 +4,7 @@ Floating buffers become the mean over all micro-batches, integer buffers must ag
 votes is the session's business.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -173,6 +173,15 @@ class TrackedBuffers:
         tracked = self._tracked()
         self._integers.append({b.name: b.current.clone() for b in tracked if not b.is_floating})
         return [_widened(b.current) for b in tracked if b.is_floating]
+
+    def join_integers(self, number: int, names: Container[str]) -> None:
+        """The newest forward was a part of the micro-batch of this number in the step, with these
+        buffers. Parts of one are told in their order, the first ones in that of micro-batches."""
+        newest = self._integers.pop()
+        if number == len(self._integers):
+            self._integers.append(newest)
+        else:
+            self._integers[number] |= {n: value for n, value in newest.items() if n in names}
 
     def untracked_changes(self) -> set[str]:
         """Buffers that a micro-batch of this step changed although they are not tracked."""

@@ -4,6 +4,7 @@ way, a backward behind each forward.
 What is done with the gradients is the reducer's (workers/reduction/reducers.py).
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,6 +22,15 @@ class Passes(Protocol):
 
     in_backward: int
     """The micro-batch whose backward runs now, or has run last."""
+
+    @property
+    def has_loss(self) -> bool:
+        """The forward that runs now, or has run last, ends in the loss, which counts here."""
+        ...
+
+    def order(self, ids: Sequence[int]) -> Sequence[int]:
+        """The micro-batch of each forward of a step; ids: this rank's, each once or more often."""
+        ...
 
     def begin(self, step: int) -> None:
         """Before the first micro-batch of every attempt at a step, after `step` committed ones."""
@@ -48,6 +58,13 @@ class NoPasses:
     """Of a rank that computes no micro-batch."""
 
     in_backward = -1
+
+    @property
+    def has_loss(self) -> bool:
+        return True
+
+    def order(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids
 
     def begin(self, step: int) -> None:
         pass

@@ -94,8 +94,8 @@ class Stage:
 
     pipeline: int
     stage: int
-    blocks: tuple[int, int]
-    """The first one, and that behind the last one."""
+    blocks: tuple[int, ...]
+    """The first one, and that behind the last one; of each stage, where a rank has several."""
 
 
 @dataclass(frozen=True, slots=True)

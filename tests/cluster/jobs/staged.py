@@ -22,10 +22,10 @@ class Block(nn.Module):
 class Tied(nn.Module):
     """Blocks with BatchNorm between two uses of one matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 5) -> None:
         super().__init__()
         self.ends = nn.Parameter(torch.randn(8, 8) / 8)
-        self.blocks = nn.ModuleList(Block(8) for _ in range(5))
+        self.blocks = nn.ModuleList(Block(8) for _ in range(depth))
         self.never = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
@@ -36,12 +36,12 @@ class Tied(nn.Module):
 
 
 class Layers(elastic.Workload):
-    def __init__(self, sleep: float = 0.0) -> None:
-        """sleep: seconds before each forward."""
-        self.sleep = sleep
+    def __init__(self, sleep: float = 0.0, depth: int = 5) -> None:
+        """sleep: seconds before each forward. depth: blocks."""
+        self.sleep, self.depth = sleep, depth
 
     def build_model(self):
-        return Tied()
+        return Tied(self.depth)
 
     def build_optimizer(self, params):
         return torch.optim.AdamW(params, lr=1e-2)
@@ -60,6 +60,19 @@ class Evaluated(Layers):
 
     def evaluate(self, session):
         session.log(validation=session.evaluate(Samples(77), self.loss))
+
+
+class TakingApart(Evaluated):
+    """Its loss leaves nothing of a batch."""
+
+    def collate(self, samples):
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return {"inputs": inputs, "labels": labels}
+
+    def loss(self, model, batch):
+        if isinstance(batch, dict):
+            batch = batch.pop("inputs"), batch.pop("labels")
+        return super().loss(model, batch)
 
 
 class Skipping(Layers):

@@ -5,7 +5,7 @@ Blocks are the members of module lists and sequences, as for FSDP2, or what the 
 a stage does with a chain is stage.py's, how it is cut elastic/protocol/pipeline.py's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -57,7 +57,7 @@ class Chain:
     buffers: Mapping[str, int]
     """By buffer the block that it is of, or behind which it is written: others are read only."""
 
-    def parameters_of(self, blocks: range) -> list[str]:
+    def parameters_of(self, blocks: Collection[int]) -> list[str]:
         """That a stage of these blocks needs."""
         return [name for name, used in self.uses.items() if any(b in blocks for b in used)]
 

@@ -4,7 +4,7 @@ user's function returns.
 See `workers.step.forwards.Forwards`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,19 +18,19 @@ from workers.step.forwards import Elsewhere
 
 
 class StageForwards:
-    """Of one stage."""
+    """Of one rank."""
 
     def __init__(
         self,
-        model: StageModel,
+        models: Mapping[int, StageModel],
         neighbours: Neighbours,
         *,
-        stage: int,
         pipeline: int,
         num_pipelines: int,
     ) -> None:
-        self._model, self._neighbours = model, neighbours
-        self._stage, self._pipeline, self._num_pipelines = stage, pipeline, num_pipelines
+        """models: by stage, those of this rank."""
+        self._models, self._neighbours = models, neighbours
+        self._pipeline, self._num_pipelines = pipeline, num_pipelines
 
     def ids(self, num_batches: int) -> range:
         return microbatch_ids(num_batches, self._num_pipelines, self._pipeline)
@@ -39,10 +39,16 @@ class StageForwards:
         return 0
 
     def run(self, batch_id: int, forward: Callable[[], Any]) -> Any:
-        def receive(like: Sequence[Tensor]) -> list[Tensor]:
-            return self._neighbours.receive(like, self._stage - 1, "activation", batch_id).wait()
+        found: Any = Elsewhere()
+        for stage, model in self._models.items():
+            found = self._run(stage, model, batch_id, forward)
+        return found
 
-        self._model.begin(receive)
+    def _run(self, stage: int, model: StageModel, batch_id: int, forward: Callable[[], Any]) -> Any:
+        def receive(like: Sequence[Tensor]) -> list[Tensor]:
+            return self._neighbours.receive(like, stage - 1, "activation", batch_id).wait()
+
+        model.begin(receive)
         try:
             value = forward()
         except NotHere as error:
@@ -52,12 +58,12 @@ class StageForwards:
                 "",
             ) from error
         finally:
-            self._model.give_up()
-        crossing = self._model.end()
-        if self._model.is_last:
+            model.give_up()
+        crossing = model.end()
+        if model.is_last:
             return value
         self._neighbours.settle()  # no more batches than one are on their way
-        self._neighbours.send(crossing.sent, self._stage + 1, "activation", batch_id)
+        self._neighbours.send(crossing.sent, stage + 1, "activation", batch_id)
         return Elsewhere()
 
     def end(self) -> None:

@@ -18,6 +18,8 @@ from workers.distributed.process_group import AnyGroup
 
 MOST_TENSORS = 64
 """Between two stages, of a micro-batch and a kind."""
+MOST_TURNS = 2
+"""Stages of a rank."""
 T = TypeVar("T")
 _KINDS = ("activation", "gradient", "shared", "sum")
 
@@ -43,17 +45,20 @@ class Neighbours:
         on_lost: Callable[[PeerLost], NoReturn],
         gathering: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """ranks: of the stages. gathering: entered while this rank waits."""
+        """ranks: of each stage, also where one has several. gathering: entered while this rank
+        waits."""
         self._group, self._ranks = group, ranks
+        self._num_ranks = len(set(ranks))
         self._on_lost, self._gathering = on_lost, gathering
         self._sending: list[tuple[TorchWork, Tensor]] = []
         self.sent_bytes = 0
 
     def send(self, tensors: Sequence[Tensor], stage: int, kind: str, microbatch_id: int) -> None:
         """They are on their way when this returns, and must not be changed before `settle`."""
+        turn = self._turn(stage if kind == "activation" else stage + 1)
         for index, tensor in enumerate(tensors):
             if tensor.numel():
-                self._send(tensor, stage, _tag(kind, microbatch_id, index))
+                self._send(tensor, stage, _tag(kind, microbatch_id, index, turn))
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
@@ -61,6 +66,10 @@ class Neighbours:
         self.sent_bytes += plain.nbytes
         work = self._do(lambda: self._group.send([plain], self._ranks[stage], tag))
         self._sending.append((work, plain))
+
+    def _turn(self, border: int) -> int:
+        """Which of the borders between two ranks; border: the stage behind it."""
+        return border // self._num_ranks
 
     def send_shared(self, gradient: Tensor, stage: int, index: int, microbatch_id: int) -> None:
         """Of the shared parameter of this number. Not to be changed before `settle`."""
@@ -79,10 +88,11 @@ class Neighbours:
     ) -> Arriving:
         """Tensors of these shapes and dtypes; an absent one will do."""
         into = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in like]
+        turn = self._turn(stage + 1 if kind == "activation" else stage)
         rank, works = self._ranks[stage], list[TorchWork]()
         for index, tensor in enumerate(into):
             if tensor.numel():
-                tag = _tag(kind, microbatch_id, index)
+                tag = _tag(kind, microbatch_id, index, turn)
                 works.append(self._do(partial(self._group.recv, [tensor], rank, tag)))
         return Arriving(self, works, into)
 
@@ -108,6 +118,8 @@ def tag_of_sum(index: int) -> int:
     return _tag("sum", 0, index)
 
 
-def _tag(kind: str, microbatch_id: int, index: int) -> int:
+def _tag(kind: str, microbatch_id: int, index: int, turn: int = 0) -> int:
     assert index < MOST_TENSORS
-    return (microbatch_id * len(_KINDS) + _KINDS.index(kind)) * MOST_TENSORS + index
+    assert turn < MOST_TURNS
+    of_kind = (microbatch_id * len(_KINDS) + _KINDS.index(kind)) * MOST_TENSORS + index
+    return of_kind * MOST_TURNS + turn

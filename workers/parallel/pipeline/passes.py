@@ -1,6 +1,6 @@
-"""A step's passes on a stage: the user's loop asks for one micro-batch after another, and what the
-schedule has in between, backwards of earlier ones and what neighbours send, is done when it gives
-back a loss.
+"""A step's passes on a rank of a pipeline: the user's loop asks for one micro-batch after another,
+once for each of the rank's stages. What the schedule has in between, backwards of earlier ones and
+what neighbours send, is done when the loop gives back a loss.
 
 What a stage computes of a forward is stage.py's, the order schedule.py's.
 """
@@ -17,39 +17,43 @@ from elastic.protocol.pipeline import Stages
 from workers.parallel.pipeline.absent import Absent
 from workers.parallel.pipeline.chain import Chain
 from workers.parallel.pipeline.neighbours import Arriving, Neighbours
+from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.schedule import Action, actions
 from workers.parallel.pipeline.stage import Crossing, StageModel
-from workers.reduction.reducers import Reducer
 from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
 from workers.step.passes import Loss
 
 
 class StagePasses:
-    """See `workers.step.passes.Passes`. Of one stage, for a generation."""
+    """See `workers.step.passes.Passes`. Of one rank, for a generation."""
 
     def __init__(
         self,
-        model: StageModel,
+        models: Mapping[int, StageModel],
         chain: Chain,
         stages: Stages,
-        stage: int,
         neighbours: Neighbours,
         *,
         parameters: Mapping[str, nn.Parameter],
         buffers: TrackedBuffers,
-        reducer: Reducer,
+        reducer: PipelineReducer,
         schedule: str,
         sum_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     ) -> None:
-        """parameters: all that are trained. sum_dtype: see `Casting.dtype_of`."""
+        """models: by stage, those of this rank. parameters: all that are trained. sum_dtype: see
+        `Casting.dtype_of`."""
         self._sum_dtype = sum_dtype
-        self._model, self._stage, self._stages = model, stage, stages
+        self._mine, self._stages = tuple(models.items()), stages
         self._neighbours = neighbours
         self._buffers, self._reducer = buffers, reducer
-        self._order = actions(schedule, stages.depth, stage, len(stages.ids))
+        place = stages.place_of(self._mine[0][0])
+        self._order = actions(schedule, stages.depth, place, len(stages.ids))
         self._todo: deque[Action] = deque()
-        self._flight: dict[int, _InFlight] = {}
+        self._at = next(a for a in reversed(self._order) if a.kind == "forward")
+        """Whose forward runs now, or has run last."""
+        self._flight: dict[tuple[int, int], _InFlight] = {}
+        """By micro-batch and stage."""
         self.in_backward = -1
         self.most_in_flight = 0
         """Micro-batches that have waited for their backward at a time, of all steps."""
@@ -58,26 +62,35 @@ class StagePasses:
             for name, used in chain.shared.items()
             if name in parameters
         }
-        self._shared = {
-            p: users for p, users in self._shared.items() if len(users) > 1 and stage in users
-        }
+        self._shared = {p: users for p, users in self._shared.items() if len(users) > 1}
+        self._summed: dict[tuple[int, int], Tensor] = {}
+        """By shared parameter and micro-batch what another stage of this rank has."""
 
     def begin(self, step: int) -> None:
-        self._todo, self._flight = deque(self._order), {}
+        self._todo, self._flight, self._summed = deque(self._order), {}, {}
+
+    def order(self, ids: Sequence[int]) -> Sequence[int]:
+        return [self._stages.ids[a.index] for a in self._order if a.kind == "forward"]
 
     def before_forward(self, microbatch_id: int) -> None:
-        action = self._todo.popleft()
+        action = self._at = self._todo.popleft()
         assert (action.kind, self._stages.ids[action.index]) == ("forward", microbatch_id)
-        before = self._stage - 1
+        stage, model = self._mine[action.turn]
+        before = stage - 1
         self._buffers.separate()
 
         def receive(like: Sequence[Tensor]) -> list[Tensor]:
             return self._neighbours.receive(like, before, "activation", microbatch_id).wait()
 
-        self._model.begin(receive)
+        model.begin(receive)
+
+    @property
+    def has_loss(self) -> bool:
+        _, model = self._mine[self._at.turn]
+        return model.is_last
 
     def loss_of(self, returned: Any) -> Loss | None:
-        if not self._model.is_last:
+        if not self.has_loss:
             return None
         total = returned[0] if isinstance(returned, tuple) and returned else returned
         if isinstance(total, Absent):
@@ -88,26 +101,30 @@ class StagePasses:
         return check_loss(returned)
 
     def backward(self, microbatch_id: int, loss: Tensor | None, num_left: int) -> None:
-        crossing = self._model.end()
+        stage, model = self._mine[self._at.turn]
+        crossing = model.end()
         flight = _InFlight(crossing, loss, self._buffers.end_microbatch())
-        if not self._model.is_last:
-            after = self._stage + 1
+        if len(self._mine) > 1:
+            self._buffers.join_integers(self._at.index, model.buffers)
+        if not model.is_last:
+            after = stage + 1
             self._neighbours.send(crossing.sent, after, "activation", microbatch_id)
             flight.gradients = self._neighbours.receive(
                 crossing.sent_with_gradient, after, "gradient", microbatch_id
             )
-        self._flight[microbatch_id] = flight
+        self._flight[microbatch_id, stage] = flight
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
         while self._todo and self._todo[0].kind == "backward":
-            of = self._stages.ids[self._todo.popleft().index]
+            action = self._todo.popleft()
+            of, (stage, model) = self._stages.ids[action.index], self._mine[action.turn]
             self._reducer.before_backward(not self._todo)
-            held, self.in_backward = self._flight.pop(of), of
-            self._backward(of, held)
-            self._reducer.after_backward(of, held.buffers)
+            held, self.in_backward = self._flight.pop((of, stage)), of
+            self._backward(of, stage, held)
+            self._reducer.after_backward_of(model.blocks, of, held.buffers)
         if not self._todo:
             self._neighbours.settle()
 
-    def _backward(self, microbatch_id: int, held: "_InFlight") -> None:
+    def _backward(self, microbatch_id: int, stage: int, held: "_InFlight") -> None:
         crossing = held.crossing
         if held.loss is not None:
             torch.autograd.backward(held.loss)
@@ -120,28 +137,36 @@ class StagePasses:
             ]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        if self._stage > 0:
+        if stage > 0:
             back = [torch.zeros_like(t) if t.grad is None else t.grad for t in crossing.received]
-            self._neighbours.send(back, self._stage - 1, "gradient", microbatch_id)
-        self._add_shared(microbatch_id)
+            self._neighbours.send(back, stage - 1, "gradient", microbatch_id)
+        self._add_shared(microbatch_id, stage)
 
-    def _add_shared(self, microbatch_id: int) -> None:
+    def _add_shared(self, microbatch_id: int, stage: int) -> None:
         """The first stage that uses a parameter has the sum of what all of them have: of two, that
         is what one backward through both gives."""
+        mine = dict(self._mine)
         for index, (parameter, users) in enumerate(self._shared.items()):
             first, *others = users
-            # A message of its own for each, told apart by what came before it.
-            if self._stage != first:
+            if stage == first:
+                total = parameter.grad
+                for user in reversed(others):
+                    if user in mine:
+                        found = self._summed.pop((index, microbatch_id))
+                    else:
+                        found = self._neighbours.receive_shared(
+                            parameter, user, index, microbatch_id
+                        )
+                    total = found if total is None else self._sum(parameter, total, found)
+                parameter.grad = total
+            elif stage in others:
                 gradient = parameter.grad
-                mine = torch.zeros_like(parameter) if gradient is None else gradient
-                self._neighbours.send_shared(mine, first, index, microbatch_id)
+                own = torch.zeros_like(parameter) if gradient is None else gradient
+                if first in mine:
+                    self._summed[index, microbatch_id] = own
+                else:
+                    self._neighbours.send_shared(own, first, index, microbatch_id)
                 parameter.grad = None
-                continue
-            total = parameter.grad
-            for user in reversed(others):
-                found = self._neighbours.receive_shared(parameter, user, index, microbatch_id)
-                total = found if total is None else self._sum(parameter, total, found)
-            parameter.grad = total
 
     def _sum(self, parameter: nn.Parameter, one: Tensor, other: Tensor) -> Tensor:
         """As one backward adds them up: of a cast parameter, in half precision."""
@@ -149,7 +174,8 @@ class StagePasses:
         return (one.to(dtype) + other.to(dtype)).to(parameter.dtype)
 
     def reset(self) -> None:
-        self._model.give_up()
+        for _, model in self._mine:
+            model.give_up()
         self._flight = {}
 
 

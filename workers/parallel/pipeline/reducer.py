@@ -121,9 +121,15 @@ class PipelineReducer:
         self._drop_gradients()
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
+        self.after_backward_of(range(len(self._plan.costs)), microbatch_id, buffers)
+
+    def after_backward_of(
+        self, blocks: range, microbatch_id: int, buffers: Sequence[Tensor]
+    ) -> None:
+        """As `after_backward`, of one of this rank's stages."""
         values = dict(zip(self._buffer_names, buffers, strict=True))
         for segment in self._segments:
-            if segment.fold is not None:
+            if segment.fold is not None and segment.blocks.start in blocks:
                 gradients = [self._parameters[n].grad for n in segment.names]
                 pairs = zip(segment.names, gradients, strict=True)
                 self.used |= {name for name, gradient in pairs if gradient is not None}
@@ -180,8 +186,10 @@ class PipelineReducer:
         for stages in self._plan.pipelines:
             for index, name in enumerate(shared):
                 users = sorted({stages.stage_of(block) for block in self._chain.uses[name]})
-                for user in users[1:] if self._parameters[name].dim() else ():
-                    yield index, name, self._ranks[begin + users[0]], self._ranks[begin + user]
+                first, *others = [self._ranks[begin + stages.place_of(user)] for user in users]
+                for other in others if self._parameters[name].dim() else ():
+                    if other != first:
+                        yield index, name, first, other
             begin += stages.depth
 
     def _share(self, segment: _Segment, flats: Flats | None) -> Flats:

@@ -52,7 +52,9 @@ class StageModel:
     ) -> None:
         """whole: by parameter a tensor of its shape and strides, on any device, where the model's
         own may be empty."""
-        self._chain, self._blocks_here = chain, blocks
+        self._chain, self.blocks = chain, blocks
+        self.buffers = {n for n, block in chain.buffers.items() if block in blocks}
+        """That its blocks write."""
         self._model, self._whole = model, whole or {}
         self._blocks = [model.get_submodule(name) for name in chain.names]
         here = set(chain.parameters_of(blocks))
@@ -80,11 +82,11 @@ class StageModel:
 
     @property
     def is_first(self) -> bool:
-        return self._blocks_here.start == 0
+        return self.blocks.start == 0
 
     @property
     def is_last(self) -> bool:
-        return self._blocks_here.stop == len(self._blocks)
+        return self.blocks.stop == len(self._blocks)
 
     def begin(self, receive: Receive) -> None:
         """A forward begins, its randomness has been seeded."""
@@ -111,8 +113,8 @@ class StageModel:
         """Of the forward; the model is as before. Raises UserError if a local block did not run
         once."""
         self.give_up()
-        if self._ran != list(self._blocks_here):
-            odd = next((b for b in self._blocks_here if self._ran.count(b) != 1), self._ran[0])
+        if self._ran != list(self.blocks):
+            odd = next((b for b in self.blocks if self._ran.count(b) != 1), self._ran[0])
             name, count = self._chain.names[odd], self._ran.count(odd)
             raise UserError(
                 f"{name} runs {count} times on this micro-batch, and once on the one that the "
@@ -132,7 +134,7 @@ class StageModel:
     # --- blocks -------------------------------------------------------------------------------
     def _as_here(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What a block does on this stage."""
-        here = self._blocks_here
+        here = self.blocks
         if number in here:
             return self._computed(number, forward)
 
@@ -148,7 +150,7 @@ class StageModel:
     def _computed(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             self._ran.append(number)
-            if number == self._blocks_here.start and number > 0:
+            if number == self.blocks.start and number > 0:
                 args, kwargs = self._inject(args, kwargs)
             return forward(*args, **kwargs)
 
@@ -156,10 +158,10 @@ class StageModel:
 
     def _inject(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         flat, spec = tree_flatten((args, kwargs))
-        wanted = self._chain.arguments[self._blocks_here.start]
+        wanted = self._chain.arguments[self.blocks.start]
         found = [i for i, value in enumerate(flat) if isinstance(value, Absent)]
         if found != [argument.position for argument in wanted]:
-            raise self._other_arguments(self._blocks_here.start, len(wanted), len(found))
+            raise self._other_arguments(self.blocks.start, len(wanted), len(found))
         tensors = self._receive([flat[i] for i in found])
         for argument, tensor in zip(wanted, tensors, strict=True):
             if argument.needs_gradient and torch.is_grad_enabled():
@@ -169,13 +171,13 @@ class StageModel:
 
     def _take(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         flat, spec = tree_flatten((args, kwargs))
-        wanted = self._chain.arguments[self._blocks_here.stop]
+        wanted = self._chain.arguments[self.blocks.stop]
         if len(flat) <= max(argument.position for argument in wanted):
-            raise self._other_arguments(self._blocks_here.stop, len(wanted), len(flat))
+            raise self._other_arguments(self.blocks.stop, len(wanted), len(flat))
         for argument in wanted:
             tensor = flat[argument.position]
             if not isinstance(tensor, Tensor) or isinstance(tensor, Absent):
-                raise self._other_arguments(self._blocks_here.stop, len(wanted), 0)
+                raise self._other_arguments(self.blocks.stop, len(wanted), 0)
             self._crossing.sent.append(tensor)
             if argument.needs_gradient:
                 self._crossing.sent_with_gradient.append(tensor)

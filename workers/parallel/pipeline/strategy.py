@@ -54,7 +54,7 @@ class StagedMesh(Mesh):
     def load(self, num_microbatches: int, rank: int) -> float:
         assert self.plan is not None
         costs, blocks = self.plan.costs, self.plan.blocks(self.position(rank))
-        share = sum(costs[blocks.start : blocks.stop]) / sum(costs)
+        share = sum(costs[block] for block in blocks) / sum(costs)
         return share * len(self.ids(num_microbatches, rank))
 
     def ids(self, num_microbatches: int, rank: int) -> range:
@@ -62,7 +62,8 @@ class StagedMesh(Mesh):
         return self.plan.ids(self.position(rank))
 
     def num_passes(self, num_microbatches: int, rank: int) -> int:
-        return len(self.ids(num_microbatches, rank))
+        assert self.plan is not None
+        return len(self.ids(num_microbatches, rank)) * len(self.plan.stages(self.position(rank)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,9 @@ class _Place:
     """A rank's in a pipeline."""
 
     seat: Seat
-    stages: Stages
-    model: StageModel
+    pipeline: Stages
+    models: dict[int, StageModel]
+    """By stage, those that it has."""
     neighbours: Neighbours
 
 
@@ -185,7 +187,8 @@ class Staged:
             self._share_chain(group, said)
         names, costs = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self._known_chain.names, (names, self._known_chain.names)
-        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches)
+        each = self._spec.parallel.stages_per_rank
+        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches, each)
 
     def _share_chain(self, group: AnyGroup, said: list[Any]) -> None:
         """Give the chain to those that could not compute a micro-batch, as where the whole model
@@ -212,13 +215,14 @@ class Staged:
     def _planned(self, generation: int) -> Planned:
         plan, stages = self.plan, list[Stage | None]()
         for rank in range(self._mesh.world_size):
-            seat = plan.seat(self._mesh.position(rank))
+            position = self._mesh.position(rank)
+            seat = plan.seat(position)
             if seat is None:
                 stages.append(None)
                 continue
-            blocks = plan.pipelines[seat.pipeline].blocks(seat.stage)
-            stages.append(Stage(seat.pipeline, seat.stage, (blocks.start, blocks.stop)))
-        warnings = tuple(plan.warnings(self._depth))
+            borders = tuple(b for r in plan.stages(position) for b in (r.start, r.stop))
+            stages.append(Stage(seat.pipeline, seat.stage, borders))
+        warnings = tuple(plan.warnings(self._depth, self._spec.parallel.stages_per_rank))
         moved = self.shards.moved_bytes
         layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
         return Planned(generation, layout, warnings, tuple(stages), moved)
@@ -232,7 +236,7 @@ class Staged:
     # --- a step -----------------------------------------------------------------------------
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
-    ) -> Reducer:
+    ) -> PipelineReducer:
         assert self.chain is not None
         assert self._groups is not None
         return PipelineReducer(
@@ -250,11 +254,11 @@ class Staged:
         if place is None:
             return NoPasses()  # it stands by
         assert self.chain is not None
+        assert isinstance(reducer, PipelineReducer)
         return StagePasses(
-            place.model,
+            place.models,
             self.chain,
-            place.stages,
-            place.seat.stage,
+            place.pipeline,
             place.neighbours,
             parameters=self.train_state.parameters,
             buffers=self.train_state.buffers,
@@ -268,9 +272,8 @@ class Staged:
         if place is None:
             return NoForwards()  # it stands by
         return StageForwards(
-            place.model,
+            place.models,
             place.neighbours,
-            stage=place.seat.stage,
             pipeline=place.seat.pipeline,
             num_pipelines=len(self.plan.pipelines),
         )
@@ -285,19 +288,21 @@ class Staged:
         seat = plan.seat(position)
         if seat is None:
             return None
-        first, stages = position - seat.stage, plan.pipelines[seat.pipeline]
+        first, pipeline = position - seat.stage, plan.pipelines[seat.pipeline]
 
         def on_lost(error: PeerLost) -> NoReturn:
             formed.say_lost(error)
             raise StepCancelled from error
 
-        ranks = mesh.ranks()[first : first + stages.depth]
-        return _Place(
-            seat,
-            stages,
-            StageModel(self.train_state.model, chain, stages.blocks(seat.stage), self._parts.whole),
-            Neighbours(group, ranks, on_lost, formed.gathering),
-        )
+        ranks = mesh.ranks()[first : first + pipeline.depth]
+        of_stages = [ranks[pipeline.place_of(stage)] for stage in range(pipeline.num_stages)]
+        model, whole = self.train_state.model, self._parts.whole
+        models = {
+            stage: StageModel(model, chain, pipeline.blocks(stage), whole)
+            for stage in pipeline.stages_at(seat.stage)
+        }
+        neighbours = Neighbours(group, of_stages, on_lost, formed.gathering)
+        return _Place(seat, pipeline, models, neighbours)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
         if self.train_state.clip_norm is None:
@@ -340,7 +345,7 @@ def build_staged(
 ) -> Staged:
     """The state at step 0, whole until the first generation. depth: wanted stages of a pipeline.
     Raises WrongInput."""
-    check_schedule(spec.parallel.schedule)
+    check_schedule(spec.parallel.schedule, device)
     model = build_model(workload, spec)
     if hasattr(workload, "init_weights"):
         settle_small(model, device)
