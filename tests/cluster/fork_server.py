@@ -273,8 +273,8 @@ class Forked:
             self._connection.close()
         return self.returncode
 
-    def communicate(self) -> tuple[str, str]:
-        self.wait()
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
         return tuple(file.read() for file in (self._out, self._err) if not file.seek(0))
 
     def send_signal(self, number: int) -> None:
