@@ -16,9 +16,9 @@ from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 200, 10
 SLOWEST = (
-    *("test_readme", "test_sharded", "test_bits", "test_feed", "test_stages", "test_object_store"),
-    *("test_submit", "test_drain", "test_checkpoints", "test_hosts", "test_hangs", "test_spot"),
-    *("test_autoscaling", "test_scale"),
+    *("test_submit", "test_stages", "test_object_store", "test_stop", "test_hosts", "test_hangs"),
+    *("test_spot", "test_autoscaling", "test_checkpoints", "test_drain", "test_feed", "test_scale"),
+    *("test_readme", "test_sharded", "test_bits"),
 )
 
 
