@@ -16,6 +16,8 @@ class FakeJobs:
         """Mute: a log's connection stays open, and says no more."""
         self.names: list[str] = []
         """Of the jobs that are on the list."""
+        self.entrypoints: list[str] = []
+        """Of all jobs that were submitted."""
         self.num_tails = 0
         self.on_tail: Callable[[], None] = lambda: None
         self._loop = asyncio.new_event_loop()
@@ -55,8 +57,10 @@ class FakeJobs:
         return web.json_response([])
 
     async def _submit(self, request: web.Request) -> web.Response:
-        name = (await request.json())["submission_id"]
+        asked = await request.json()
+        name = asked["submission_id"]
         self.names.append(name)
+        self.entrypoints.append(asked["entrypoint"])
         return web.json_response({"job_id": name, "submission_id": name})
 
     async def _look(self, request: web.Request) -> web.Response:

@@ -49,7 +49,7 @@ class FakeRun:
         controller = {"pid": os.getpid(), "node_ip": "127.0.0.1"}
         status = {"phase": "running", "step": 7, "generation": 2, "workers": rows}
         self.write("status.json", {**status, "controller": controller})
-        self.left, self.told = num_faults, []
+        self.left, self.told, self.workers = num_faults, [], workers
 
     def write(self, name, value):
         (self.directory / name).write_text(json.dumps(value))
@@ -131,9 +131,17 @@ def test_a_node_that_has_just_died_does_not_end_the_scenario():
         raise gone
 
 
+class EndsWhenStopped(FakeRun):
+    """The worker has stopped by then: before, a SIGCONT would only take the SIGSTOP back."""
+
+    def tell(self, line):
+        os.waitid(os.P_PID, self.workers[0].pid, os.WSTOPPED)
+        super().tell(line)
+
+
 def test_a_stopped_process_is_woken_when_the_run_ends_before(process, tmp_path):
     worker = process("ray::WorkerActor.run")
-    run = FakeRun(tmp_path / "run", [worker], num_faults=1)
+    run = EndsWhenStopped(tmp_path / "run", [worker], num_faults=1)
     run.suffer({"what": "stop", "for_s": 600, "when": {"step": 1}})
     os.waitid(os.P_PID, worker.pid, os.WCONTINUED)  # would wait for ever
     assert worker.poll() is None

@@ -28,6 +28,13 @@ def test_a_command_that_cannot_be_carried_out_leaves_no_job(jobs, capsys):
     assert jobs.names == []
 
 
+@pytest.mark.parametrize("words", [("stop", RUN), ("stop", RUN, "--now")])
+def test_a_job_on_the_cluster_is_given_all_the_words(jobs, words):
+    jobs.status, jobs.exit_status = "SUCCEEDED", 0
+    main([*words, "--cluster", jobs.address])
+    assert [asked.split()[-len(words) :] for asked in jobs.entrypoints] == [list(words)]
+
+
 @pytest.mark.timeout(60)
 def test_a_log_whose_connection_is_dead_is_asked_for_anew(jobs):
     jobs.log, jobs.is_mute = "one\ntwo\n", True

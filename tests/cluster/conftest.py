@@ -16,9 +16,9 @@ from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 200, 10
 SLOWEST = (
-    *("test_readme", "test_sharded", "test_bits", "test_feed", "test_stages", "test_object_store"),
-    *("test_submit", "test_drain", "test_checkpoints", "test_hosts", "test_hangs", "test_spot"),
-    *("test_autoscaling", "test_scale"),
+    *("test_submit", "test_stages", "test_object_store", "test_stop", "test_hosts", "test_hangs"),
+    *("test_spot", "test_autoscaling", "test_checkpoints", "test_drain", "test_feed", "test_scale"),
+    *("test_readme", "test_sharded", "test_bits"),
 )
 
 
@@ -77,33 +77,39 @@ def start(request, tmp_path, ray_temp):
 
 @pytest.fixture(scope="session")
 def reference(request, tmp_path_factory, ray_temp):
-    """of(steps=30, **options): hash and sample records of Toy's uninterrupted run with one worker.
+    """of(steps=30, **options): hash and sample records of an uninterrupted run with one worker.
 
-    Shorter runs are the beginning of one that all test processes share.
+    All test processes share it. Shorter runs of Toy are the beginning of one.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     hashes = shared / "hashes"
 
-    def of(steps: int = 30, **options) -> tuple[str, list[str]]:
-        is_part = steps <= SHARED_STEPS and steps % HASHED_EVERY == 0
+    def of(
+        steps: int = 30, *, job: str = "toy", target: str = "Hashed", **options
+    ) -> tuple[str, list[str]]:
+        is_hashed = target == "Hashed"
+        is_part = is_hashed and steps <= SHARED_STEPS and steps % HASHED_EVERY == 0
         length, every = (SHARED_STEPS, HASHED_EVERY) if is_part else (steps, steps)
-        name = "-".join(["run", str(length), *(f"{k}-{v}" for k, v in sorted(options.items()))])
+        name = "-".join([target, str(length), *(f"{k}-{v}" for k, v in sorted(options.items()))])
         folder = hashes / name
         assert "set" not in options, "the reference is Toy as it comes"
         with FileLock(shared / f"{name}.lock", timeout=300):
             folder.mkdir(parents=True, exist_ok=True)
-            options |= {"workers": 1, "steps": length, "eval_every": every}
-            options["set"] = [f"folder={str(folder)!r}"]
+            options |= {"workers": 1, "steps": length}
+            if is_hashed:
+                options |= {"eval_every": every, "set": [f"folder={str(folder)!r}"]}
             is_good = folder / "good"
             if not is_good.exists():
                 options["address"] = request.getfixturevalue("shared_head").address
-            run = LiveRun(f"{JOBS / 'toy.py'}:Hashed", shared, name, ray_temp, **options)
+            run = LiveRun(f"{JOBS / job}.py:{target}", shared, name, ray_temp, **options)
             if not is_good.exists():
                 with run:
                     end = run.finish()
                 assert end["status"] == 0, end["err"]
-                assert (folder / str(length)).read_text() == end["result"]["weights_sha256"]
+                sha256 = end["result"]["weights_sha256"]
+                assert not is_hashed or (folder / str(length)).read_text() == sha256
+                (folder / str(length)).write_text(sha256)
                 is_good.touch()
         samples = [s["sha256"] for s in run.lines("samples.jsonl")]
         return (folder / str(steps)).read_text(), samples[:steps]
@@ -111,19 +117,61 @@ def reference(request, tmp_path_factory, ray_temp):
     return of
 
 
+def set_environment(patch: pytest.MonkeyPatch, temp: Path) -> None:
+    """Of Ray's nodes that are started here."""
+    for name, value in (environment(temp) | UNPREPARED).items():
+        patch.setenv(name, value)
+
+
+def new_head(num_cpus: int, object_store_memory: int = 10**8) -> ForkedNodes:
+    options = {"num_cpus": num_cpus, "object_store_memory": object_store_memory}
+    head = {"include_dashboard": False, **options}
+    return ForkedNodes(initialize_head=True, head_node_args=head)
+
+
 @pytest.fixture
-def nodes(fork_server, ray_temp, monkeypatch):
-    """A head without slots, to which a test adds nodes."""
-    for name, value in (environment(ray_temp) | UNPREPARED).items():
-        monkeypatch.setenv(name, value)
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
-    found = ForkedNodes(initialize_head=True, head_node_args=head)
+def start_head(fork_server, ray_temp, monkeypatch):
+    """start_head(num_cpus) -> a Ray head of the test's own."""
+    set_environment(monkeypatch, ray_temp)
+    made = []
+
+    def make(*args, **options) -> ForkedNodes:
+        made.append(new_head(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+@pytest.fixture(scope="session")
+def head_without_slots(fork_server, ray_temp):
+    """The tests of a process share it, as they do the one with slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, ray_temp)
+        found = new_head(num_cpus=0)
     yield found
     found.shutdown()
 
 
 @pytest.fixture
-def hosts(request):
+def nodes(head_without_slots, ray_temp, monkeypatch):
+    """A head without slots, to which a test adds nodes. They go with the test."""
+    set_environment(monkeypatch, ray_temp)
+    yield head_without_slots
+    head_without_slots.remove_nodes()
+
+
+@pytest.fixture
+def machine(start_head):
+    """A head that has slots: a test may crash it."""
+    found = start_head(num_cpus=4)
+    yield found
+    found.crash()
+
+
+@pytest.fixture
+def hosts(request, fork_server):
     """Those of the module's HOSTS; skips where this machine forbids it."""
     try:
         made = request.module.HOSTS().__enter__()

@@ -7,6 +7,7 @@ of its own.
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -46,6 +47,9 @@ START_S = 60.0
 """For one to import Ray, on a machine that is busy."""
 OF_ONE_TEST = "PYTEST_CURRENT_TEST"
 """The one variable that no program reads, and every test has another one."""
+NETWORK = "FORK_NETWORK"
+"""The environment variable that names the file of the network namespace where programs run."""
+CLONE_NEWNET = 0x40000000
 
 
 class Order(NamedTuple):
@@ -136,9 +140,18 @@ def take_over(order: Order, left: dict[str, str]) -> None:
         os.setpgid(0, 0)  # in the session of the groups that its children join
     elif order.group is None:
         os.setsid()
+    if NETWORK in order.env and not order.serves:
+        enter_network(order.env[NETWORK])
     os.environ.clear()
     os.environ.update(order.env | left)
     os.chdir(order.folder)
+
+
+def enter_network(path: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(path).open() as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"{path} cannot be entered")
 
 
 def import_ray(order: Order) -> dict[str, str]:
@@ -273,8 +286,8 @@ class Forked:
             self._connection.close()
         return self.returncode
 
-    def communicate(self) -> tuple[str, str]:
-        self.wait()
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
         return tuple(file.read() for file in (self._out, self._err) if not file.seek(0))
 
     def send_signal(self, number: int) -> None:

@@ -14,12 +14,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.cluster.fork_server import ADDRESS, NETWORK
 from tests.cluster.live import LiveRun, environment, leftovers
+from tests.cluster.shared_head import UNPREPARED
 
 GCS_PORT = 6379
 START_S = 60.0
 RELAY = Path(__file__).parent / "relay.py"
 STORE_BYTES = 100 * 2**20
+FORKS = {"RAY_START_HOOK": "tests.cluster.forked_nodes.fork_workers", **UNPREPARED}
 
 
 class Forbidden(Exception):
@@ -197,12 +200,19 @@ class Hosts:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *where, *options]
         started = subprocess.run(
             self.inside(host, *ray),
-            env=environment(temp) | (self.head_env if host == 0 else {}),
+            env=self._environment(host) | (self.head_env if host == 0 else {}),
             capture_output=True,
             text=True,
             timeout=START_S,
         )
         assert started.returncode == 0, started.stdout + started.stderr
+
+    def _environment(self, host: int) -> dict[str, str]:
+        """Of its Ray. Where there is a fork server, workers come from it, and enter the network."""
+        env = environment(self.temp / str(host))
+        if ADDRESS not in env:
+            return env
+        return env | FORKS | {NETWORK: f"/run/netns/{self.name(host)}"}
 
     def run(self, target: str, storage: Path, name: str, *, host: int = 0, **options) -> LiveRun:
         """`elastic run` on a host, in the cluster."""

@@ -61,15 +61,11 @@ class JobCluster:
             start_new_session=True,
         )
         deadline = time.monotonic() + PATIENCE_S
-        while not self._answers():
+        agent = f"http://127.0.0.1:{ports[2]}/api/local_raylet_healthz"  # who starts the jobs
+        while not (answers(f"{self.address}/api/version") and answers(agent)):
             assert self._process.poll() is None, (self._temp / "said").read_text()
             assert time.monotonic() < deadline, (self._temp / "said").read_text()
             time.sleep(0.1)  # polling, bounded by the deadline
-
-    def _answers(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.address}/api/version", timeout=5):
-            return True
-        return False
 
     def lose(self) -> None:
         """All its processes die at once: they are those whose command line names its folder."""
@@ -91,6 +87,12 @@ class JobCluster:
                 if pid != os.getpid() and (is_named or names[1] in about(pid, "environ")):
                     found.append(pid)
         return found
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False
 
 
 def make_environment(folder: Path) -> Path:

@@ -8,24 +8,35 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.cluster.fork_server import ADDRESS, Forked, Order
 
 JOBS = Path(__file__).parent / "jobs"
 PATIENCE_S = 150.0
+FEW_READERS = {"RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "2"}
+"""Ray Data starts 32 processes to read the footers of a few small files."""
 
 
 def environment(temp: Path) -> dict[str, str]:
     """No cluster of this machine is found, none is touched."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)}
+    return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)} | FEW_READERS
+
+
+class Ended(NamedTuple):
+    """What a program left that has ended."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
 
 
 class LiveRun:
     """`elastic run` in a process of its own. Use as a context manager.
 
-    On a Ray of its own, and on hosts, all its processes are started as a user's are. On another
-    Ray they are forked from one that has imported torch already.
+    On a Ray of its own all its processes are started as a user's are, and on hosts the driver. On
+    another Ray they are forked from one that has imported torch already.
     """
 
     look_every_s = 0.05
@@ -133,6 +144,25 @@ class LiveRun:
         at = time.time()
         os.kill(pid, signal.SIGKILL)
         return at
+
+
+def elastic(env: dict[str, str], *words: object, **how) -> Ended:
+    """`elastic WORDS`, forked as a run's driver is."""
+    return python(env, "-m", "elastic", *words, **how)
+
+
+def python(
+    env: dict[str, str], *arguments: object, folder: Path | None = None, with_ray: bool = True
+) -> Ended:
+    """The interpreter, as if started with these arguments; its end is waited for."""
+    order = Order([str(a) for a in arguments], env, str(folder or os.getcwd()))
+    process = Forked(os.environ[ADDRESS], order, with_ray=with_ray)
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return Ended(process.returncode, out, err)
 
 
 def assert_complete(run: LiveRun, steps: int) -> None:

@@ -2,19 +2,13 @@
 
 import json
 import statistics
-import subprocess
-import sys
 
 import pytest
 
 from elastic.observe.anatomy import PARTS, is_row
+from tests.cluster.live import elastic
 
 pytestmark = pytest.mark.cluster
-
-
-def elastic(run, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "elastic", *map(str, arguments)]
-    return subprocess.run(command, env=run.env, text=True, capture_output=True, timeout=60)
 
 
 def idle_share(lines: list[dict]) -> float:
@@ -27,7 +21,7 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
     options = {"global_batch": 24, "micro_batch": 6, "steps": 8, "set": ["sleep=0.4"]}
     with start("Toy", workers=3, **options) as run:
         run.wait_for(lambda s: s["step"] >= 5)
-        status = elastic(run, "status", run.directory)
+        status = elastic(run.env, "status", run.directory)
         end = run.finish()
     assert end["status"] == 0, end["err"]
     assert status.returncode == 0, status.stderr
@@ -48,7 +42,7 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
     assert statistics.median(idle) == pytest.approx(1 / 3, abs=0.02), "a busy machine stalls some"
     assert end["result"]["badput"]["idle"] == pytest.approx(waited_s / 3, rel=0.02)
 
-    done = elastic(run, "chaos", "report", run.directory, "--report", run.directory / "cost")
+    done = elastic(run.env, "chaos", "report", run.directory, "--report", run.directory / "cost")
     assert done.returncode == 0, done.stderr
     buckets = json.loads((run.directory / "cost.json").read_text())["buckets"]
     assert buckets["idle"] == pytest.approx(end["result"]["badput"]["idle"], abs=0.01)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_complete, assert_gone, environment
+from tests.cluster.live import JOBS, LiveRun, assert_complete, assert_gone, elastic, environment
 
 pytestmark = pytest.mark.cluster
 
@@ -114,13 +114,7 @@ def test_a_detached_run_outlives_its_driver_and_can_be_watched(cluster, tmp_path
         assert run.process.wait(100) == 0
     directory = tmp_path / "run"
     assert run.status()["step"] < 300
-    watch = subprocess.run(
-        [sys.executable, "-m", "elastic", "watch", str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment(ray_temp),
-    )
+    watch = elastic(run.env, "watch", directory)
     assert watch.returncode == 0, watch.stderr
     assert "300" in watch.stdout
     assert json.loads((directory / "result.json").read_text())["outcome"] == "succeeded"

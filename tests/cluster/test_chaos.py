@@ -1,12 +1,10 @@
 """A scenario carried out from outside on a live run: the bits, and a report that adds up."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.cluster.live import assert_same_bits
+from tests.cluster.live import assert_same_bits, elastic
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -21,11 +19,6 @@ faults:
 """
 
 
-def chaos(run, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "elastic", "chaos", *map(str, arguments)]
-    return subprocess.run(command, env=run.env, text=True, capture_output=True, timeout=200)
-
-
 def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, tmp_path):
     """SIGKILL, a short freeze that must go unpunished, one for ever, and a kill while forming."""
     scenario = tmp_path / "scenario.yaml"
@@ -33,7 +26,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
     options = {"workers": "2..3", "steps": STEPS, "detect_s": 3.0, "set": ["sleep=0.02"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 0)
-        done = chaos(run, scenario, run.directory, "--report", tmp_path / "report")
+        done = elastic(run.env, "chaos", scenario, run.directory, "--report", tmp_path / "report")
         end = run.finish()
     assert done.returncode == 0, done.stderr
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)

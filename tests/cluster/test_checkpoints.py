@@ -3,15 +3,13 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder
-from tests.cluster.live import JOBS, assert_complete, environment, leftovers
+from tests.cluster.live import JOBS, assert_complete, environment, leftovers, python
 from workers.checkpoint.load import checkpoint_sha256
 
 pytestmark = pytest.mark.cluster
@@ -23,10 +21,10 @@ def catalogue(run) -> Catalogue:
     return Catalogue(open_folder(str(run.directory)).at("checkpoints"))
 
 
-def kill_everything(run) -> int:
-    """SIGKILL of every process of a run with a Ray of its own; the step it stood at. On another
-    a successor of the controller would have the run until its driver has been silent for long."""
+def kill_everything(run, machine) -> int:
+    """SIGKILL of every process of a run and of its Ray; the step it stood at."""
     status = run.status()
+    machine.crash()
     pids = [w["pid"] for w in (*status["workers"], *status["standby"]) if w["pid"]]
     for pid in (status["controller"]["pid"], *pids):
         with contextlib.suppress(ProcessLookupError):  # workers end without their controller
@@ -54,10 +52,10 @@ def assert_equals(run, end, expected) -> None:
     assert run.status()["committed_checkpoint"] == len(samples)
 
 
-def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference):
-    with start("Toy", workers=3, address="local", **OPTIONS) as run:
+def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference, machine):
+    with start("Toy", workers=3, address=machine.address, **OPTIONS) as run:
         run.wait_for(is_between_saves)
-        stood_at = kill_everything(run)
+        stood_at = kill_everything(run, machine)
     saved = catalogue(run).steps()[-1]
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
@@ -87,7 +85,7 @@ def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, r
     assert_equals(longer, end, reference(steps=150))
 
 
-def test_a_loop_saves_when_it_likes_and_its_pin_is_never_retired(tmp_path, ray_temp):
+def test_a_loop_saves_when_it_likes_and_its_pin_is_never_retired(tmp_path, ray_temp, shared_head):
     script = tmp_path / "train.py"
     options = "workers=2, steps=30, global_batch=48, micro_batch=6, checkpoint_every=5"
     script.write_text(
@@ -98,14 +96,7 @@ if __name__ == "__main__":
     print(result.weights_sha256)
 """
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment(ray_temp),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}, script)
     assert done.returncode == 0, done.stderr
     found = Catalogue(open_folder(str(tmp_path / "run")).at("checkpoints"))
     first, *between, last = found.steps()
@@ -125,10 +116,12 @@ def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, re
     assert end["result"]["recoveries"][0]["lost_steps"] == end["result"]["lost_steps"]
 
 
-def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(start, reference):
-    with start("Toy", workers=2, address="local", **OPTIONS) as run:
+def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(
+    start, reference, machine
+):
+    with start("Toy", workers=2, address=machine.address, **OPTIONS) as run:
         run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 60)
-        kill_everything(run)
+        kill_everything(run, machine)
     newest = catalogue(run).steps()[-1]
     folder = catalogue(run).of_step(newest).local
     assert folder is not None

@@ -3,12 +3,11 @@
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.cluster.fork_server import ADDRESS, Forked, Order
 from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -61,12 +60,13 @@ def test_sigterm_to_a_worker_is_a_notice_and_its_replacement_takes_its_place(
     assert_left_as_planned(run, end, reference, at, bound_s)
 
 
-def drain(cluster, node_id: str, deadline_s: int) -> subprocess.Popen:
+def drain(cluster, env: dict[str, str], node_id: str, deadline_s: int) -> Forked:
     """As an autoscaler does it; the process that asks."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address"]
-    command += [cluster.address, "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-    command += ["--reason-message", "spot", "--deadline-remaining-seconds", str(deadline_s)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = ["-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    words += ["--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+    words += ["--reason-message", "spot", "--deadline-remaining-seconds", str(deadline_s)]
+    order = Order(words, env, os.getcwd())
+    return Forked(env[ADDRESS], order, with_ray=True)
 
 
 def end_node(cluster, node_id: str) -> None:
@@ -88,9 +88,9 @@ def test_rank_0s_node_and_another_are_drained_within_a_second(
         leaving = [w["node_id"] for w in status["workers"][:2]]
         assert len(set(leaving)) == 2
         at = time.time()
-        for asking in [drain(nodes, node_id, 12) for node_id in leaving]:
-            out, _ = asking.communicate(timeout=60)
-            assert asking.returncode == 0, out
+        for asking in [drain(nodes, run.env, node_id, 12) for node_id in leaving]:
+            said = asking.communicate(timeout=60)
+            assert asking.returncode == 0, said
         run.wait_for(lambda s: {w["node_id"] for w in s["workers"]}.isdisjoint(leaving))
         for node_id in leaving:
             end_node(nodes, node_id)

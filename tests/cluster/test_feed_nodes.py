@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
 from elastic.data import parquet
 from elastic.data.footers import make_plan
@@ -17,13 +16,13 @@ from elastic.on_ray.feed.client import RayFeed
 from elastic.on_ray.feed.order import FeedOrder
 from elastic.on_ray.feed.start import end_feed, feed_name
 from elastic.on_ray.naming import NAMESPACE
-from tests.cluster.live import environment
 from workers.data.parquet_loader import ParquetLoader
 
 pytestmark = pytest.mark.cluster
 FILES, ROWS_PER_FILE, WIDTH = 24, 40, 10_000  # 400 kB a row group: too large to travel inline
 MICRO_BATCH, V = 5, 4
 BATCH = MICRO_BATCH * V
+STORE_BYTES = 200 * 2**20
 
 
 class Controller:
@@ -34,18 +33,14 @@ class Controller:
 
 
 @pytest.fixture
-def two_nodes(ray_temp, monkeypatch):
+def two_nodes(start_head):
     """A head, and a node that may be lost; this process is a driver."""
-    for name, value in environment(ray_temp).items():
-        monkeypatch.setenv(name, value)
-    options = {"num_cpus": 2, "object_store_memory": 200 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **options})
-    node = cluster.add_node(**options)
+    cluster = start_head(num_cpus=2, object_store_memory=STORE_BYTES)
+    node = cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
     yield cluster, node
     end_feed("nodes")
     ray.shutdown()
-    cluster.shutdown()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from elastic.store.catalogue import Catalogue
 from elastic.store.files import open_folder, place_of, read_json
 from elastic.store.journal import read_lines
-from tests.cluster.live import JOBS, LiveRun, leftovers
+from tests.cluster.live import JOBS, LiveRun, elastic, leftovers
 from tests.object_store import uri
 
 pytestmark = pytest.mark.cluster
@@ -57,10 +56,7 @@ class RemoteRun(LiveRun):
             time.sleep(0.3)  # polling, bounded by the deadline
 
     def elastic(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "elastic", *arguments]
-        done = subprocess.run(
-            command, env=self.env, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = elastic(self.env, *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -112,14 +108,15 @@ def test_of_two_drivers_that_start_a_run_in_a_bucket_the_second_is_wrong_input(
 
 
 def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
-    start_remote, reference, shared_head
+    start_remote, reference, shared_head, machine
 ):
-    with start_remote(workers=2, **OPTIONS) as run:
+    with start_remote(workers=2, address=machine.address, **OPTIONS) as run:
         run.wait_until(lambda: len(run.status()["workers"]) == 2)
         run.kill(rank=0)
         run.wait_for_checkpoint(40)
-        pids = [w["pid"] for w in run.status()["workers"]]
-        os.kill(run.status()["controller"]["pid"], signal.SIGKILL)
+        status = run.status()
+        pids = [status["controller"]["pid"], *(w["pid"] for w in status["workers"])]
+        machine.crash()
         run.process.kill()
         run.process.wait(30)
         for pid in pids:

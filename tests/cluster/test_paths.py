@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.cluster.live import JOBS, PATIENCE_S, LiveRun, assert_complete
+from tests.cluster.live import JOBS, LiveRun, assert_complete, elastic
 from tests.cluster.test_lifecycle import one_line
 from tests.cluster.test_stop import NODE
 
@@ -35,6 +33,8 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     nodes, tmp_path, ray_temp
 ):
     nodes.add_node(**NODE)
+    session = Path(nodes.head_node.get_session_dir_path())  # earlier tests have theirs beside it
+    earlier = shipped_in(session)
     job = tmp_path / "job"
     (job / "set").mkdir(parents=True)
     shutil.copy(JOBS / "fed.py", job)
@@ -62,18 +62,16 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     assert_complete(run, 12)
     plan = json.loads((run.directory / "data.json").read_text())["plan"]
     assert list(plan["files"]) == [MORE, "set/p0.parquet"]
-    session = Path(nodes.head_node.get_session_dir_path())  # earlier tests have theirs beside it
-    packages = [p for p in session.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()]
+    packages = shipped_in(session) - earlier
     shipped = [sorted(path.name for path in package.iterdir()) for package in packages]
     assert shipped == [["fed.py", "job.py", MORE, "set"]] * 2, "one of each start, without runs"
 
     job.rename(tmp_path / "elsewhere")
-    done = subprocess.run(
-        [sys.executable, "-m", "elastic", "data", "check", "runs/run"],
-        cwd=tmp_path / "elsewhere",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = elastic(run.env, "data", "check", "runs/run", folder=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
     assert "12 steps used 288 rows, each as planned: 2 whole epochs" in done.stdout
+
+
+def shipped_in(session: Path) -> set[Path]:
+    """The packages that the nodes have unpacked."""
+    return {p for p in session.glob("**/working_dir_files/_ray_pkg_*") if p.is_dir()}

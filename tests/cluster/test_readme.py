@@ -1,17 +1,16 @@
 """The README's first example runs as it stands, and so does the loop of docs/coming_from_ddp.md."""
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.cluster.live import environment
+from tests.cluster.live import environment, python
 from tests.docs.pages import DOCS, ROOT, blocks
 
 pytestmark = pytest.mark.cluster
 
 
-def test_the_first_example_trains_with_and_without_a_loop_of_its_own(tmp_path, ray_temp):
+def test_the_first_example_trains_with_and_without_a_loop_of_its_own(
+    tmp_path, ray_temp, shared_head
+):
     (example,), (loop,) = (
         blocks(page, "python") for page in (ROOT / "README.md", DOCS / "coming_from_ddp.md")
     )
@@ -19,15 +18,8 @@ def test_the_first_example_trains_with_and_without_a_loop_of_its_own(tmp_path, r
     assert "loop=train" in again
     script = tmp_path / "first.py"
     script.write_text(f"{example}\n\n{loop}\n\n{again}")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment(ray_temp),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
+    done = python(env, script, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     losses = [float(line) for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert len(losses) == 2, done.stdout

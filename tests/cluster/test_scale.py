@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
-from tests.cluster.test_stop import run_python
+from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits, elastic
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -21,8 +20,8 @@ def test_a_run_shrinks_keeps_its_size_under_a_successor_and_grows(
     slow = {"set": ["sleep=0.2", f"until={str(done)!r}"], "address": shared_head.address}
 
     def scale(workers: str):
-        words = ("scale", str(run.directory), workers, "--address", shared_head.address)
-        return run_python(ray_temp, "-m", "elastic", *words)
+        words = ("scale", run.directory, workers, "--address", shared_head.address)
+        return elastic(run.env, *words)
 
     with LiveRun(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, **options, **slow) as run:
         status = run.wait_for_step(lambda s: s["world_size"] == 3)

@@ -15,16 +15,10 @@ STEPS = 60
 
 @pytest.mark.parametrize(("rank", "parallel"), [(0, "pp:2"), (3, "pp:2/GPipe")])
 def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
-    start, rank, parallel
+    start, reference, rank, parallel
 ):
-    options = {"job": "staged", "steps": STEPS}
-    with start("Layers", name="whole", workers=1, **options) as whole:
-        undisturbed = whole.finish()
-    expected = (
-        undisturbed["result"]["weights_sha256"],
-        [s["sha256"] for s in whole.lines("samples.jsonl")],
-    )
-    options |= {"parallel": parallel, "set": ["sleep=0.03"]}
+    expected = reference(STEPS, job="staged", target="Layers")
+    options = {"job": "staged", "steps": STEPS, "parallel": parallel, "set": ["sleep=0.02"]}
     with start("Layers", workers="2..4", **options) as run:
         at = run.wait_for_step(lambda s: s["step"] > 10 and s["world_size"] == 4)
         stages = [(w["mesh"]["dp"], w["mesh"]["pp"]) for w in run.status()["workers"]]
@@ -99,16 +93,15 @@ def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(st
     assert any("of 4 stages on 2 ranks" in layout for layout in planned(run)), planned(run)
 
 
-def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start):
+def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start, reference):
     options = {"job": "staged", "checkpoint_every": 20, "parallel": "pp:2"}
-    with start("Layers", name="whole", workers=1, steps=STEPS, job="staged") as whole:
-        undisturbed = whole.finish()
     with start("Layers", name="stages", workers=3, steps=40, **options) as first:
         assert first.finish()["status"] == 0
     with start("Layers", name="stages", workers=2, steps=STEPS, **options) as run:
         end = run.finish()
     assert end["status"] == 0, end["err"]
-    assert end["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
+    expected, _ = reference(STEPS, job="staged", target="Layers")
+    assert end["result"]["weights_sha256"] == expected
 
 
 def test_a_run_in_stages_goes_on_under_other_strategies_and_says_so(start):

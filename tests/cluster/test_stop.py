@@ -2,13 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.cluster.live import JOBS, LiveRun, assert_complete, environment, leftovers
+from tests.cluster.live import (
+    JOBS,
+    LiveRun,
+    assert_complete,
+    elastic,
+    environment,
+    leftovers,
+    python,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -22,13 +28,6 @@ for actor in ray.util.list_named_actors():
     if actor.endswith("-controller"):
         ray.kill(ray.get_actor(actor), no_restart=True)
 """
-
-
-def run_python(ray_temp, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment(ray_temp)
-    )
 
 
 def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_bits(
@@ -49,10 +48,10 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     until(lambda: run.status()["controller"]["pid"] not in (None, former))
     step = run.status()["step"]
     until(lambda: run.status()["step"] > step + 5)
-    stopped = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
+    stopped = elastic(run.env, "stop", run.directory, "--now")
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped after" in stopped.stdout
-    again = run_python(ray_temp, "-m", "elastic", "stop", str(run.directory))
+    again = elastic(run.env, "stop", run.directory)
     assert (again.returncode, "ended already" in again.stdout) == (0, True), again.stderr
 
     with LiveRun(target, tmp_path, "run", ray_temp, **options, detach=True) as run:
@@ -60,7 +59,9 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     step = run.status()["step"]
     until(lambda: run.status()["step"] > step + 20 and run.status()["world_size"] == 2)
     pids = [w["pid"] for w in run.status()["workers"]]
-    done = run_python(ray_temp, "-c", END_CONTROLLERS.format(address=nodes.address))
+    script = tmp_path / "end_controllers.py"
+    script.write_text(END_CONTROLLERS.format(address=nodes.address))
+    done = python(run.env, script)
     assert done.returncode == 0, done.stderr
     at = time.monotonic()
     until(lambda: leftovers(pids) == [])
@@ -82,7 +83,7 @@ def until(what) -> None:
         time.sleep(0.05)  # polling, bounded by the deadline
 
 
-def test_stopping_what_is_no_run_is_one_line(tmp_path, ray_temp):
-    done = run_python(ray_temp, "-m", "elastic", "stop", str(tmp_path))
+def test_stopping_what_is_no_run_is_one_line(tmp_path, ray_temp, fork_server):
+    done = elastic(environment(ray_temp), "stop", tmp_path)
     assert done.returncode == 2
     assert done.stderr == f"elastic: {tmp_path} is no run directory: it has no config.json\n"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.cluster.job_cluster import JobCluster
-from tests.cluster.live import JOBS, environment
+from tests.cluster.live import JOBS, Ended, elastic, environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -92,10 +92,9 @@ class Laptop:
             env=self.env,
         )
 
-    def say(self, *words: str) -> subprocess.CompletedProcess:
-        process = self.start(*words)
-        out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
+    def say(self, *words: str) -> Ended:
+        where = ("--cluster", self._cluster.address)
+        return elastic(self.env, *words, *where, with_ray=False)
 
     def submit(self) -> tuple[subprocess.Popen, str]:
         """Submits the job, whose folder goes once it is sent; the process and the job's id."""
@@ -114,18 +113,21 @@ class Laptop:
         deadline = time.monotonic() + 120
         while (found := self.status(job)).get("step", 0) < step:
             assert time.monotonic() < deadline, found
+            time.sleep(0.2)  # polling, bounded by the deadline
         return found
 
 
 @pytest.fixture
-def laptop(tmp_path, ray_temp, cluster):
+def laptop(tmp_path, ray_temp, cluster, fork_server):
     return Laptop(tmp_path, ray_temp, cluster)
 
 
 def test_a_job_is_followed_left_stopped_and_resumed_from_outside(laptop, cluster, reference):
+    """While it runs, Prometheus reads it where it reads Ray."""
     process, job = laptop.submit()
     status = laptop.until_step(job, 3)
     assert (status["world_size"], status["steps"]) == (2, STEPS)
+    assert_is_metered(cluster)
     log = laptop.say("logs", job)
     assert (log.returncode, "step=" in log.stdout, "job_manager" in log.stdout) == (0, True, False)
     assert laptop.say("logs", job, "w0", "--tail", "5").returncode == 0
@@ -188,8 +190,8 @@ def test_what_the_run_refuses_is_its_line_and_exit_status(laptop):
     assert "No module named 'tiny'" in done.stderr
 
 
-def test_prometheus_reads_the_run_where_it_reads_ray(laptop, cluster):
-    process, job = laptop.submit()
+def assert_is_metered(cluster) -> None:
+    """That Prometheus finds the run, which has two workers."""
     deadline, size = time.monotonic() + 120, re.compile(r"^ray_elastic_world_size{.*} 2\.0$", re.M)
     while (found := size.search(metrics := read(f"{cluster.metrics}/metrics"))) is None:
         assert time.monotonic() < deadline, [x for x in metrics.splitlines() if "elastic" in x]
@@ -197,9 +199,6 @@ def test_prometheus_reads_the_run_where_it_reads_ray(laptop, cluster):
     assert 'run="run"' in found[0]
     assert 'run_id="' in found[0]
     assert "\nray_elastic_step{" in metrics
-    stopped = laptop.say("stop", job, "--now")
-    assert stopped.returncode == 0, stopped
-    process.communicate(timeout=60)
 
 
 def read(url: str) -> str:

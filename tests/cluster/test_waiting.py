@@ -1,9 +1,8 @@
 """Runs that are started before their machines are there."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.cluster.live import elastic
 
 pytestmark = pytest.mark.cluster
 LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with 0 CPUs"
@@ -39,10 +38,7 @@ def test_a_detached_run_is_left_alone_while_it_waits_and_can_be_stopped(start, n
     with start("Toy", address=nodes.address, workers=2, steps=10, detach=True) as run:
         assert run.finish()["status"] == 0
         assert run.status()["phase"] == "starting"
-        command = [sys.executable, "-m", "elastic", "stop", str(run.directory)]
-        done = subprocess.run(
-            command, env=run.env, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = elastic(run.env, "stop", run.directory)
         end = run.finish()
     assert (done.returncode, end["result"]["outcome"]) == (0, "stopped"), done.stderr
     assert end["result"]["steps"] == 0

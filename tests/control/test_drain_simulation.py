@@ -21,7 +21,7 @@ def notices(seed: int, faults: Faults) -> Faults:
     return faults
 
 
-@pytest.mark.parametrize("part", seeds(500, 2400))
+@pytest.mark.parametrize("part", seeds(200, 2400))
 def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_steps(
     part: range,
 ) -> None:
@@ -43,7 +43,7 @@ def test_notices_and_losses_together_cost_no_worker_and_the_run_ends_with_all_st
         assert seen[f"{phase} DrainNotice"] > len(part) / 120, seen
 
 
-@pytest.mark.parametrize("part", seeds(300, 1500))
+@pytest.mark.parametrize("part", seeds(150, 1500))
 def test_drains_alone_are_no_failures_and_lose_no_step(part: range) -> None:
     """As long as the notice is long enough for a replacement, of which there is one."""
     for seed in part:
@@ -76,7 +76,7 @@ def test_a_state_that_only_leavers_hold_is_saved_and_outlives_them(part: range) 
     assert num_kept > 0.15 * len(part)
 
 
-@pytest.mark.parametrize("part", seeds(200, 800))
+@pytest.mark.parametrize("part", seeds(100, 800))
 def test_short_notices_are_no_failures_either(part: range) -> None:
     for seed in part:
         limits, _ = scenario(seed)
@@ -89,7 +89,7 @@ def test_short_notices_are_no_failures_either(part: range) -> None:
         assert run.phase.outcome == "succeeded" or is_unlucky, (seed, run.phase)
 
 
-@pytest.mark.parametrize("part", seeds(200, 800))
+@pytest.mark.parametrize("part", seeds(100, 800))
 def test_sharded_runs_with_notices_end_with_all_steps(part: range) -> None:
     for seed in part:
         limits, faults = scenario(seed)

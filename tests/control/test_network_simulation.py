@@ -19,7 +19,7 @@ from tests.control.sharded_cluster import ShardedCluster
 from tests.control.test_close_faults import close_faults
 from tests.control.test_simulation import check_end, scenario, simulate
 
-NUM_SEEDS = 240
+NUM_SEEDS = 120
 ALL_SEEDS = 20_000
 SLICES = 20
 SLICE = ALL_SEEDS // SLICES

@@ -117,7 +117,7 @@ def test_a_run_that_ends_is_left_alone():
 
 
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
-@pytest.mark.parametrize("part", seeds(150, 1500))
+@pytest.mark.parametrize("part", seeds(75, 1500))
 def test_runs_that_are_resized_among_faults_end_with_all_steps(part: range, kind: str) -> None:
     seen: Counter[str] = Counter()
     for seed in part:
@@ -139,7 +139,7 @@ def test_runs_that_are_resized_among_faults_end_with_all_steps(part: range, kind
         assert seen[f"{phase} Resized"] > len(part) / 120, seen
 
 
-@pytest.mark.parametrize("part", seeds(150, 1000))
+@pytest.mark.parametrize("part", seeds(75, 1000))
 def test_resizes_alone_are_no_failures_and_lose_no_step(part: range) -> None:
     for seed in part:
         limits = replace(scenario(seed)[0], max_failures=0, steps=40)

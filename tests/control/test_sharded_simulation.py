@@ -21,7 +21,7 @@ NUM_SEEDS = 1200
 @pytest.mark.parametrize(
     ("kind", "holder_losses"), [(ShardedCluster, 0), (ShardedCluster, 3), (RareSnapshots, 0)]
 )
-@pytest.mark.parametrize("part", seeds(300, NUM_SEEDS))
+@pytest.mark.parametrize("part", seeds(150, NUM_SEEDS))
 def test_sharded_runs_with_faults_end_with_all_steps(
     kind: type[ShardedCluster], holder_losses: int, part: range
 ) -> None:

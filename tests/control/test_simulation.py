@@ -175,7 +175,7 @@ def scenario(seed: int) -> tuple[Limits, Faults]:
 NUM_SEEDS = 2400
 
 
-@pytest.mark.parametrize("part", seeds(500, NUM_SEEDS))
+@pytest.mark.parametrize("part", seeds(200, NUM_SEEDS))
 def test_runs_with_faults_end_with_all_steps(part: range) -> None:
     for seed in part:
         limits, faults = scenario(seed)
@@ -188,7 +188,7 @@ def test_runs_with_faults_end_with_all_steps(part: range) -> None:
             assert not list(replay(run.journal))
 
 
-@pytest.mark.parametrize("part", seeds(300, 1000))
+@pytest.mark.parametrize("part", seeds(150, 1000))
 def test_runs_whose_controller_dies_end_with_all_steps(part: range) -> None:
     """Also while it forms, recovers or ends, with the tail of its journal, of its commands and of
     the reports to it lost, and with workers dying at the same time."""
