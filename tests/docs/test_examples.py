@@ -13,6 +13,8 @@ import elastic
 from elastic.chaos.plan import make_plan
 from elastic.chaos.scenario import read_scenario, shipped_names
 from elastic.cli.app import app
+from elastic.cli.experiment import check_options
+from elastic.experiment.sweep import read_sweep
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, named
 
 CLUSTERS = ROOT / "cluster_configs/README.md"
@@ -49,7 +51,7 @@ def test_a_wrong_command_is_found():
 
 
 def test_the_scenario_is_one(tmp_path: Path):
-    (text,) = blocks(DOCS / "chaos.md", "yaml")
+    text, _ = blocks(DOCS / "chaos.md", "yaml")
     path = tmp_path / "scenario.yaml"
     path.write_text(text)
     scenario = read_scenario(str(path))
@@ -57,6 +59,16 @@ def test_the_scenario_is_one(tmp_path: Path):
     assert len(make_plan(scenario, num_workers=4)) > len(scenario.faults)
     shown = " ".join(line for line in commands_in(DOCS / "chaos.md"))
     assert any(name in shown for name in shipped_names())
+
+
+def test_the_sweep_is_one(tmp_path: Path):
+    scenario, sweep = blocks(DOCS / "chaos.md", "yaml")
+    (tmp_path / "mine.yaml").write_text(scenario)
+    (tmp_path / "elastic.yaml").write_text("run: {target: 'job.py:Job'}")
+    (tmp_path / "sweep.yaml").write_text(sweep)
+    found = read_sweep(tmp_path / "sweep.yaml")
+    check_options(found, "sweep.yaml")
+    assert len(found.points) == 3 * 5 * 2
 
 
 def test_the_parquet_source_is_one(tmp_path: Path):
