@@ -207,6 +207,9 @@ HOST_READS = {
     "workers/step/vote.py _pace": "numpy's",
     "workers/reduction/tree.py _part": "numpy's",
     "workers/worker.py place_in_stream": "numpy's",
+    "workers/script_loop.py _count": "came over the control group",
+    "workers/script_loop.py number_in": "the script's own metrics",
+    "workers/scripts/workload.py has_ended": "committed state",
     "workers/health/preflight.py _keeps": "no group yet",
     "workers/health/preflight.py _computes": "no group yet",
 }

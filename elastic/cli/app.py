@@ -32,6 +32,7 @@ from elastic.cli import (
     report,
     runs,
     scale,
+    script,
     serve,
     stop,
     submit,
@@ -108,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         return refuse(f"elastic runs on Linux only, this is {sys.platform}")
     try:
-        words = expanded(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        if (found := script.script_in(given)) is not None:
+            return script.run_script(*found)
+        words = expanded(given)
         status: object = app(args=words, standalone_mode=False)
     except TyperException as error:
         message = error.format_message().rstrip(".")
@@ -144,7 +148,8 @@ def run(
         typer.Argument(
             metavar="TARGET",
             help="package.module:Class or path/to/file.py:Class, a Workload; relative paths in it "
-            "are relative to its folder. Or a job file, elastic.yaml, that tells it and options.",
+            "are relative to its folder. Or a job file, elastic.yaml, that tells it and options. "
+            "Or a script.py that calls Ray Train's fit(), followed by its own arguments only.",
         ),
     ],
     steps: Annotated[int, typer.Option(help="Optimizer steps of the whole run.")],

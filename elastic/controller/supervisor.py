@@ -315,6 +315,11 @@ class Supervisor:
         self.cluster.say(e.Resized(new.min_workers, new.max_workers, self._now()))
         return new.min_workers, new.max_workers
 
+    def _rescale_once(self, decision: Decision) -> None:
+        """A script begins with all its workers, and goes on with fewer."""
+        if self.order.get("then_workers") and isinstance(decision.phase, s.Running):
+            self._scale(self.order.pop("then_workers"))
+
     def _replace(self, worker: int, why: str) -> None:
         now = self._now()
         self.cluster.say(e.DrainNotice(worker, why, now + UNLIMITED_S, now))
@@ -325,6 +330,7 @@ class Supervisor:
         before, self.decision = self.decision, decision
         self._last_reason = decision.reason or self._last_reason  # the next may come before a look
         self.record.record(event, before, decision)
+        self._rescale_once(decision)
         if decision.reason:
             log.info(
                 'generation=%d step=%d phase=%s reason="%s"',

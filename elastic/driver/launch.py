@@ -134,6 +134,7 @@ def run_config(
     on_progress: Progress | None = None,
     detach: bool = False,
     is_silent: bool = False,
+    then_workers: tuple[int, int] | None = None,
 ) -> Result:
     """As `run`, for settings that are already checked; raises WrongInput for wrong input.
 
@@ -143,6 +144,7 @@ def run_config(
     on_progress: called often with the run directory while the run goes on, in another thread.
     detach: return as soon as the run has started; it goes on without this process.
     is_silent: what takes long until the run has begun is not told.
+    then_workers: from how many workers to how many, once the run has begun with those of config.
     """
     step = partial(slow_step, tell=be_silent if is_silent else tell)
     if sys.platform != "linux":
@@ -169,6 +171,7 @@ def run_config(
             "name": name,
             "content": content,
             "earlier_generations": newest,
+            "then_workers": then_workers,
         }
         answer = run_on_ray(
             workload,

@@ -15,7 +15,7 @@ import elastic
 from tests.docs.pages import ROOT, files, named
 
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".sh")
-OF_USERS = {"my_job.py", "path/to/file.py", "elastic.yaml"}
+OF_USERS = {"my_job.py", "path/to/file.py", "elastic.yaml", "train.py", "SCRIPT.py"}
 """Files of a reader's own, in examples."""
 BEFORE = ("CHANGELOG.md", "RESULTS.md")
 FILE = re.compile(r"(?<![\w./<*{$-])(?:[\w.-]+/)*[\w-]+\.(?:md|py)\b")

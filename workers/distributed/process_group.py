@@ -112,12 +112,12 @@ class Group(C10dGroup):
         else:
             assert self.form_part is not None
             formation = self.form_part(name, list(ranks).index(self._rank), len(ranks))
-            self._adopt(formation)
+            self.adopt(formation)
             part = formation.wait(timeout_s)
             part.on_wait = lambda number, what, size, _: self.on_wait(number, what, size, name)
             part.on_stuck = lambda why: self.on_stuck(why)
         part.register(ranks)
-        self._adopt(part)
+        self.adopt(part)
         return part
 
     def register(self, ranks: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class Group(C10dGroup):
         """Decide over this one from now on; it is given up and left with this one."""
         self._control = control
         control.on_wait = lambda number, what, size, part: self.on_wait(number, what, size, part)
-        self._adopt(control)
+        self.adopt(control)
 
     def read(self, result: Tensor) -> Tensor:
         """In host memory, what comes of the group's data: nothing else may look at it there. Raises
@@ -157,7 +157,7 @@ class Group(C10dGroup):
         if self.is_abandoned:
             raise PeerLost("the generation was given up")
 
-    def _adopt(self, part: "Group | Forming") -> None:
+    def adopt(self, part: "Group | Forming") -> None:
         with self.changed:
             self._parts.append(part)
             is_late = self.is_abandoned

@@ -1,0 +1,177 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Ray Train's public functions in a worker of a script run: its own, over an object of ours.
+
+`ray.train.report` and its like ask one object, which is made to be replaced (Ray's `TrainFnUtils`);
+what they come to is workers/script_loop.py's. The driver's side is elastic/ray_train.py.
+"""
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.train import Checkpoint, CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
+from ray.train.v2._internal.execution import train_fn_utils
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2.api.context import LocalTrainContext
+
+from elastic.store.files import Folder
+
+if TYPE_CHECKING:
+    from workers.script_loop import Call
+
+
+REST_OF_REPORT = (
+    "delete_local_checkpoint_after_upload",
+    "checkpoint_upload_fn",
+    "validation",
+)
+"""What Ray's `report` passes on behind the mode, in its order."""
+
+
+class Context(LocalTrainContext):
+    """`ray.train.get_context()`: constant within a call of the script."""
+
+    def __init__(self, call: "Call") -> None:
+        place = call.place
+        super().__init__(
+            experiment_name=call.loop.name,
+            world_size=place.world_size,
+            world_rank=place.rank,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+        )
+        self._folder = call.reports.folder
+
+    def get_storage(self) -> StorageContext:
+        return StorageContext(
+            storage_path=self._folder.parent.path,
+            experiment_dir_name=self._folder.name,
+            storage_filesystem=self._folder.filesystem,
+            read_only=True,
+        )
+
+
+class CallUtils(train_fn_utils.TrainFnUtils):
+    """What Ray's functions ask, for one call of the script."""
+
+    def __init__(self, call: "Call") -> None:
+        self._call, self._context = call, Context(call)
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+        *rest: Any,
+        **named: Any,
+    ) -> None:
+        """Asynchronous uploads are synchronous here: what has returned is never lost."""
+        others = {**dict(zip(REST_OF_REPORT, rest, strict=False)), **named}
+        refuse_report(checkpoint_upload_mode, others)
+        if checkpoint is None:
+            self._call.report(metrics, None, checkpoint_dir_name)
+            return
+        with checkpoint.as_directory() as source:
+            self._call.report(metrics, Path(source), checkpoint_dir_name)
+        should_delete = others.get("delete_local_checkpoint_after_upload")
+        if should_delete is None:
+            should_delete = checkpoint_upload_mode is CheckpointUploadMode.ASYNC
+        if should_delete:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        name = self._call.newest_checkpoint()
+        return None if name is None else self._checkpoint(name)
+
+    def get_all_reported_checkpoints(
+        self, consistency_mode: Any = None, timeout_s: float | None = None
+    ) -> list[ReportedCheckpoint]:
+        self._call.check()
+        return [
+            ReportedCheckpoint(
+                checkpoint=self._checkpoint(entry["checkpoint_dir_name"]),
+                metrics=entry["metrics"],
+                status=ReportedCheckpointStatus.COMMITTED,
+            )
+            for entry in self._call.reports.entries()
+        ]
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        raise RuntimeError("get_dataset_shard(): the trainer was given no datasets")
+
+    def get_context(self) -> Context:
+        self._call.check()
+        return self._context
+
+    def get_preemption_info(self) -> None:
+        """A leaving rank is replaced anyway."""
+        self._call.check()
+
+    def is_distributed(self) -> bool:
+        return True
+
+    def barrier(self) -> None:
+        self._call.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        return self._call.broadcast(data)
+
+    def _checkpoint(self, name: str) -> Checkpoint:
+        folder: Folder = self._call.reports.folder.at(name)
+        return Checkpoint(folder.path, folder.filesystem)
+
+
+def refuse_report(mode: CheckpointUploadMode, others: dict[str, Any]) -> None:
+    """ValueError for what is not supported."""
+    if mode is CheckpointUploadMode.NO_UPLOAD:
+        raise ValueError(
+            "report(): elastic does not support CheckpointUploadMode.NO_UPLOAD; leave "
+            "checkpoint_upload_mode out, and the checkpoint is published whole"
+        )
+    if others.get("checkpoint_upload_fn") is not None:
+        raise ValueError(
+            "report(): elastic does not support checkpoint_upload_fn; leave it out, and the "
+            "checkpoint is copied to the run directory"
+        )
+    if others.get("validation"):
+        raise ValueError(
+            "report(): elastic does not support validation=; validate in the training function, "
+            "or after fit()"
+        )
+
+
+@contextmanager
+def answering(call: "Call") -> Generator[None]:
+    """Within, ray.train's functions answer from this call, and its loaders look whether a member
+    was lost before each batch."""
+    from ray.train.torch import train_loop_utils as loaders
+    from ray.train.v2.torch import train_loop_utils
+
+    loader: Any = cast(Any, loaders)._WrappedDataLoader
+    functions: Any = train_loop_utils
+    rays_devices = functions.get_devices_distributed
+    next_batch = loader.__next__
+
+    def checked(self: Any) -> Any:
+        call.check()
+        return next_batch(self)
+
+    train_fn_utils.set_train_fn_utils(CallUtils(call))
+    loader.__next__ = checked
+    functions.get_devices_distributed = lambda: [call.device]
+    try:
+        yield
+    finally:
+        loader.__next__ = next_batch
+        functions.get_devices_distributed = rays_devices
+        train_fn_utils.set_train_fn_utils(None)
+
+
+def ray_version() -> str:
+    return ray.__version__

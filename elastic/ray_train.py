@@ -1,0 +1,312 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""`import elastic.ray_train`: from then on `TorchTrainer(...).fit()` of Ray Train runs on elastic.
+
+The rest of a script, and of `ray.train`, stays what it is. Here is the driver's side: what the
+trainer asks for, what of it is refused, and what `fit()` gives back. In the workers it is
+elastic/on_ray/train_api.py.
+"""
+
+import inspect
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any, cast
+
+from elastic.config import RunConfig
+from elastic.driver.launch import Result as OwnResult
+from elastic.driver.launch import RunFailed, run_config
+from elastic.protocol.errors import WrongInput
+from elastic.store.files import place_of, reach_folder
+
+TESTED = ("2.60",)
+"""Versions of Ray whose ray.train is known here."""
+NO_END = 1_000_000_000
+"""A script says itself when it is over."""
+LOSSES = 8
+"""Workers that may be lost between two reports with a checkpoint."""
+UNLIMITED = 1_000_000
+NO_EFFECT_OF_TORCH = {"timeout_s": 1800, "init_method": "env"}
+BACKENDS = (None, "gloo", "nccl")
+
+
+class Refused(WrongInput, ValueError):
+    """What the trainer asks for and elastic does not support; nothing has started."""
+
+
+num_fits: int = 0
+"""How many `fit()`s have run here: a script without one is to be told so."""
+
+
+def install() -> None:
+    """Make `fit()` ours. WrongInput for a Ray that is not known here."""
+    import ray
+
+    if not any(ray.__version__.startswith(f"{version}.") for version in TESTED):
+        raise WrongInput(
+            f"elastic.ray_train knows ray.train of Ray {', '.join(TESTED)}, and this is Ray "
+            f"{ray.__version__}: install ray[train]=={TESTED[-1]}.0, or leave elastic.ray_train out"
+        )
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    trainer: Any = DataParallelTrainer
+    if trainer.fit is not fit:
+        trainer.rays_own_fit = trainer.fit
+        trainer.fit = fit
+
+
+def fit(trainer: Any) -> Any:
+    """`TorchTrainer.fit()` on elastic: Ray's `Result`, or Ray's TrainingFailedError.
+
+    ValueError for what the trainer asks for and elastic does not support, before anything starts.
+    """
+    from ray.train.torch import TorchTrainer
+
+    is_ours = isinstance(trainer, cast(Any, TorchTrainer))
+    if not is_ours or trainer.scaling_config.num_workers == 0:
+        if not is_ours:
+            name = type(trainer).__name__
+            print(f"elastic: {name} is not ours: Ray Train's own fit() runs it", file=sys.stderr)
+        return trainer.rays_own_fit()
+    refuse(trainer)
+    global num_fits
+    num_fits += 1
+    for note in notes(trainer):
+        print(f"elastic: {note}", file=sys.stderr)
+    try:
+        result = run_trainer(trainer)
+    except WrongInput as error:
+        raise Refused(str(error)) from error
+    except RunFailed as error:
+        raise failure(error) from error.__cause__
+    if result.outcome == "stopped":
+        raise KeyboardInterrupt
+    return rays_result(result)
+
+
+def run_trainer(trainer: Any) -> OwnResult:
+    """Raises what `run_config` raises."""
+    from elastic.on_ray.train_api import answering, ray_version
+    from workers.script_loop import ScriptLoop
+    from workers.scripts.reports import Retention
+    from workers.scripts.workload import ScriptWorkload
+
+    least, most = num_workers(trainer.scaling_config)
+    run, keep = trainer.run_config, trainer.run_config.checkpoint_config
+    storage = str(Path(run.storage_path).expanduser()) if is_path(run) else run.storage_path
+    failures: int = run.failure_config.max_failures
+    loop = ScriptLoop(
+        function=trainer._get_train_func(),
+        place=place_of(storage, run.name),
+        name=run.name,
+        max_failures=failures,
+        retention=Retention(
+            keep.num_to_keep, keep.checkpoint_score_attribute, keep.checkpoint_score_order
+        ),
+        ray_version=ray_version(),
+        installed=answering,
+    )
+    refuse_unpicklable(trainer, loop)
+    config = RunConfig(
+        workers=most,
+        steps=NO_END,
+        global_batch=most,
+        micro_batch=1,
+        storage=storage,
+        name=run.name,
+        max_failures=UNLIMITED if failures < 0 else LOSSES + failures,
+        device="cuda" if trainer.scaling_config.use_gpu else "cpu",
+        cpus_per_worker=cpus_of(trainer.scaling_config),
+    )
+    folder = script_folder()
+    print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
+    return run_config(
+        cast(Any, ScriptWorkload(most)),
+        config,
+        target=f"script:{script_name()}",
+        arguments={},
+        folder=folder,
+        loop=loop,
+        then_workers=(least, most),
+    )
+
+
+def level_line(trainer: Any, least: int, most: int) -> str:
+    """The level of a run and why, in its first lines."""
+    function = getattr(trainer.train_loop_per_worker, "__name__", "the training function")
+    return (
+        f"{function} runs at level 0, restart in place, on {most} workers (at least {least}): "
+        "after a loss it is called again in the same processes, from its newest reported checkpoint"
+    )
+
+
+def num_workers(scaling: Any) -> tuple[int, int]:
+    """A number n is wanted, and training goes on down to half of it."""
+    wanted = scaling.num_workers
+    return (ceil(wanted / 2), wanted) if isinstance(wanted, int) else tuple(wanted)
+
+
+def is_path(run: Any) -> bool:
+    return "://" not in run.storage_path
+
+
+def cpus_of(scaling: Any) -> int:
+    return max(1, ceil((scaling.resources_per_worker or {}).get("CPU", 1)))
+
+
+# --- what is refused --------------------------------------------------------------------------
+def refuse(trainer: Any) -> None:
+    """ValueError for the first thing that is asked for and not supported."""
+    for is_asked, why in refusals(trainer):
+        if is_asked:
+            raise Refused(f"elastic.ray_train: {why}")
+
+
+def refusals(trainer: Any) -> list[tuple[bool, str]]:
+    """Whether it is asked for, and what to do instead."""
+    scaling, run, torch = trainer.scaling_config, trainer.run_config, trainer.backend_config
+    resources = scaling.resources_per_worker or {}
+    others = sorted(set(resources) - {"CPU", "GPU"})
+    gpus = resources.get("GPU", int(scaling.use_gpu))
+    placement = scaling.placement_strategy
+    return [
+        (
+            type(torch).__name__ == "TorchftConfig",
+            "leave TorchftConfig out: recovery is elastic's own",
+        ),
+        (
+            torch.backend not in BACKENDS,
+            f"torch_config backend {torch.backend!r} is not supported: gloo, nccl or None",
+        ),
+        (
+            bool(trainer.datasets),
+            "datasets= is not supported yet: read the data in the training function",
+        ),
+        (
+            trainer.validation_config is not None,
+            "validation_config= is not supported: validate in the training function",
+        ),
+        (bool(scaling.use_tpu), "TPUs are not supported"),
+        (scaling.topology is not None, "TPUs are not supported: leave topology out"),
+        (gpus not in (0, 1), f"one GPU per worker, resources_per_worker asks for {gpus}"),
+        (
+            bool(others),
+            f"resources_per_worker {others[:1]} is not supported yet: only CPU and GPU are",
+        ),
+        (
+            placement.startswith("STRICT"),
+            f"placement_strategy {placement} is not supported: no placement group can be resized",
+        ),
+        (
+            scaling.accelerator_type is not None or scaling.label_selector is not None,
+            "accelerator_type and label_selector are not supported yet: leave them out",
+        ),
+        (
+            run.storage_filesystem is not None,
+            "storage_filesystem is not supported yet: write storage_path as a URI",
+        ),
+        (
+            bool(run.callbacks),
+            "RunConfig callbacks are not supported yet: leave them out",
+        ),
+        (
+            bool(run.worker_runtime_env),
+            "worker_runtime_env is not supported yet: give ray.init() a runtime_env",
+        ),
+    ]
+
+
+def notes(trainer: Any) -> list[str]:
+    """What is asked for and has no effect, a line each."""
+    torch, scaling = trainer.backend_config, trainer.scaling_config
+    found = [
+        f"TorchConfig {name} has no effect: a lost worker is noticed in 3 s at most"
+        for name, default in NO_EFFECT_OF_TORCH.items()
+        if getattr(torch, name, default) != default
+    ]
+    if scaling.placement_strategy not in ("PACK",):
+        found.append(f"placement_strategy {scaling.placement_strategy} has no effect")
+    return found
+
+
+def refuse_unpicklable(trainer: Any, loop: Any) -> None:
+    """ValueError that names the variable."""
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        cloudpickle.dumps(loop)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        culprit = unpicklable_in(trainer.train_loop_per_worker, trainer.train_loop_config or {})
+        raise Refused(
+            f"elastic.ray_train: the training function cannot be sent to the workers{culprit}: "
+            f"{what}; make that inside the function"
+        ) from error
+
+
+def unpicklable_in(function: Callable[..., Any], config: dict[str, Any]) -> str:
+    """Which variable it is, in words; empty if it cannot be said."""
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+    found = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    captured = {**found.globals, **found.nonlocals} if found else {}
+    named = {f"variable {name!r}": value for name, value in captured.items()}
+    named |= {f"train_loop_config[{key!r}]": value for key, value in config.items()}
+    for name, value in named.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return f" because of its {name}"
+    return ""
+
+
+# --- where the script is ----------------------------------------------------------------------
+def script_name() -> str:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).name if file else "interactive"
+
+
+def script_folder() -> Path:
+    """Where a script's own imports come from."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).resolve().parent if file else Path.cwd()
+
+
+# --- how it ended -----------------------------------------------------------------------------
+def rays_result(result: OwnResult) -> Any:
+    """Ray's own, read from the run directory as `ray.train.Result.from_path` reads it."""
+    from ray.train import Result
+
+    from workers.scripts.reports import MANIFESTS, SNAPSHOT
+
+    folder = reach_folder(result.run_directory)
+    if folder.exists(SNAPSHOT):
+        found: Any = Result.from_path(folder.path, folder.filesystem)
+    else:
+        found = Result(
+            metrics=None,
+            checkpoint=None,
+            error=None,
+            path=folder.path,
+            _storage_filesystem=folder.filesystem,
+        )
+    found.return_value = pickle.loads(folder.at(MANIFESTS).read("returned.pickle"))
+    return found
+
+
+def failure(error: RunFailed) -> Exception:
+    """As Ray Train has it: the user's exception by the rank that raised it."""
+    from ray.train import WorkerGroupError
+
+    cause = error.__cause__
+    failures: dict[int, Any] = {}
+    if isinstance(cause, Exception):
+        rank = re.search(r"rank (\d+)", str(error))
+        failures[int(rank[1]) if rank else 0] = cause
+    return WorkerGroupError(str(error), failures)
+
+
+install()

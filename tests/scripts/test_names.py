@@ -1,0 +1,84 @@
+"""Every public name of Ray Train is in the table of docs/your-script.md; what is refused is refused
+before anything starts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import ray.train.torch
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from elastic import ray_train
+
+PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
+
+
+def trainer(**settings: Any) -> TorchTrainer:
+    settings.setdefault("scaling_config", ScalingConfig(num_workers=2))
+    return TorchTrainer(lambda: None, **settings)
+
+
+def in_table() -> set[str]:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize("module", [ray.train, ray.train.torch])
+def test_every_public_name_is_in_the_table(module):
+    assert set(module.__all__) - in_table() == set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"datasets": {"train": [1]}}, "datasets= is not supported yet"),
+        ({"torch_config": TorchConfig(backend="mpi")}, "backend 'mpi' is not supported"),
+        (
+            {"scaling_config": ScalingConfig(num_workers=2, resources_per_worker={"x": 1})},
+            "is not supported yet: only CPU and GPU are",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=2, placement_strategy="STRICT_PACK")},
+            "no placement group can be resized",
+        ),
+        (
+            {"run_config": RunConfig(worker_runtime_env={"env_vars": {"A": "1"}})},
+            "worker_runtime_env is not supported yet",
+        ),
+    ],
+)
+def test_what_is_refused_is_refused_with_one_line(settings, why):
+    with pytest.raises(ValueError, match=re.escape(why)) as found:
+        ray_train.fit(trainer(**settings))
+    assert "\n" not in str(found.value)
+
+
+def test_fit_is_ours_once_it_is_imported():
+    assert TorchTrainer.fit is ray_train.fit
+
+
+def test_the_variable_that_cannot_be_sent_is_named():
+    import threading
+
+    held = threading.Lock()
+
+    def train():
+        return held
+
+    with pytest.raises(ValueError, match="because of its variable 'held'"):
+        ray_train.fit(TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2)))
+
+
+def test_what_has_no_effect_is_told():
+    asked = trainer(torch_config=TorchConfig(timeout_s=60))
+    assert ray_train.notes(asked) == [
+        "TorchConfig timeout_s has no effect: a lost worker is noticed in 3 s at most"
+    ]
+
+
+def test_half_of_the_workers_are_enough():
+    assert ray_train.num_workers(ScalingConfig(num_workers=3)) == (2, 3)
+    assert ray_train.num_workers(ScalingConfig(num_workers=(1, 4))) == (1, 4)

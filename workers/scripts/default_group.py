@@ -1,0 +1,187 @@
+"""torch's default process group in a script run: the group of the generation, as a script sees it.
+
+A script's collectives, DistributedDataParallel and DistributedSampler use the default group. A lost
+peer raises PeerLost in them, out of a backward as well; `failure` says afterwards what it was.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic.protocol.errors import PeerLost
+from workers.distributed.c10d import ALL_REDUCE, C10dGroup
+from workers.distributed.pending import Pending, Settling, TorchWork
+from workers.distributed.process_group import Group
+
+NAME = "elastic"
+"""Not the backend's: torch's DDP would ask a group of that name for gloo's own object."""
+
+
+class DefaultGroup(C10dGroup):
+    """Over a generation's group: torch's names, with futures, as DDP waits for them."""
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner.backend, inner.rank(), inner.size())
+        self.inner = inner
+        self.failure: PeerLost | None = None
+        """What a collective of this group met first; None: nothing."""
+        self._futures: WeakSet[_Future] = WeakSet()
+        self._of_backward: list[TorchWork] = []
+        """What the backward at hand has launched."""
+        inner.adopt(self)
+
+    def rank(self) -> int:
+        return self.inner.rank()
+
+    def size(self) -> int:
+        return self.inner.size()
+
+    def getGroupName(self) -> str:
+        return self.inner.getGroupName()
+
+    getGroupDesc = getGroupName
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def abandon(self) -> None:
+        """Any thread: nothing that is in flight will come."""
+        for future in list(self._futures):
+            future.give_up(PeerLost("the generation was given up"))
+
+    def wait(self, timeout_s: float) -> Group:
+        return self.inner
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
+        work = super().allreduce(tensors, opts)
+        assert isinstance(work, FutureWork)
+        work.result = tensors
+        if torch._C._current_graph_task_id() != -1 and tensors[0].device.type == "cpu":
+            self._wait_at_end_of_backward(work)
+        return work
+
+    def _wait_at_end_of_backward(self, work: TorchWork) -> None:
+        """DDP's own callback there, queued later, would wait in C++, where no error of Python's
+        ends it."""
+        if not self._of_backward:
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
+            queue(self._end_backward)
+        self._of_backward.append(work)
+
+    def _end_backward(self) -> None:
+        works, self._of_backward = self._of_backward, []
+        for work in works:
+            work.wait()
+
+    def hear_failure(self, error: PeerLost) -> None:
+        """Of one of its collectives."""
+        self.failure = self.failure or error
+
+    def future_of(self, pending: Settling, result: list[Tensor]) -> "_Future":
+        future = _Future(result, self.hear_failure)
+        self._futures.add(future)
+        if isinstance(pending, Pending):
+            pending.work.get_future().add_done_callback(future.end)
+        else:  # of a lone rank: it is done
+            future.set_result(result)
+        if self.inner.is_abandoned:  # `abandon` may have looked before it was there
+            future.give_up(PeerLost("the generation was given up"))
+        return future
+
+    def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
+        return self._told(lambda: self.inner._launch(what, launch))
+
+    def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
+        return self._told(lambda: self.inner._exchange(what, launch))
+
+    def _waitable(self, work: Any) -> Any:
+        return self.inner._waitable(work)
+
+    def _told(self, launch: Callable[[], Settling]) -> Settling:
+        try:
+            return launch()
+        except PeerLost as error:
+            self.hear_failure(error)
+            raise
+
+    def _work(self, *pending: Settling) -> TorchWork:
+        work = FutureWork(self, *pending)
+        self._works.add(work)
+        return work
+
+
+class FutureWork(TorchWork):
+    """Operations in flight, with a future."""
+
+    def __init__(self, group: DefaultGroup, *pending: Settling) -> None:
+        super().__init__(*pending)
+        self._group = group
+        self.result: list[Tensor] = []
+        self._future: _Future | None = None
+
+    def wait(self, *timeout: Any) -> bool:
+        """Raises PeerLost."""
+        try:
+            return super().wait()
+        except PeerLost as error:
+            self._group.hear_failure(error)
+            raise
+
+    def get_future(self) -> Any:
+        """Its value is the result; what is in it where a peer is lost is garbage. An error that
+        Python sets is none to torch's C++, which would take it for tensors."""
+        if self._future is None:
+            self._future = self._group.future_of(self._pending[0], self.result)
+        return self._future
+
+
+class _Future(torch.futures.Future[Any]):
+    """Ends once, with the collective or with its group."""
+
+    def __init__(self, result: list[Tensor], on_failure: Callable[[PeerLost], None]) -> None:
+        super().__init__()
+        self._result, self._on_failure = result, on_failure
+
+    def end(self, done: Any) -> None:
+        """In the backend's thread."""
+        try:
+            done.value()
+        except RuntimeError as error:
+            self.give_up(PeerLost(str(error)))
+            return
+        if not self.done():
+            self._end_with(self._result)
+
+    def give_up(self, error: PeerLost) -> None:
+        if not self.done():
+            self._on_failure(error)
+            self._end_with(self._result)
+
+    def _end_with(self, value: Any) -> None:
+        try:
+            self.set_result(value)
+        except RuntimeError:  # another thread was first
+            return
+
+
+@contextmanager
+def as_default(group: DefaultGroup) -> Iterator[None]:
+    """Within, `group` is the process's default group, and torch says that it is initialised."""
+    from workers.distributed import registry
+
+    before = dist.group.WORLD
+    name = registry.unused(f"{group.getGroupName()}/default")
+    group.getGroupName = lambda: name  # type: ignore[method-assign]
+    registry.register(group, group.inner.backend_name, range(group.size()))
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
+        registry.unregister(group)
+        group._drop()

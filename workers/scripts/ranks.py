@@ -1,0 +1,64 @@
+"""Where a rank of a script run is: its number among all, and on its node; and the environment that
+torchrun gives to a script."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one rank in one call of the script; constant while it lasts."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+
+    @classmethod
+    def of(cls, rank: int, nodes: Sequence[str]) -> "Place":
+        """nodes: of all ranks, in rank order; nodes are numbered by their lowest rank."""
+        here = nodes[rank]
+        peers = [r for r, node in enumerate(nodes) if node == here]
+        distinct = list(dict.fromkeys(nodes))
+        return cls(
+            rank=rank,
+            world_size=len(nodes),
+            local_rank=peers.index(rank),
+            local_world_size=len(peers),
+            node_rank=distinct.index(here),
+            num_nodes=len(distinct),
+        )
+
+    def environment(self, restart: int, run_id: str) -> dict[str, str]:
+        """restart: how often the script was called before in this process."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(restart),
+        }
+
+
+@contextmanager
+def environment_set(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,245 @@
+"""What a script has reported: checkpoints of opaque files in the run directory, published whole.
+
+A checkpoint counts once it is in the snapshot, which is Ray Train's own file: Ray's `Result` reads
+it, and a run that began under Ray Train goes on from it. Who votes on a report is not here.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+MANIFESTS = "script"
+"""The folder of what belongs to a script run and not into its checkpoints."""
+REPORTS = "reports.jsonl"
+PREFIX = "checkpoint_"
+CHUNK_BYTES = 1 << 22
+NEVER_FEWER = 2
+"""So many of the newest checkpoints stay: the newest may turn out to be damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Of a checkpoint, by its path in it."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay: the best so many by a metric, or the newest; the newest two always
+    do."""
+
+    num_to_keep: int | None = None
+    score_attribute: str | None = None
+    score_order: str = "max"
+
+    def order(self, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The worst first; who lacks the metric is worse than who has it."""
+        attribute = self.score_attribute
+        if attribute is None:
+            return list(entries)
+        sign = 1 if self.score_order == "max" else -1
+
+        def score(entry: dict[str, Any]) -> tuple[bool, float]:
+            value = entry["metrics"].get(attribute)
+            is_number = isinstance(value, int | float)
+            return is_number, sign * float(value) if is_number else 0.0
+
+        return sorted(entries, key=score)
+
+    def kept(self, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of entries in the order of their reports."""
+        if self.num_to_keep is None:
+            return list(entries)
+        best = self.order(entries)[-self.num_to_keep :]
+        newest = list(entries)[-NEVER_FEWER:]
+        return [entry for entry in entries if entry in best or entry in newest]
+
+
+def paths_in(source: Path) -> list[str]:
+    """Of all files in a folder, from there."""
+    found = (p for p in source.rglob("*") if p.is_file())
+    return sorted(p.relative_to(source).as_posix() for p in found)
+
+
+class Reports:
+    """The reports of one run, from one worker's side."""
+
+    def __init__(self, place: str, retention: Retention, ray_version: str) -> None:
+        """place: the run directory. ray_version: goes into the snapshot, as Ray wants it."""
+        self.folder: Folder = reach_folder(place)
+        self._retention, self._ray_version = retention, ray_version
+        self._verified: set[str] = set()
+        self._lines: list[bytes] = []
+        """Of reports.jsonl that are not written yet, where storage cannot append."""
+
+    # --- what counts ------------------------------------------------------------------
+    def entries(self) -> list[dict[str, Any]]:
+        """Of the checkpoints that count, by the order of their reports."""
+        found = self._snapshot()
+        indices = found.get("checkpoint_report_indices", [])
+        results = zip(found.get("checkpoint_results", []), indices, strict=True)
+        return [{**entry, "index": index} for entry, index in sorted(results, key=lambda r: r[1])]
+
+    def newest(self) -> str | None:
+        """The name of the newest checkpoint whose files are what was reported; None: there is
+        none. A damaged one is told and passed over."""
+        for entry in reversed(self.entries()):
+            name = entry["checkpoint_dir_name"]
+            if not (damage := self._damage_of(name)):
+                return name
+            print(f"elastic: checkpoint {name} is damaged: {damage}", file=sys.stderr)
+        return None
+
+    def _snapshot(self) -> dict[str, Any]:
+        if not self.folder.exists(SNAPSHOT):
+            return {}
+        return json.loads(self.folder.read(SNAPSHOT))
+
+    def _damage_of(self, name: str) -> str:
+        """In words; empty if it has none. One of Ray's own has no checksums."""
+        if name in self._verified or not self.folder.exists(manifest_of(name)):
+            return ""
+        for entry in json.loads(self.folder.read(manifest_of(name)))["files"]:
+            file = File(**entry)
+            try:
+                found = checksum(self.folder.at(name), file.path)
+            except OSError as error:
+                return f"{file.path}: {error}"
+            if found != file:
+                return f"{file.path} is not what was reported"
+        self._verified.add(name)
+        return ""
+
+    # --- a checkpoint comes ---------------------------------------------------------------
+    def clear(self, name: str) -> None:
+        """Nothing of an attempt that was not whole stays under this name. ValueError for one that
+        counts."""
+        if any(entry["checkpoint_dir_name"] == name for entry in self.entries()):
+            raise ValueError(
+                f"report(): checkpoint_dir_name {name!r} has been reported before; each report "
+                "needs a name of its own"
+            )
+        if self.folder.at(name).is_there:
+            self.folder.at(name).delete_all()
+
+    def sweep(self) -> None:
+        """At the start of a run: what was never whole goes."""
+        listed = {entry["checkpoint_dir_name"] for entry in self.entries()}
+        for name in self.folder.folders():
+            if name.startswith(PREFIX) and name not in listed:
+                self.folder.at(name).delete_all()
+
+    def store(self, source: Path, name: str, paths: Iterable[str]) -> list[File]:
+        """Bring these files there; they are durable then, and count for nothing yet."""
+        return [copy_file(source, self.folder.at(name), path) for path in paths]
+
+    def publish(self, name: str, files: Sequence[File], metrics: dict[str, Any]) -> None:
+        """From now on the checkpoint counts. Old ones go."""
+        content = {"files": [asdict(file) for file in files]}
+        self.folder.at(MANIFESTS).create()
+        write_json(self.folder, manifest_of(name), content)
+        before = self._snapshot().get("current_report_index", 0)
+        entry = {"version": 0, "checkpoint_dir_name": name, "metrics": metrics, "index": before}
+        entries = [*self.entries(), entry]
+        kept = self._retention.kept(entries)
+        self.folder.write(SNAPSHOT, encode(self._snapshot_of(kept, before + 1)))
+        for old in entries:
+            if old not in kept:
+                self.folder.at(old["checkpoint_dir_name"]).delete_all()
+
+    def _snapshot_of(self, entries: list[dict[str, Any]], next_index: int) -> dict[str, Any]:
+        def result(entry: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in entry.items() if key != "index"}
+
+        ordered = self._retention.order(entries)
+        return {
+            "ray_version": self._ray_version,
+            "checkpoint_results": [result(entry) for entry in ordered],
+            "checkpoint_report_indices": [entry["index"] for entry in ordered],
+            "latest_checkpoint_result": result(entries[-1]),
+            "pending_training_results": [],
+            "pending_validation_specs": [],
+            "current_report_index": next_index,
+            "validated_checkpoint_dir_names": [],
+            "timed_out_validation_checkpoint_dir_names": [],
+            "failed_validation_checkpoint_dir_names": [],
+        }
+
+    # --- every report ---------------------------------------------------------------------
+    def log(self, fields: dict[str, Any]) -> None:
+        """A line of reports.jsonl, by the lowest rank."""
+        line = json.dumps({**fields, "time": time.time()}, default=str).encode() + b"\n"
+        if self.folder.local is None:
+            self._lines.append(line)
+            return
+        with (self.folder.local / REPORTS).open("ab") as file:
+            file.write(line)
+
+    def flush_log(self) -> None:
+        """Where storage cannot append."""
+        if self._lines:
+            before = self.folder.read(REPORTS) if self.folder.exists(REPORTS) else b""
+            self.folder.write(REPORTS, before + b"".join(self._lines))
+            self._lines.clear()
+
+    # --- the script's own exceptions ------------------------------------------------------
+    def add_failure(self, generation: int, rank: int, text: str) -> int:
+        """Remember that the script has raised. Gives in how many calls it has, this one included:
+        ranks that raise in the same call are one failure."""
+        self.folder.at(MANIFESTS).create()
+        name = f"failure-{generation}-{rank}.json"
+        write_json(self.folder.at(MANIFESTS), name, {"rank": rank, "error": text})
+        names = self.folder.at(MANIFESTS).names()
+        return len({name.split("-")[1] for name in names if name.startswith("failure-")})
+
+    def forget_failures(self) -> None:
+        """A new start of the run counts anew."""
+        for name in self.folder.at(MANIFESTS).names():
+            if name.startswith("failure-"):
+                self.folder.at(MANIFESTS).delete(name)
+
+
+def manifest_of(name: str) -> str:
+    return f"{MANIFESTS}/{name}.json"
+
+
+def copy_file(source: Path, folder: Folder, path: str) -> File:
+    """Durable when it returns, where the storage is local."""
+    place = folder.path_of(path)
+    folder.filesystem.create_dir(place.rpartition("/")[0], recursive=True)
+    digest, size_bytes = hashlib.sha256(), 0
+    with (source / path).open("rb") as file, folder.filesystem.open_output_stream(place) as out:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size_bytes += len(chunk)
+            out.write(chunk)
+    if folder.local is not None:
+        written = Path(place)
+        descriptor = os.open(written, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_directory(written.parent)
+    return File(path, size_bytes, digest.hexdigest())
+
+
+def checksum(folder: Folder, path: str) -> File:
+    digest, size_bytes = hashlib.sha256(), 0
+    with folder.filesystem.open_input_stream(folder.path_of(path)) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size_bytes += len(chunk)
+    return File(path, size_bytes, digest.hexdigest())
