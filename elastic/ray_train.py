@@ -8,7 +8,7 @@ elastic/on_ray/train_api.py.
 """
 
 import inspect
-import pickle
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from typing import Any, cast
 from elastic.config import RunConfig
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed, run_config
+from elastic.driver.resume import SCRIPT
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
@@ -110,8 +111,9 @@ def run_trainer(trainer: Any) -> OwnResult:
         installed=answering,
     )
     refuse_unpicklable(trainer, loop)
-    config = RunConfig(
-        workers=most,
+    is_range = not isinstance(trainer.scaling_config.num_workers, int)
+    config = settings(
+        workers=(least, most) if is_range else most,
         steps=NO_END,
         global_batch=most,
         micro_batch=1,
@@ -126,12 +128,20 @@ def run_trainer(trainer: Any) -> OwnResult:
     return run_config(
         cast(Any, ScriptWorkload(most)),
         config,
-        target=f"script:{script_name()}",
+        target=f"{SCRIPT}{script_name()}",
         arguments={},
         folder=folder,
         loop=loop,
-        then_workers=(least, most),
+        then_workers=None if is_range else (least, most),
     )
+
+
+def settings(**values: Any) -> RunConfig:
+    """ValueError that says where it comes from, for a name that no run may have and the like."""
+    try:
+        return RunConfig(**values)
+    except ValueError as error:
+        raise Refused(f"elastic.ray_train: {error}") from error
 
 
 def level_line(trainer: Any, least: int, most: int) -> str:
@@ -280,6 +290,7 @@ def rays_result(result: OwnResult) -> Any:
     """Ray's own, read from the run directory as `ray.train.Result.from_path` reads it."""
     from ray.train import Result
 
+    from workers.script_loop import RETURNED
     from workers.scripts.reports import MANIFESTS, SNAPSHOT
 
     folder = reach_folder(result.run_directory)
@@ -293,7 +304,7 @@ def rays_result(result: OwnResult) -> Any:
             path=folder.path,
             _storage_filesystem=folder.filesystem,
         )
-    found.return_value = pickle.loads(folder.at(MANIFESTS).read("returned.pickle"))
+    found.return_value = json.loads(folder.at(MANIFESTS).read(RETURNED))
     return found
 
 

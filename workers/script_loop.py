@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled, in_words
@@ -32,7 +30,7 @@ from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
 
-RETURNED = "returned.pickle"
+RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
 
 
@@ -53,14 +51,15 @@ class ScriptLoop:
 
     def __call__(self, session: Session) -> None:
         num_calls = 0
+        reports = Reports(self.place, self.retention, self.ray_version)
         while session.step >= 0 and not session.model.has_ended:
-            self._call(session, num_calls)
+            self._call(session, reports, num_calls)
             num_calls += 1
             gc.collect()  # this call's models and loaders are gone before the next
 
-    def _call(self, session: Session, num_calls: int) -> None:
+    def _call(self, session: Session, reports: Reports, num_calls: int) -> None:
         """Once, to its end or until it is unwound. Raises what the script raises too often."""
-        call = Call(self, session, num_calls)
+        call = Call(self, session, reports, num_calls)
         try:
             call.run()
         except StepCancelled as error:
@@ -76,12 +75,16 @@ class ScriptLoop:
 class Call:
     """One call of the script in one generation, and what it reports."""
 
-    def __init__(self, loop: ScriptLoop, session: Session, num_calls: int) -> None:
+    def __init__(
+        self, loop: ScriptLoop, session: Session, reports: Reports, num_calls: int
+    ) -> None:
         self.loop, self._session, self._num_calls = loop, session, num_calls
         self._member = session._member
         self._step: Step | None = self._next_step()
         self.generation = self._member.generation
-        self.reports = Reports(loop.place, loop.retention, loop.ray_version)
+        self.reports = reports
+        self._newest: str | None = None
+        """Checkpoint that counts, by its name; all ranks say the same."""
         self.num_reports = 0
         self.group: DefaultGroup | None = None
 
@@ -90,13 +93,16 @@ class Call:
         inner = self._member.group
         assert inner is not None
         spec = self._session._spec
+        is_lowest = inner.rank() == 0
+        if is_lowest:
+            self.reports.sweep()
+        newest = self.reports.newest() if is_lowest else None
         try:
-            nodes = gather_json(inner, spec.node or spec.host)
+            said = gather_json(inner, [spec.node or spec.host, spec.host, newest])
         except PeerLost as error:
             raise self._lost(error) from error
-        self.place = Place.of(inner.rank(), nodes)
-        if self._num_calls == 0 and self._session.step == 0 and self.place.rank == 0:
-            self.reports.sweep()
+        _, master, self._newest = said[0]
+        self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
         self.group = DefaultGroup(inner)
         randomness.renew()
         environment = self.place.environment(self._num_calls, spec.run_id)
@@ -149,9 +155,9 @@ class Call:
             raise self._lost(error) from error
 
     def newest_checkpoint(self) -> str | None:
-        """The name of the newest one that is what was reported."""
+        """The name of the newest one that is what was reported; the same on all ranks."""
         self.check()
-        return self.reports.newest()
+        return self._newest
 
     @property
     def _control(self) -> Any:
@@ -166,15 +172,13 @@ class Call:
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         rank, reports = self.place.rank, self.reports
+        metrics = plain(metrics)
         if self._count(source is not None) == 0:
             if rank == 0:
                 self._log(metrics, None)
             return None
-        metrics = plain(metrics)
         if rank == 0:
-            name = (
-                name or f"{PREFIX}{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
-            )
+            name = name or new_name()
             reports.clear(name)
         paths = paths_in(source) if source is not None else []
         named = gather_json(self._control, [name, paths])
@@ -189,6 +193,7 @@ class Call:
             reports.publish(name, [File(**f) for of_rank in gathered for f in of_rank], metrics)
             self._log(metrics, name)
             reports.flush_log()
+        self._newest = name
         self._commit(ends_now=False)
         return name
 
@@ -239,8 +244,7 @@ class Call:
         self.check()
         if self.place.rank == 0:
             self.reports.folder.at(MANIFESTS).create()
-            content = cloudpickle.dumps(value)
-            self.reports.folder.at(MANIFESTS).write(RETURNED, content)
+            self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
             self.reports.flush_log()
         self._commit(ends_now=True)
 
@@ -264,7 +268,9 @@ class Call:
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""
         rank, most = self.place.rank, self.loop.max_failures
-        num = self.reports.add_failure(self.generation, rank, in_words(error))
+        num = self.reports.add_failure(
+            self._session._spec.run_id, self.generation, rank, in_words(error)
+        )
         if 0 <= most < num:
             return False
         of = "" if most < 0 else f" of {most}"
@@ -289,15 +295,28 @@ class Call:
         )
 
 
-def dated(now: float) -> str:
-    """A checkpoint's name, as Ray Train makes it."""
-    return f"{PREFIX}{datetime.fromtimestamp(now):%Y-%m-%d_%H-%M-%S.%f}"
+def new_name() -> str:
+    """Of a checkpoint, as Ray Train makes it."""
+    return f"{PREFIX}{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
+
+
+def returned(value: Any) -> bytes:
+    """JSON, which is read without running code; what is none is told, and null."""
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        what = f"{type(value).__name__} ({in_words(error)})"
+        print(f"elastic: the function returned no JSON but {what}: return_value is None")
+        return b"null"
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:
     """As JSON has it: numbers of numpy and torch become Python's, what is none becomes text."""
 
     def number_in(value: Any) -> Any:
-        return value.item() if hasattr(value, "item") else str(value)
+        try:
+            return value.item() if hasattr(value, "item") else str(value)
+        except (ValueError, RuntimeError):  # of several elements
+            return str(value)
 
     return json.loads(json.dumps(metrics, default=number_in))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -61,7 +61,8 @@ def experiment(
         sweep.place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WrongInput(f"{sweep.place} cannot be made: {first_line(error)}") from error
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # runs are to end with us
+    for number in (signal.SIGTERM, signal.SIGHUP):  # runs are to end with us
+        signal.signal(number, signal.default_int_handler)
     Experiment(sweep, sweep_file.stem).run()
     return 0
 
@@ -148,10 +149,13 @@ def run_point(sweep: Sweep, point: Point) -> Row:
         driver = started(["run", str(sweep.job), *words])
         chaos = start_faults(sweep, point, directory, driver, started)
         try:
-            for process in (driver, chaos) if chaos else (driver,):
-                process.wait(sweep.limit_s)
+            driver.wait(sweep.limit_s)
         except subprocess.TimeoutExpired:
             is_late = True
+            driver.send_signal(signal.SIGINT)
+        if chaos:
+            with suppress(subprocess.TimeoutExpired):
+                chaos.wait(END_S)
     if driver.returncode == WRONG_INPUT or (chaos and chaos.returncode == WRONG_INPUT):
         raise WrongInput(f"{point.name} cannot be run: {last_line(log)}")
     return row_of(directory, point, is_late=is_late)
@@ -212,10 +216,12 @@ def ended_with_us(output: BinaryIO) -> Generator[Start]:
         for process in start.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-        for process in start.processes:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
+        try:
+            for process in start.processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+        finally:  # a second Ctrl-C ends the waiting, too
+            for process in start.processes:
                 process.kill()
                 process.wait()
 

@@ -92,7 +92,7 @@ class Supervisor:
         self._workload = actors.share(order["workload"])
         self._meters = Meters(order["name"], order["run_id"])
         self._status_due = asyncio.Event()
-        self._is_over = False
+        self._is_over = self._is_rescaled = False
         self._pings: asyncio.Task[None] | None = None
         self._last_reason = ""
         self.decision: Decision | None = None
@@ -316,9 +316,13 @@ class Supervisor:
         return new.min_workers, new.max_workers
 
     def _rescale_once(self, decision: Decision) -> None:
-        """A script begins with all its workers, and goes on with fewer."""
-        if self.order.get("then_workers") and isinstance(decision.phase, s.Running):
-            self._scale(self.order.pop("then_workers"))
+        """A script begins with all its workers, and goes on with fewer; unless it was given
+        another number meanwhile, perhaps by a controller that died."""
+        then_workers = self.order.get("then_workers")
+        is_resized = decision.ledger.max_workers > 0 or self._is_rescaled
+        if then_workers and not is_resized and isinstance(decision.phase, s.Running):
+            self._is_rescaled = True
+            self._scale(then_workers)
 
     def _replace(self, worker: int, why: str) -> None:
         now = self._now()

@@ -42,6 +42,10 @@ DECIDES_BITS = frozenset(("cpus_per_worker",))
 another number of threads."""
 LAST_PROCESSES_S = 3.0
 """How long a run that seems to be alive may take to end."""
+OF_A_SCRIPT = frozenset(("global_batch",))
+"""Where a script trains, the engine's own follow from the number of workers."""
+SCRIPT = "script:"
+"""Begins the target of a run whose loop is a script of Ray Train's."""
 WHERE_IT_IS = frozenset(
     (*("storage", "name", "versions", "target_file", "target_sha256"), "secrets", "secrets_salt")
 )
@@ -169,7 +173,7 @@ def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     past = redacted(past, new.get("secrets_salt"))  # of an earlier version it may have all
     names = changed_secrets(past.get("secrets"), new.get("secrets", {}))
     found += [f"the argument {name!r}, a secret, is another one now" for name in names]
-    may_differ = MAY_DIFFER
+    may_differ = MAY_DIFFER | (OF_A_SCRIPT if is_script(new) else frozenset[str]())
     if past.get("reduction") == "bitwise":
         may_differ -= DECIDES_BITS
     for name in sorted(past.keys() & new.keys() - may_differ - WHERE_IT_IS):
@@ -177,6 +181,11 @@ def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if past[name] != new[name] and not is_extended:
             found.append(f"{name} was {past[name]!r} and now is {new[name]!r}")
     return found
+
+
+def is_script(config: dict[str, Any]) -> bool:
+    """It says itself when it is over."""
+    return str(config.get("target", "")).startswith(SCRIPT)
 
 
 def changed_code(past: dict[str, Any], new: dict[str, Any]) -> str:
@@ -224,7 +233,8 @@ def compare(
     result = past.result or {}
     if result.get("outcome") == "succeeded":
         check_result(result, f"{place}/result.json")
-    if result.get("outcome") == "succeeded" and new["steps"] <= result["steps"]:
+    is_at_end = is_script(new) or new["steps"] <= result.get("steps", -1)
+    if result.get("outcome") == "succeeded" and is_at_end:
         return AlreadyFinished(result)
     return Resumed()
 

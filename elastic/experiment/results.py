@@ -32,6 +32,8 @@ MEASURED = (
 )
 """Columns behind scenario, seed and the options that vary. recoveries_s: of each, from the last
 sign of life of who was lost to the next step, with a blank between them."""
+VARIED = "vary."
+"""Begins the columns of options: some are called as what is measured."""
 Row = dict[str, str]
 
 
@@ -64,7 +66,7 @@ def nothing_of(point: Point, outcome: str, run: str) -> Row:
 
 def key_of(point: Point) -> Row:
     """The columns that say which point a line is of."""
-    options = {key: str(value) for key, value in point.condition.options}
+    options = {f"{VARIED}{key}": str(value) for key, value in point.condition.options}
     return {"scenario": point.condition.scenario, "seed": str(point.seed), **options}
 
 
@@ -102,4 +104,4 @@ def write_results(place: Path, columns: Sequence[str], rows: Iterable[Row]) -> N
 
 
 def columns_of(conditions: Sequence[Condition]) -> list[str]:
-    return ["scenario", "seed", *(key for key, _ in conditions[0].options), *MEASURED]
+    return ["scenario", "seed", *(f"{VARIED}{key}" for key, _ in conditions[0].options), *MEASURED]

@@ -37,6 +37,10 @@ ON_THE_HEAD = {"node:__internal_head__": 0.001}
 """Resources that only the head's node has: without it there is no Ray, so only on its side of a cut
 can a run go on, and it is the last one to be a spot instance. (Ray ignores a soft affinity of an
 actor without resources.)"""
+FIRST_PING_S = 300.0
+"""A controller that never says a word to its rendezvous died within so long."""
+ALONE = 4
+"""So many times a controller's patience is twice the workers' lease."""
 LAST_WORDS_S = 5.0
 """How long a controller stays for its driver to fetch the result."""
 FIND_S = 2.0
@@ -231,6 +235,8 @@ class RendezvousActor:
 
         self._rendezvous, self._lock = Rendezvous(this_host()), Lock()
         self._sentinel: Sentinel | None = None
+        self._heard, self._alone_s = time.monotonic(), FIRST_PING_S
+        Thread(target=self._mind_lease, name="lease", daemon=True).start()
 
     def open(self, generation: int) -> tuple[str, int, str]:
         with self._lock:
@@ -245,7 +251,15 @@ class RendezvousActor:
         if self._sentinel is None or self._sentinel.pid != pid:
             self._sentinel = Sentinel(pid, patience_s)
         self._sentinel.hear()
+        self._heard, self._alone_s = time.monotonic(), ALONE * patience_s
         return os.getpid()
+
+    def _mind_lease(self) -> None:
+        """No controller comes any more, and the workers have left: Ray keeps a detached actor."""
+        while time.monotonic() - self._heard < self._alone_s:
+            time.sleep(1.0)
+        log.warning('rendezvous="no word from a controller for %g s, ends"', self._alone_s)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def die_of_sigterm() -> None:

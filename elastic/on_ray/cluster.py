@@ -252,7 +252,7 @@ class RayCluster:
         membership, self._untold = form.membership, None
         if self.progress.is_unknown_to(membership.workers):
             for worker in membership.workers:
-                self._send_word(worker)
+                self.send_word(worker)
         self.progress.members = frozenset(membership.workers)
         self.protection.form(membership.workers, form.step)
         for rank, worker in enumerate(membership.workers):
@@ -368,10 +368,10 @@ class RayCluster:
             record.last_seen = self.now()
         record.step = max(record.step, heartbeat.step)
         record.memory = heartbeat.memory
-        self._send_word(worker)
+        self.send_word(worker)
         self._inquiry.hear_beat(worker)
 
-    def _send_word(self, worker: int) -> None:
+    def send_word(self, worker: int) -> None:
         self.links.send(worker, t.Word(self.progress.safe_step, self.progress.commits.formed))
 
     def _on_report(self, worker: int, report: r.Report) -> None:
@@ -439,7 +439,7 @@ class RayCluster:
         """Over another connection. What else counts it says again."""
         if said.process is not None and not record.pid:  # that it is ready may be lost
             self._on_ready(worker, record, said.process)
-        self._send_word(worker)
+        self.send_word(worker)
 
     def _on_ready(self, worker: int, record: Slot, process: r.Process) -> None:
         record.locate(process)

@@ -89,6 +89,8 @@ class ClusterView(Protocol):
 
     def say(self, event: e.Event) -> None: ...
 
+    def send_word(self, worker: int) -> None: ...
+
     def lost(
         self,
         worker: int,

@@ -86,6 +86,7 @@ class Failover:
         self._cluster.holders.on_node(slot.node_id)
         slot.task = self._cluster.in_background(self._watch(worker, actor))
         self._standings[worker] = standing
+        self._cluster.send_word(worker)  # its lease begins anew, whatever becomes of us
         self._has_news.set()
         return True
 

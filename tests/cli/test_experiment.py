@@ -19,6 +19,12 @@ scenarios: [none, spot-storm]
 seeds: 2
 vary: {reduction: [fast, bitwise], standby: [0, 1]}
 """
+OF_COLUMNS = """job: elastic.yaml
+place: out
+scenarios: [none]
+seeds: 2
+vary: {seed: [0, 1], steps: [3, 4]}
+"""
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
@@ -126,6 +132,17 @@ def test_results_of_another_sweep_or_damaged_ones_are_refused(sweep_of):
     path.write_text(path.read_text() + "a,b\n")
     with pytest.raises(WrongInput, match="other columns than this sweep"):
         results.read_results(sweep.place, columns)
+
+
+def test_options_that_are_called_as_columns_have_columns_of_their_own(sweep_of):
+    sweep = read_sweep(sweep_of(OF_COLUMNS))
+    cli.check_options(sweep, "sweep.yaml")
+    columns = results.columns_of(sweep.conditions)
+    assert len(set(columns)) == len(columns)
+    rows = [results.row_of(point, report_of(), {}, point.name) for point in sweep.points]
+    assert all(set(row) == set(columns) for row in rows)
+    assert len({tuple(results.key_of(point).items()) for point in sweep.points}) == 8
+    assert [len(summary.rows) for summary in summaries(sweep, rows)] == [2] * 4
 
 
 def test_runs_of_a_condition_are_taken_together(sweep_of):

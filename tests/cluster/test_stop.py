@@ -15,6 +15,7 @@ from tests.cluster.live import (
     leftovers,
     python,
 )
+from tests.cluster.processes import sibling
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -59,6 +60,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     step = run.status()["step"]
     until(lambda: run.status()["step"] > step + 20 and run.status()["world_size"] == 2)
     pids = [w["pid"] for w in run.status()["workers"]]
+    rendezvous = sibling(run.status()["controller"]["pid"], b"ray::RendezvousActor")
     script = tmp_path / "end_controllers.py"
     script.write_text(END_CONTROLLERS.format(address=nodes.address))
     done = python(run.env, script)
@@ -74,6 +76,7 @@ def test_a_detached_run_is_taken_over_stopped_abandoned_and_resumed_to_the_same_
     assert end["status"] == 0, end["err"]
     assert end["result"]["weights_sha256"] == reference(steps=STEPS)[0]
     assert_complete(run, STEPS)
+    until(lambda: leftovers([rendezvous]) == [])  # of the abandoned run
 
 
 def until(what) -> None:

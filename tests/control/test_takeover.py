@@ -46,7 +46,7 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
     have heard the controller before; only 1 can be had. -> who was found, who was ended, seconds.
 
     detect_s is 0.5, the lease 5 s."""
-    ended = []
+    ended, words = [], []
 
     async def run():
         loop, tasks = asyncio.get_running_loop(), []
@@ -58,6 +58,7 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
             detect_s=0.5, workers={}, holders=SimpleNamespace(on_node=lambda node: None),
             now=loop.time, recorded_step=recorded_step, links=SimpleNamespace(open_also=open_also),
             in_background=lambda task: tasks.append(loop.create_task(task)),
+            send_word=words.append,
         )  # fmt: skip
         actors = dict(candidates)
         takeover = Failover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
@@ -70,6 +71,8 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
         began = loop.time()
         adopted = await takeover.collect(Ledger(3, 9), phase, limits)
         seconds = round(loop.time() - began, 6)
+        # The lease of whoever introduced itself begins anew: this controller may die at once.
+        assert sorted(words) == [s.worker for s in adopted.standings]
         return [s.worker for s in adopted.standings], ended, seconds
 
     return virtual_time.run(run())

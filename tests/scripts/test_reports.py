@@ -1,10 +1,16 @@
 """Checkpoints of a script: published whole, verified, kept by Ray's rules."""
 
 import json
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from workers.scripts.reports import SNAPSHOT, Reports, Retention, paths_in
+from elastic.store.remote import patiently
+from workers.script_loop import plain, returned
+from workers.scripts.reports import SNAPSHOT, Reports, Retention, checksum, paths_in
 
 
 def reported(tmp_path, reports, name, content=b"weights", **metrics):
@@ -101,13 +107,59 @@ def test_ray_s_own_result_reads_the_snapshot(tmp_path):
     assert {m["score"] for _, m in result.best_checkpoints} == {9, 1, 5}
 
 
-def test_ranks_that_raise_in_one_call_are_one_failure(tmp_path):
+def test_ranks_that_raise_in_one_call_are_one_failure_and_a_new_launch_counts_anew(tmp_path):
     reports = opened(tmp_path)
-    assert reports.add_failure(1, 0, "ValueError") == 1
-    assert reports.add_failure(1, 2, "ValueError") == 1
-    assert reports.add_failure(4, 1, "ValueError") == 2
-    reports.forget_failures()
-    assert reports.add_failure(7, 0, "ValueError") == 1
+    assert reports.add_failure("ab", 1, 0, "ValueError") == 1
+    assert reports.add_failure("ab", 1, 2, "ValueError") == 1
+    assert reports.add_failure("ab", 4, 1, "ValueError") == 2
+    assert reports.add_failure("cd", 7, 0, "ValueError") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["logs", "script", "../other", "a/b", "", ".", "..", "config.json"]
+)
+def test_a_checkpoint_takes_no_name_of_the_run_directory(tmp_path, name):
+    reports = opened(tmp_path)
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="must be the name of one folder"):
+        reports.clear(name)
+    assert (tmp_path / "run" / "logs").exists()
+    assert (tmp_path / "other").exists()
+
+
+def test_what_is_no_number_is_worse_than_any(tmp_path):
+    reports = opened(tmp_path, Retention(1, "loss", "min"))
+    losses = [3.0, float("nan"), 1.0, 0.5, 0.4, 9.0, 9.0]
+    for i, loss in enumerate(losses):
+        reported(tmp_path, reports, f"checkpoint_{i}", loss=loss)
+    assert names(reports) == ["checkpoint_4", "checkpoint_5", "checkpoint_6"]
+    manifests = sorted(path.name for path in (tmp_path / "run" / "script").iterdir())
+    assert manifests == [f"{name}.json" for name in names(reports)]
+
+
+def test_a_store_that_is_away_is_waited_for_and_damages_nothing(tmp_path, monkeypatch, capsys):
+    reported(tmp_path, opened(tmp_path), "checkpoint_a")
+    calls = []
+
+    def away_once(folder, path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError("the store is away")
+        return checksum(folder, path)
+
+    monkeypatch.setattr("workers.scripts.reports.checksum", away_once)
+    monkeypatch.setattr("workers.scripts.reports.patiently", partial(patiently, rest=calls.append))
+    assert opened(tmp_path).newest() == "checkpoint_a"
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_what_a_function_returns_and_reports_is_json():
+    assert returned({"a": [1]}) == b'{"a": [1]}'
+    assert returned(object()) == b"null"
+    found = plain({"f": np.float32(0.5), "t": torch.tensor(2), "a": np.arange(2), "p": Path("x")})
+    assert found == {"f": 0.5, "t": 2, "a": "[0 1]", "p": "x"}
 
 
 def test_every_report_has_a_line(tmp_path):

@@ -17,9 +17,11 @@ class Place:
     local_world_size: int
     node_rank: int
     num_nodes: int
+    master: str
+    """The host of the lowest rank."""
 
     @classmethod
-    def of(cls, rank: int, nodes: Sequence[str]) -> "Place":
+    def of(cls, rank: int, nodes: Sequence[str], master: str) -> "Place":
         """nodes: of all ranks, in rank order; nodes are numbered by their lowest rank."""
         here = nodes[rank]
         peers = [r for r, node in enumerate(nodes) if node == here]
@@ -31,6 +33,7 @@ class Place:
             local_world_size=len(peers),
             node_rank=distinct.index(here),
             num_nodes=len(distinct),
+            master=master,
         )
 
     def environment(self, restart: int, run_id: str) -> dict[str, str]:
@@ -45,7 +48,7 @@ class Place:
             "ROLE_NAME": "default",
             "ROLE_RANK": str(self.rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self.master,
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RUN_ID": run_id,
             "TORCHELASTIC_RESTART_COUNT": str(restart),
@@ -55,10 +58,14 @@ class Place:
 
 @contextmanager
 def environment_set(values: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
+    """Within; other threads read the rest of it meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -6,15 +6,19 @@ it, and a run that began under Ray Train goes on from it. Who votes on a report 
 
 import hashlib
 import json
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
+from elastic.store.remote import patiently
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 MANIFESTS = "script"
@@ -22,6 +26,10 @@ MANIFESTS = "script"
 REPORTS = "reports.jsonl"
 PREFIX = "checkpoint_"
 CHUNK_BYTES = 1 << 22
+NAME = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9_.=+-]{0,199}")
+"""Of a checkpoint: one folder."""
+OWN_FOLDERS = frozenset(("checkpoints", "logs", "tensorboard", "anatomy", "journal", MANIFESTS))
+"""Of a run directory; its files have endings that are none of a checkpoint's either."""
 NEVER_FEWER = 2
 """So many of the newest checkpoints stay: the newest may turn out to be damaged."""
 
@@ -53,7 +61,7 @@ class Retention:
 
         def score(entry: dict[str, Any]) -> tuple[bool, float]:
             value = entry["metrics"].get(attribute)
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, int | float) and math.isfinite(value)
             return is_number, sign * float(value) if is_number else 0.0
 
         return sorted(entries, key=score)
@@ -94,7 +102,7 @@ class Reports:
 
     def newest(self) -> str | None:
         """The name of the newest checkpoint whose files are what was reported; None: there is
-        none. A damaged one is told and passed over."""
+        none. A damaged one is told and passed over. OSError if the storage is away for long."""
         for entry in reversed(self.entries()):
             name = entry["checkpoint_dir_name"]
             if not (damage := self._damage_of(name)):
@@ -113,19 +121,30 @@ class Reports:
             return ""
         for entry in json.loads(self.folder.read(manifest_of(name)))["files"]:
             file = File(**entry)
-            try:
-                found = checksum(self.folder.at(name), file.path)
-            except OSError as error:
-                return f"{file.path}: {error}"
+            read = partial(self._checksum, name, file.path)
+            if (found := patiently(read)) is None:
+                return f"{file.path} is missing"
             if found != file:
                 return f"{file.path} is not what was reported"
         self._verified.add(name)
         return ""
 
+    def _checksum(self, name: str, path: str) -> File | None:
+        """None if it is not there, which a store that is away does not say."""
+        try:
+            return checksum(self.folder.at(name), path)
+        except FileNotFoundError:
+            return None
+
     # --- a checkpoint comes ---------------------------------------------------------------
     def clear(self, name: str) -> None:
         """Nothing of an attempt that was not whole stays under this name. ValueError for one that
-        counts."""
+        counts, and for a name that is none of a checkpoint."""
+        if not NAME.fullmatch(name) or name in OWN_FOLDERS or self._is_file(name):
+            raise ValueError(
+                f"report(): checkpoint_dir_name {name!r} must be the name of one folder, of "
+                "letters, digits and _ . = + -, and none that the run directory has"
+            )
         if any(entry["checkpoint_dir_name"] == name for entry in self.entries()):
             raise ValueError(
                 f"report(): checkpoint_dir_name {name!r} has been reported before; each report "
@@ -134,8 +153,11 @@ class Reports:
         if self.folder.at(name).is_there:
             self.folder.at(name).delete_all()
 
+    def _is_file(self, name: str) -> bool:
+        return self.folder.exists(name) and name not in self.folder.folders()
+
     def sweep(self) -> None:
-        """At the start of a run: what was never whole goes."""
+        """Before a call: what was never whole goes."""
         listed = {entry["checkpoint_dir_name"] for entry in self.entries()}
         for name in self.folder.folders():
             if name.startswith(PREFIX) and name not in listed:
@@ -158,6 +180,8 @@ class Reports:
         for old in entries:
             if old not in kept:
                 self.folder.at(old["checkpoint_dir_name"]).delete_all()
+                if self.folder.exists(manifest_of(old["checkpoint_dir_name"])):
+                    self.folder.delete(manifest_of(old["checkpoint_dir_name"]))
 
     def _snapshot_of(self, entries: list[dict[str, Any]], next_index: int) -> dict[str, Any]:
         def result(entry: dict[str, Any]) -> dict[str, Any]:
@@ -195,20 +219,14 @@ class Reports:
             self._lines.clear()
 
     # --- the script's own exceptions ------------------------------------------------------
-    def add_failure(self, generation: int, rank: int, text: str) -> int:
-        """Remember that the script has raised. Gives in how many calls it has, this one included:
-        ranks that raise in the same call are one failure."""
+    def add_failure(self, launch: str, generation: int, rank: int, text: str) -> int:
+        """Remember that the script has raised. Gives in how many calls it has in this launch of the
+        run, this one included: ranks that raise in the same call are one failure."""
         self.folder.at(MANIFESTS).create()
-        name = f"failure-{generation}-{rank}.json"
+        name = f"failure-{launch}-{generation}-{rank}.json"
         write_json(self.folder.at(MANIFESTS), name, {"rank": rank, "error": text})
         names = self.folder.at(MANIFESTS).names()
-        return len({name.split("-")[1] for name in names if name.startswith("failure-")})
-
-    def forget_failures(self) -> None:
-        """A new start of the run counts anew."""
-        for name in self.folder.at(MANIFESTS).names():
-            if name.startswith("failure-"):
-                self.folder.at(MANIFESTS).delete(name)
+        return len({n.rpartition("-")[0] for n in names if n.startswith(f"failure-{launch}-")})
 
 
 def manifest_of(name: str) -> str:

@@ -1,0 +1,77 @@
+"""`elastic run train.py`: a script of Ray Train's as it is, on Ray, whose rank 0 is killed."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.cluster.live import environment
+from tests.scripts import jobs
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+SCRIPT = """import os, sys, tempfile, time
+from pathlib import Path
+from typing import Any
+
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+EPOCHS = 8
+
+{learn}
+result = TorchTrainer(
+    learn,
+    train_loop_config={{"sleep_s": float(sys.argv[2])}},
+    scaling_config=ScalingConfig(num_workers=2),
+    run_config=RunConfig(name="run", storage_path=sys.argv[1]),
+).fit()
+print("epoch", result.metrics["epoch"], "returned", result.return_value)
+"""
+
+
+def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
+    shared_head, ray_temp, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(learn=inspect.getsource(jobs.learn)))
+
+    def run(place, sleep_s: float) -> subprocess.Popen:
+        command = [sys.executable, "-m", "elastic", "run", str(script), str(place), str(sleep_s)]
+        env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=env, **pipes)
+
+    def reports(place) -> list[dict]:
+        file = place / "run" / "reports.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def weights(place) -> torch.Tensor:
+        name = reports(place)[-1]["checkpoint"]
+        return torch.load(place / "run" / name / "state.pt")["weights"]
+
+    calm, hit = tmp_path / "calm", tmp_path / "hit"
+    out, err = (process := run(calm, 0.0)).communicate(timeout=120)
+    assert (process.returncode, "epoch 7 returned learned" in out) == (0, True), (out, err)
+    assert "learn runs at level 0, restart in place, on 2 workers (at least 1)" in err
+
+    process = run(hit, 0.1)
+    deadline = time.monotonic() + 120
+    while not (done := [r for r in reports(hit) if r["checkpoint"]]):
+        assert time.monotonic() < deadline, process.communicate(timeout=5)
+        time.sleep(0.05)  # polling, bounded by the deadline
+    os.kill(done[0]["metrics"]["pids"][0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, "epoch 7 returned learned" in out) == (0, True), (out, err)
+    assert torch.equal(weights(hit), weights(calm))
+    epochs = [r["metrics"]["epoch"] for r in reports(hit) if r["checkpoint"]]
+    assert epochs == list(range(jobs.EPOCHS)), "a report that has returned is not done again"
+    survivor = done[0]["metrics"]["pids"][1]
+    assert survivor in reports(hit)[-1]["metrics"]["pids"], "its process was kept"
+    shared_head.assert_empty()
