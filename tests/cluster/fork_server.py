@@ -286,6 +286,10 @@ class Forked:
             self._connection.close()
         return self.returncode
 
+    def errors_so_far(self) -> str:
+        """It may still write."""
+        return os.pread(self._err.fileno(), 1 << 20, 0).decode()
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
         return tuple(file.read() for file in (self._out, self._err) if not file.seek(0))
