@@ -431,6 +431,7 @@ class Step:
             wants_save=member.wants_save,
             is_finite=reduced.is_finite(read),
             timing=self._vitals.anatomy.timing(member.rank, member.world_size),
+            logged=self._done.outside(read),
         )
         prepared, vote, vector = self._agree(reduced, ballot)
         self._is_agreed = True

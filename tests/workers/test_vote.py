@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.workers.fake_groups import ThreadGroup, run_threads
+from workers.step.timing import NO_TIMING
 from workers.step.vote import (
     Ballot,
     MicrobatchRecord,
@@ -57,6 +58,25 @@ def test_ranks_that_hold_other_parameters_speak_of_them_by_name():
     assert first.untracked == second.untracked == {"norm.mean"}
     assert (first.loss, first.divisor, first.rows.tolist()) == (1.0, 2.0, [7, 8])
     assert (first.should_pause, first.should_save, first.is_finite) == (False, True, True)
+
+
+def test_what_a_rank_without_micro_batches_has_logged_is_heard():
+    layout = replace(LAYOUT, world_size=3, log_names=("evaluated", "own"))
+
+    def vote(group: ThreadGroup) -> Vote:
+        rank = group.rank()
+        about = {"evaluated": 1 / 3, **({"own": 0.1} if rank == 0 else {})}
+        records = [MicrobatchRecord(i, 0.5, None, np.array([i]), (), about) for i in range(2)]
+        says = replace(
+            said_by(0),
+            records=records if rank == 2 else [],
+            logged={} if rank == 2 else about,
+            timing=replace(NO_TIMING, rank=rank),
+        )
+        return decode(layout, add_up(group, encode(layout, says)))
+
+    for found in run_threads(3, vote):
+        assert found.user == {"evaluated": 1 / 3, "own": 0.1}, "to the bit, of four and of one"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Microbatches:
 
     def __init__(self) -> None:
         self._done: list[_Done] = []
+        self._outside: Logged = {}
 
     def __len__(self) -> int:
         return len(self._done)
@@ -61,9 +62,15 @@ class Microbatches:
 
     def log_late(self, values: Logged) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
-        if self._done:  # else this rank stands by
-            last = self._done[-1]
-            self._done[-1] = replace(last, logged={**last.logged, **values})
+        if not self._done:  # this rank stands by, or another one has the loss
+            self._outside.update(values)
+            return
+        last = self._done[-1]
+        self._done[-1] = replace(last, logged={**last.logged, **values})
+
+    def outside(self, read: Read) -> dict[str, float]:
+        """What was logged on a rank without micro-batches of its own."""
+        return dict(zip(self._outside, _numbers(list(self._outside.values()), read), strict=True))
 
     def records(
         self, ids: Iterable[int], hashes: Sequence[tuple[int, ...]], read: Read

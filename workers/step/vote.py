@@ -61,7 +61,7 @@ class VoteLayout:
     @property
     def size(self) -> int:
         per_id = self.num_microbatches * self.slots_per_microbatch
-        per_rank = self.world_size * _TIMES
+        per_rank = self.world_size * (_TIMES + 2 * len(self.log_names))
         return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_rank + per_id
 
 
@@ -92,11 +92,14 @@ class Ballot:
     wants_save: bool
     is_finite: bool
     timing: Timing = NO_TIMING
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Of a rank without micro-batches of its own."""
 
     @property
     def log_names(self) -> list[str]:
         """Of the logged values, each once, in order of appearance."""
-        return list(dict.fromkeys(name for record in self.records for name in record.logged))
+        found = [*(record.logged for record in self.records), self.logged]
+        return list(dict.fromkeys(name for logged in found for name in logged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,7 @@ def _bits(value: float) -> int:
 def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
     """A rank's contribution: int64, (layout.size,)."""
     vector = np.zeros(layout.size, np.int64)
-    known = set(layout.log_names)
-    has_unknown = any(name not in known for r in ballot.records for name in r.logged)
+    has_unknown = bool(set(ballot.log_names) - set(layout.log_names))
     vector[:_COUNTS] = (
         layout.names.digest,
         ballot.wants_pause,
@@ -158,7 +160,8 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
         ballot.wants_save,
         ballot.timing.wants_row,
     )
-    used, untracked, times, table = _parts(layout, vector)
+    used, untracked, times, outside, table = _parts(layout, vector)
+    outside[ballot.timing.rank] = _logged_row(layout, ballot.logged)
     times[ballot.timing.rank] = _bits(ballot.timing.gather_s), _bits(ballot.timing.reduce_s)
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
@@ -166,24 +169,32 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
         assert record.weight is None or math.isfinite(record.weight)  # microbatches.py has checked
         weight = math.nan if record.weight is None else record.weight
         row = [_bits(record.loss), _bits(weight), *record.rows.tolist(), *record.integer_hashes]
-        for name in layout.log_names:
-            is_present = name in record.logged
-            row += [int(is_present), _bits(record.logged[name]) if is_present else 0]
-        table[record.microbatch_id] = row
+        table[record.microbatch_id] = [*row, *_logged_row(layout, record.logged)]
     return vector
 
 
+def _logged_row(layout: VoteLayout, logged: Mapping[str, float]) -> list[int]:
+    """For each name: is it there, and its bits."""
+    row: list[int] = []
+    for name in layout.log_names:
+        is_present = name in logged
+        row += [int(is_present), _bits(logged[name]) if is_present else 0]
+    return row
+
+
 def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Behind the counts, as views: a slot per parameter, one per buffer, a row per rank, one per
-    micro-batch."""
+    """Behind the counts, as views: a slot per parameter, one per buffer, two rows per rank (its
+    times, and what it logged outside of micro-batches), one per micro-batch."""
     at = _COUNTS + len(layout.names.parameters)
     end = at + len(layout.names.buffers)
-    last = end + layout.world_size * _TIMES
-    times, table = vector[end:last], vector[last:]
+    behind = end + layout.world_size * _TIMES
+    last = behind + layout.world_size * 2 * len(layout.log_names)
+    times, outside, table = vector[end:behind], vector[behind:last], vector[last:]
     return (
         vector[_COUNTS:at],
         vector[at:end],
         times.reshape(layout.world_size, _TIMES),
+        outside.reshape(layout.world_size, -1),
         table.reshape(layout.num_microbatches, -1),
     )
 
@@ -203,7 +214,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     """
     digests, pauses, nonfinite, unknown, _, saving, saves, rows = vector[:_COUNTS].tolist()
     _check_names(layout, digests)
-    used, untracked, times, table = _parts(layout, vector)
+    used, untracked, times, outside, table = _parts(layout, vector)
     losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
     losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
     is_weighted = ~np.isnan(weights)
@@ -233,19 +244,21 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         loss=total / divisor if divisor else math.nan,
         divisor=divisor,
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
-        user=_means(layout.log_names, table[:, column:]),
+        user=_means(layout.log_names, np.concatenate([table[:, column:], outside])),
         pace=_pace(times, wants_row=bool(rows)),
     )
 
 
 def _means(log_names: tuple[str, ...], table: np.ndarray) -> dict[str, float]:
-    """Of what was logged. table: int64, (micro-batches, 2 per name): is it there, and its bits."""
+    """Of what was logged. table: int64, (micro-batches and ranks, 2 per name): is it there, and its
+    bits. Equal numbers have themselves as their mean, however many there are."""
     means: dict[str, float] = {}
     for i, name in enumerate(log_names):
         present = table[:, 2 * i] > 0
         if present.any():
             values = np.ascontiguousarray(table[present, 2 * i + 1]).view(np.float64)
-            means[name] = fold_scalars(values) / int(present.sum())
+            is_one = bool((values == values[0]).all())
+            means[name] = float(values[0]) if is_one else fold_scalars(values) / len(values)
     return means
 
 
