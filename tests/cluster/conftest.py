@@ -12,9 +12,9 @@ from tests.cluster.fork_server import ADDRESS, ForkServer
 from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
-from tests.cluster.shared_head import UNPREPARED, SharedHead
+from tests.cluster.shared_head import HEAD, UNPREPARED, SharedHead
 
-SHARED_STEPS, HASHED_EVERY = 200, 10
+SHARED_STEPS, HASHED_EVERY = 100, 10
 SLOWEST = (
     *("test_submit", "test_stages", "test_object_store", "test_stop", "test_hosts", "test_hangs"),
     *("test_spot", "test_autoscaling", "test_checkpoints", "test_drain", "test_feed", "test_scale"),
@@ -22,10 +22,17 @@ SLOWEST = (
 )
 
 
+SHARED = ("laptop", "nodes")
+"""Fixtures of a cluster that takes long to start: one test process has all tests that use it."""
+
+
 def pytest_collection_modifyitems(items):
     """The modules with the longest tests come first: at the end all test processes have work."""
     places = {name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(SLOWEST)))
+    for item in items:
+        for name in set(SHARED).intersection(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session")
@@ -125,8 +132,7 @@ def set_environment(patch: pytest.MonkeyPatch, temp: Path) -> None:
 
 def new_head(num_cpus: int, object_store_memory: int = 10**8) -> ForkedNodes:
     options = {"num_cpus": num_cpus, "object_store_memory": object_store_memory}
-    head = {"include_dashboard": False, **options}
-    return ForkedNodes(initialize_head=True, head_node_args=head)
+    return ForkedNodes(initialize_head=True, head_node_args=HEAD | options)
 
 
 @pytest.fixture

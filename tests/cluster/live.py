@@ -1,6 +1,7 @@
 """A run started as a user starts it, and everything a test may do to it from outside."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -16,12 +17,17 @@ JOBS = Path(__file__).parent / "jobs"
 PATIENCE_S = 150.0
 FEW_READERS = {"RAY_DATA_PARQUET_FOOTER_NUM_ACTORS": "2"}
 """Ray Data starts 32 processes to read the footers of a few small files."""
+RARE_REPORTS = {
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
+    "RAY_metrics_report_interval_ms": "600000",
+}
+"""Ray's agents look at all processes of the machine every few seconds, for each node."""
 
 
 def environment(temp: Path) -> dict[str, str]:
     """No cluster of this machine is found, none is touched."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)} | FEW_READERS
+    return env | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(temp)} | FEW_READERS | RARE_REPORTS
 
 
 class Ended(NamedTuple):
@@ -35,6 +41,9 @@ class Ended(NamedTuple):
 class LiveRun:
     """`elastic run` in a process of its own. Use as a context manager.
 
+    A job that sleeps in its steps (`set=["sleep=..."]`) does so until the test calls `finish`: a
+    fault has the time that it needs in few steps, and what follows takes no longer than it must.
+
     On a Ray of its own all its processes are started as a user's are, and on hosts the driver. On
     another Ray they are forked from one that has imported torch already.
     """
@@ -46,8 +55,12 @@ class LiveRun:
         self.directory = Path(storage) / name
         arguments = ["run", target, "--storage", str(storage), "--name", name, "--json"]
         defaults = {"steps": 30, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"}
+        place = hashlib.sha256(f"{storage}/{name}".encode()).hexdigest()[:16]
+        self._awake = ray_temp / f"awake-{place}"
         for key, value in {**defaults, **options}.items():
             if key == "set":
+                if any(setting.startswith("sleep=") for setting in value):
+                    value = [*value, f"until={str(self._awake)!r}"]
                 for setting in value:
                     arguments += ["--set", setting]
             elif value is True:
@@ -60,6 +73,7 @@ class LiveRun:
         self.seen_pids: set[int] = set()
 
     def __enter__(self) -> "LiveRun":
+        self._awake.unlink(missing_ok=True)
         if self._is_forked and self.command[0] == sys.executable:
             order = Order(self.command[1:], self.env, os.getcwd())
             self.process = Forked(os.environ[ADDRESS], order, with_ray=True)
@@ -119,8 +133,10 @@ class LiveRun:
                 raise
             return None
 
-    def finish(self, patience_s: float = 2 * PATIENCE_S) -> dict:
-        """Wait for the end: {"status", "out", "err", "result"}."""
+    def finish(self, patience_s: float = 2 * PATIENCE_S, *, asleep: bool = False) -> dict:
+        """Wait for the end: {"status", "out", "err", "result"}. asleep: at the job's own pace."""
+        if not asleep:
+            self._awake.touch()
         deadline = time.monotonic() + patience_s
         while self.process.poll() is None and time.monotonic() < deadline:
             status = self.status()

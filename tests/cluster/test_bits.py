@@ -28,7 +28,7 @@ def test_weights_are_equal_bit_for_bit_at_every_world_size(start, reference, wor
 
 
 def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, reference):
-    options = {"steps": 200, "set": ["sleep=0.01"], "clip_norm": 1.0}
+    options = {"steps": 60, "set": ["sleep=0.1"], "clip_norm": 1.0}
     with start("Toy", workers="2..3", **options) as run:
         run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 5)
         killed_at = run.kill(rank=0)
@@ -39,7 +39,7 @@ def test_lost_and_replaced_workers_leave_no_trace_in_the_weights(start, referenc
         after = min(m["time"] for m in run.lines("metrics.jsonl") if m["time"] > killed_at)
         assert after - killed_at < 10, "survivors waited for a replacement"
         pids = run.seen_pids
-    assert_equals_reference(run, end, reference(steps=200, clip_norm=1.0))
+    assert_equals_reference(run, end, reference(steps=60, clip_norm=1.0))
     assert [r["cause"] for r in end["result"]["recoveries"]] == ["process_died"] * 2
     for recovery in end["result"]["recoveries"]:
         parts = ("detect_s", "fence_s", "form_s", "state_s", "first_step_s")
@@ -75,13 +75,13 @@ def test_fast_reduction_uses_the_same_samples_and_divisor(start, reference):
 
 
 def test_a_killed_loader_process_costs_its_worker_and_no_bit(start, reference):
-    with start("Toy", workers="1..2", steps=100, set=["sleep=0.01"]) as run:
+    with start("Toy", workers="1..2", steps=40, set=["sleep=0.05"]) as run:
         status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 5)
         for child in forked_children(status["workers"][0]["pid"]):
             os.kill(child, signal.SIGKILL)
         end = run.finish()
     assert len(end["result"]["recoveries"]) == 1
-    assert_equals_reference(run, end, reference(steps=100))
+    assert_equals_reference(run, end, reference(steps=40))
 
 
 def test_a_follower_saves_the_run_when_the_only_member_is_lost(start, reference):
@@ -110,17 +110,17 @@ def forked_children(pid):
 
 
 def test_below_min_the_run_waits_and_says_so(start, reference):
-    with start("Toy", workers=2, steps=60, set=["sleep=0.01"]) as run:
+    with start("Toy", workers=2, steps=30, set=["sleep=0.05"]) as run:
         run.wait_for(lambda s: s["step"] > 5)
         run.kill(rank=1)
         waiting = run.wait_for(lambda s: s["phase"] == "waiting")
         assert "at least 2 workers" in waiting["reason"]
         end = run.finish()
-    assert_equals_reference(run, end, reference(steps=60))
+    assert_equals_reference(run, end, reference(steps=30))
 
 
 def test_a_warm_standby_takes_over(start, reference):
-    with start("Toy", workers=2, standby=1, steps=100, set=["sleep=0.01"]) as run:
+    with start("Toy", workers=2, standby=1, steps=40, set=["sleep=0.05"]) as run:
         warm = run.wait_for(
             lambda s: s["step"] > 5 and any(w["state"] == "standby" for w in s["standby"])
         )
@@ -129,15 +129,15 @@ def test_a_warm_standby_takes_over(start, reference):
         healed = run.wait_for(lambda s: s["world_size"] == 2 and s["generation"] > 1)
         assert {w["id"] for w in healed["workers"]} <= known, "a cold start was waited for"
         end = run.finish()
-    assert_equals_reference(run, end, reference(steps=100))
+    assert_equals_reference(run, end, reference(steps=40))
 
 
 @pytest.mark.slow
 def test_a_frozen_worker_is_found_by_its_heartbeats_and_replaced(start, reference):
-    with start("Toy", workers="1..2", steps=150, detect_s=1.5, set=["sleep=0.01"]) as run:
+    with start("Toy", workers="1..2", steps=60, detect_s=1.5, set=["sleep=0.1"]) as run:
         status = run.wait_for(lambda s: s["world_size"] == 2 and s["step"] > 12)
         os.kill(status["workers"][1]["pid"], signal.SIGSTOP)
         run.wait_for(lambda s: s["world_size"] == 1 and s["phase"] == "running")
         end = run.finish()
     assert end["result"]["recoveries"][0]["cause"] == "hung"
-    assert_equals_reference(run, end, reference(steps=150))
+    assert_equals_reference(run, end, reference(steps=60))

@@ -33,7 +33,7 @@ def other_folder(tmp_path):
 
 
 def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, reference):
-    target, grown = f"{other_folder(tmp_path)}:Toy", tmp_path / "grown"
+    target = f"{other_folder(tmp_path)}:Toy"
     with LiveRun(
         target,
         tmp_path,
@@ -41,21 +41,20 @@ def test_a_node_that_joins_is_filled_by_itself(cluster, tmp_path, ray_temp, refe
         ray_temp,
         address=cluster.address,
         workers="1..2",
-        steps=200,
-        set=["sleep=0.03", f"until={str(grown)!r}"],
+        steps=60,
+        set=["sleep=0.1"],
     ) as run:
         status = run.wait_for(lambda s: s["step"] > 5)
         assert status["world_size"] == 1
         assert [w["state"] for w in status["standby"]] == ["pending"]
         cluster.add_node(**NODE)
         run.wait_for_step(lambda s: s["world_size"] == 2)
-        grown.touch()
         end = run.finish()
         pids = run.seen_pids
     assert end["status"] == 0, end["err"]
-    assert_complete(run, 200)
+    assert_complete(run, 60)
     assert_gone(pids)
-    assert end["result"]["weights_sha256"] == reference(steps=200)[0]
+    assert end["result"]["weights_sha256"] == reference(steps=60)[0]
 
 
 def test_capacity_that_others_hold_does_not_block_a_start_at_min(cluster, tmp_path, ray_temp):

@@ -8,13 +8,13 @@ from tests.cluster.live import assert_same_bits, elastic
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-STEPS = 120
+STEPS = 60
 SCENARIO = """
 seed: 1
 faults:
-  - {what: kill, whom: {rank: 1}, when: {step: 15}}
-  - {what: stop, for_s: 0.3, when: {after_fault: 1, step: 15}}
-  - {what: stop, whom: {rank: 0}, when: {after_fault: 2, step: 15}}
+  - {what: kill, whom: {rank: 1}, when: {step: 8}}
+  - {what: stop, for_s: 0.3, when: {after_fault: 1, step: 6}}
+  - {what: stop, whom: {rank: 0}, when: {after_fault: 2, step: 6}}
   - {what: kill, whom: {rank: 1}, when: {after_fault: 3, phase: forming}}
 """
 
@@ -23,7 +23,7 @@ def test_a_scenario_is_carried_out_survived_and_accounted_for(start, reference, 
     """SIGKILL, a short freeze that must go unpunished, one for ever, and a kill while forming."""
     scenario = tmp_path / "scenario.yaml"
     scenario.write_text(SCENARIO)
-    options = {"workers": "2..3", "steps": STEPS, "detect_s": 3.0, "set": ["sleep=0.02"]}
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": 3.0, "set": ["sleep=0.06"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 0)
         done = elastic(run.env, "chaos", scenario, run.directory, "--report", tmp_path / "report")

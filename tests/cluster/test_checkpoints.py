@@ -14,7 +14,8 @@ from workers.checkpoint.load import checkpoint_sha256
 
 pytestmark = pytest.mark.cluster
 
-OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
+STEPS, EVERY = 60, 10
+OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY, "set": ["sleep=0.08"]}
 
 
 def catalogue(run) -> Catalogue:
@@ -39,7 +40,7 @@ def kill_everything(run, machine) -> int:
 
 
 def is_between_saves(status) -> bool:
-    return 5 < status["step"] % 20 < 12 and (status.get("committed_checkpoint") or 0) >= 40
+    return 2 < status["step"] % EVERY < 7 and (status.get("committed_checkpoint") or 0) >= 2 * EVERY
 
 
 def assert_equals(run, end, expected) -> None:
@@ -59,7 +60,7 @@ def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference,
     saved = catalogue(run).steps()[-1]
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference(steps=120))
+    assert_equals(again, end, reference(steps=STEPS))
     rolled_back = [m["step"] for m in again.lines("metrics.rolledback.jsonl")]
     assert rolled_back == list(range(saved + 1, saved + len(rolled_back) + 1))
     assert stood_at <= rolled_back[-1]
@@ -69,7 +70,7 @@ def test_a_run_that_was_killed_whole_resumes_at_its_checkpoint(start, reference,
 @pytest.mark.slow
 def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, reference):
     with start("Toy", workers=2, **OPTIONS) as run:
-        run.wait_for(lambda s: s["step"] > 25)
+        run.wait_for(lambda s: s["step"] > EVERY)
         run.process.send_signal(signal.SIGINT)
         stopped = run.finish()
     assert stopped["result"]["outcome"] == "stopped"
@@ -77,12 +78,12 @@ def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, r
     assert checkpoint_sha256(catalogue(run)) == stopped["result"]["weights_sha256"]
     with start("Toy", workers="1..3", **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference(steps=120))
+    assert_equals(again, end, reference(steps=STEPS))
     assert end["result"]["lost_steps"] == 0
     assert not (again.directory / "metrics.rolledback.jsonl").exists()
-    with start("Toy", workers=1, **{**OPTIONS, "steps": 150}) as longer:
+    with start("Toy", workers=1, **{**OPTIONS, "steps": STEPS + 10}) as longer:
         end = longer.finish()
-    assert_equals(longer, end, reference(steps=150))
+    assert_equals(longer, end, reference(steps=STEPS + 10))
 
 
 def test_a_loop_saves_when_it_likes_and_its_pin_is_never_retired(tmp_path, ray_temp, shared_head):
@@ -111,8 +112,8 @@ def test_when_every_worker_is_lost_the_run_goes_back_to_its_checkpoint(start, re
         run.wait_for(is_between_saves)
         run.kill(rank=0)
         end = run.finish()
-    assert_equals(run, end, reference(steps=120))
-    assert 0 < end["result"]["lost_steps"] < 20
+    assert_equals(run, end, reference(steps=STEPS))
+    assert 0 < end["result"]["lost_steps"] < EVERY
     assert end["result"]["recoveries"][0]["lost_steps"] == end["result"]["lost_steps"]
 
 
@@ -120,7 +121,7 @@ def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(
     start, reference, machine
 ):
     with start("Toy", workers=2, address=machine.address, **OPTIONS) as run:
-        run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 60)
+        run.wait_for(lambda s: (s.get("committed_checkpoint") or 0) >= 3 * EVERY)
         kill_everything(run, machine)
     newest = catalogue(run).steps()[-1]
     folder = catalogue(run).of_step(newest).local
@@ -131,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_kept_aside_and_the_one_before_it_used(
     path.write_bytes(content)
     with start("Toy", workers=2, **OPTIONS) as again:
         end = again.finish()
-    assert_equals(again, end, reference(steps=120))
+    assert_equals(again, end, reference(steps=STEPS))
     lines = [line["checkpoint"] for line in again.lines("journal.jsonl") if "checkpoint" in line]
     damaged = next(line for line in lines if "damaged" in line)
     assert damaged["damaged"] == newest
@@ -155,10 +156,10 @@ def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(start, refer
     with start("Toy", workers=2, **OPTIONS) as run:
         run.wait_for(lambda s: s["step"] > 5)
         (run.directory / "checkpoints").mkdir(exist_ok=True)
-        (run.directory / "checkpoints" / "step-00000080").write_text("in the way")
-        end = run.finish()
-    sha256, _ = reference(steps=120)
+        (run.directory / "checkpoints" / f"step-{STEPS - 2 * EVERY:08}").write_text("in the way")
+        end = run.finish(asleep=True)
+    sha256, _ = reference(steps=STEPS)
     assert end["result"]["weights_sha256"] == sha256
-    assert catalogue(run).steps() == [100, 120]
+    assert catalogue(run).steps() == [STEPS - EVERY, STEPS]
     reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]
-    assert any("checkpoint of step 80 failed" in reason for reason in reasons)
+    assert any(f"checkpoint of step {STEPS - 2 * EVERY} failed" in reason for reason in reasons)

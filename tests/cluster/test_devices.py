@@ -17,7 +17,7 @@ def with_gpus(nodes):
 
 
 def test_a_run_on_gpus_that_its_torch_cannot_use_trains_on_cpus_and_says_why(start, with_gpus):
-    with start("Toy", steps=100, set=["sleep=0.01"], **with_gpus) as run:
+    with start("Toy", steps=20, set=["sleep=0.05"], **with_gpus) as run:
         status = run.wait_for(lambda s: s["world_size"] == 2)
         end = run.finish()
     assert end["status"] == 0, end["err"]

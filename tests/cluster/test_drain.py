@@ -12,8 +12,8 @@ from tests.cluster.live import JOBS, LiveRun, assert_gone, assert_same_bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-STEPS = 200
-OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "set": ["sleep=0.02"]}
+STEPS = 80
+OPTIONS = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "set": ["sleep=0.1"]}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 IDLE_S = 1.5
 """The longest gap on an idle machine, of two regroups at most. Beside other tests on two cores
@@ -84,7 +84,7 @@ def test_rank_0s_node_and_another_are_drained_within_a_second(
         nodes.add_node(**NODE)
     where = {"address": nodes.address, **OPTIONS, "workers": "1..3"}
     with LiveRun(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", ray_temp, **where) as run:
-        status = run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
+        status = run.wait_for(lambda s: s["step"] > 12 and s["world_size"] == 3)
         leaving = [w["node_id"] for w in status["workers"][:2]]
         assert len(set(leaving)) == 2
         at = time.time()

@@ -21,7 +21,7 @@ from elastic.cli.app import main
 from elastic.data import parquet
 from elastic.data.footers import make_plan, open_filesystem
 from elastic.data.reading import read_window
-from tests.cluster.jobs.fed import third_dropped
+from tests.cluster.jobs.dropping import third_dropped
 from tests.cluster.live import LiveRun, assert_complete
 from tests.cluster.processes import sibling
 from tests.object_store import uri

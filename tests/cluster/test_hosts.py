@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 HOSTS = partial(Hosts, 3)
 """Three of them with one CPU slot each."""
 
-STEPS = 80
+STEPS = 40
 
 
 def is_reached(hosts, source: int, target: int) -> bool:

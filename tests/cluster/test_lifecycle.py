@@ -65,22 +65,22 @@ def test_a_users_exception_surfaces_with_traceback_positions_and_step(start, tar
 
 
 def test_the_first_interrupt_stops_at_a_step_and_the_run_resumes_there(start, reference):
-    options = {"workers": 2, "steps": 80, "set": ["sleep=0.03"]}
+    options = {"workers": 2, "steps": 40, "set": ["sleep=0.05"]}
     with start("Toy", **options) as run:
         run.wait_for(lambda s: s["step"] > 5)
         run.process.send_signal(signal.SIGINT)
-        end = run.finish()
+        end = run.finish(asleep=True)
         pids = run.seen_pids
     assert end["status"] == 1
     assert end["result"]["outcome"] == "stopped"
-    assert 5 < end["result"]["steps"] < 80
+    assert 5 < end["result"]["steps"] < 40
     assert_complete(run, end["result"]["steps"])
     assert leftovers(pids) == []
     with start("Toy", **options) as again:
         resumed = again.finish()
     assert resumed["status"] == 0, resumed["err"]
-    assert resumed["result"]["weights_sha256"] == reference(steps=80)[0]
-    assert_complete(again, 80)
+    assert resumed["result"]["weights_sha256"] == reference(steps=40)[0]
+    assert_complete(again, 40)
     assert resumed["result"]["lost_steps"] == 0
     with start("Toy", **options) as finished:
         assert finished.finish()["status"] == 0
@@ -96,7 +96,7 @@ def test_a_second_interrupt_ends_the_run_at_once(start):
         run.process.send_signal(signal.SIGINT)
         run.wait_for(lambda s: "interrupt" in s["reason"].lower() or "SIGINT" in s["reason"])
         run.process.send_signal(signal.SIGINT)
-        end = run.finish()
+        end = run.finish(asleep=True)
         pids = run.seen_pids | {status["controller"]["pid"]}
     assert end["status"] == 1
     assert end["result"]["outcome"] == "stopped"
@@ -110,7 +110,7 @@ def test_a_spent_failure_budget_ends_the_run_with_the_reason(start):
         status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 3)
         for rank in (0, 2):
             os.kill(status["workers"][rank]["pid"], signal.SIGKILL)
-        end = run.finish()
+        end = run.finish(asleep=True)
         pids = run.seen_pids
     assert end["status"] == 1
     assert end["result"]["outcome"] == "failed"

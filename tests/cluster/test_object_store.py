@@ -21,7 +21,8 @@ pytestmark = pytest.mark.cluster
 PATIENCE_S = 150.0
 SILENT_S = 15.0
 """Three times a driver's lease."""
-OPTIONS = {"steps": 120, "checkpoint_every": 20, "set": ["sleep=0.02"]}
+STEPS, EVERY = 60, 10
+OPTIONS = {"steps": STEPS, "checkpoint_every": EVERY, "set": ["sleep=0.05"]}
 
 
 class RemoteRun(LiveRun):
@@ -88,10 +89,10 @@ def test_a_terminal_on_a_bucket_that_is_silent_for_long_ends_no_run(start_remote
     finally:
         process.kill()
         os.close(terminal)
-    sha256, samples = reference(steps=120)
+    sha256, samples = reference(steps=STEPS)
     assert run.result()["weights_sha256"] == sha256
     assert [s["sha256"] for s in run.lines("samples.jsonl")] == samples
-    assert [m["step"] for m in run.lines("metrics.jsonl")] == list(range(1, 121))
+    assert [m["step"] for m in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
@@ -99,8 +100,9 @@ def test_of_two_drivers_that_start_a_run_in_a_bucket_the_second_is_wrong_input(
     start_remote, reference
 ):
     with start_remote(workers=1, **OPTIONS) as one, start_remote(workers=1, **OPTIONS) as two:
-        ends = sorted((one.finish(), two.finish()), key=lambda end: end["status"])
-    sha256, samples = reference(steps=120)
+        ended = [run.finish(asleep=True) for run in (one, two)]
+    ends = sorted(ended, key=lambda end: end["status"])
+    sha256, samples = reference(steps=STEPS)
     assert [end["status"] for end in ends] == [0, 2], ends
     assert "is being written by a live run" in ends[1]["err"]
     assert one.result()["weights_sha256"] == sha256
@@ -113,7 +115,7 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
     with start_remote(workers=2, address=machine.address, **OPTIONS) as run:
         run.wait_until(lambda: len(run.status()["workers"]) == 2)
         run.kill(rank=0)
-        run.wait_for_checkpoint(40)
+        run.wait_for_checkpoint(2 * EVERY)
         status = run.status()
         pids = [status["controller"]["pid"], *(w["pid"] for w in status["workers"])]
         machine.crash()
@@ -125,21 +127,21 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
     assert run.result() is None
     with start_remote(workers=3, address=shared_head.address, **OPTIONS) as again:
         end = again.finish()
-    sha256, samples = reference(steps=120)
+    sha256, samples = reference(steps=STEPS)
     assert end["status"] == 0, end["err"]
     result = again.result()
     assert result is not None
     assert (result["weights_sha256"], json.loads(end["out"])) == (sha256, result)
     assert [s["sha256"] for s in again.lines("samples.jsonl")] == samples
-    assert [m["step"] for m in again.lines("metrics.jsonl")] == list(range(1, 121))
+    assert [m["step"] for m in again.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     joined = ["config.json", "journal.jsonl", "metrics.jsonl", "samples.jsonl", "status.json"]
     assert set(joined) <= set(again.folder.names())
     assert not [n for n in again.folder.names() if n[-1].isdigit()]  # no segment is left
     status = json.loads(again.elastic("status", again.place, "--json"))
-    assert (status["phase"], status["committed_checkpoint"]) == ("finished", 120)
+    assert (status["phase"], status["committed_checkpoint"]) == ("finished", STEPS)
     assert again.elastic("checkpoint", "hash", again.place).strip() == sha256
-    assert "step 120: good" in again.elastic("checkpoint", "verify", again.place)
-    assert "120" in again.elastic("checkpoint", "ls", again.place)
+    assert f"step {STEPS}: good" in again.elastic("checkpoint", "verify", again.place)
+    assert str(STEPS) in again.elastic("checkpoint", "ls", again.place)
     assert "every decision is the same again" in again.elastic("replay", again.place)
     assert leftovers(again.seen_pids) == []
 
@@ -147,17 +149,18 @@ def test_a_run_in_a_bucket_survives_a_lost_worker_and_a_crash_of_everything(
 @pytest.mark.slow
 def test_an_outage_costs_saves_but_no_step_and_the_run_says_so(start_remote, s3, reference):
     with start_remote(workers=2, **OPTIONS) as run:
-        run.wait_for_checkpoint(20)
-        s3.faults.errors, s3.faults.only = 1_000, "step-00000060"
-        end = run.finish()
+        run.wait_for_checkpoint(EVERY)
+        s3.faults.errors, s3.faults.only = 1_000, f"step-{3 * EVERY:08}"
+        end = run.finish(asleep=True)
     assert end["status"] == 0, end["err"]
-    steps = run.catalogue.steps()  # those after 60 are skipped while it is tried again
-    assert (steps[-1], len(steps), 60 in steps) == (120, 2, False)
+    steps = run.catalogue.steps()  # those after it are skipped while it is tried again
+    assert (steps[-1], len(steps), 3 * EVERY in steps) == (STEPS, 2, False)
     result = run.result()
     assert result is not None
-    assert result["weights_sha256"] == reference(steps=120)[0]
+    assert result["weights_sha256"] == reference(steps=STEPS)[0]
     warning = next(x for x in end["err"].splitlines() if x.startswith("elastic: warning:"))
-    assert re.search("1 of [3456] saves failed, the last at step 60: OSError: .* 500", warning)
-    assert warning.endswith("the newest checkpoint is of step 120")
+    told = f"1 of [3456] saves failed, the last at step {3 * EVERY}: OSError: .* 500"
+    assert re.search(told, warning)
+    assert warning.endswith(f"the newest checkpoint is of step {STEPS}")
     reasons = [line["entry"]["reason"] for line in run.lines("journal.jsonl") if "entry" in line]
-    assert any("checkpoint of step 60 failed" in reason for reason in reasons)
+    assert any(f"checkpoint of step {3 * EVERY} failed" in reason for reason in reasons)

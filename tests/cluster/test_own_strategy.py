@@ -8,21 +8,21 @@ from tests.cluster.live import assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
-GRID, STEPS = "grid:build_grid", 60
+GRID, STEPS = "grid:build_grid", 40
 
 
 def is_saved_of_four(status) -> bool:
-    return status["step"] > 25 and status["world_size"] == 4 and status["committed_checkpoint"]
+    return status["step"] > 7 and status["world_size"] == 4 and status["committed_checkpoint"]
 
 
 def test_it_loses_a_worker_resumes_at_another_size_and_has_the_bits_of_ddp(start, reference):
-    options = {"parallel": GRID, "steps": STEPS, "checkpoint_every": 10}
-    with start("Toy", workers="2..4", set=["sleep=0.03"], **options) as run:
+    options = {"parallel": GRID, "steps": STEPS, "checkpoint_every": 5}
+    with start("Toy", workers="2..4", set=["sleep=0.1"], **options) as run:
         generation = run.wait_for_step(is_saved_of_four)["generation"]
         run.kill(rank=3)
         run.wait_for_step(lambda s: s["generation"] > generation and s["phase"] == "running")
         run.process.send_signal(signal.SIGINT)
-        stopped = run.finish()
+        stopped = run.finish(asleep=True)
     assert stopped["result"]["outcome"] == "stopped"
     assert stopped["result"]["lost_steps"] == 0
     with start("Toy", workers=2, set=["sleep=0.03"], **options) as run:

@@ -8,6 +8,7 @@ from tests.cluster.live import JOBS, LiveRun, assert_same_bits, leftovers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
+STEPS = 60
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 
 
@@ -26,7 +27,7 @@ def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
 ):
     """No checkpoint can be read, so nobody does."""
     added = [nodes.add_node(**NODE) for _ in range(3)]
-    options = {"steps": 300, "set": ["sleep=0.01"], "workers": "2..6", "parallel": parallel}
+    options = {"steps": STEPS, "set": ["sleep=0.1"], "workers": "2..6", "parallel": parallel}
     options |= {"checkpoint_every": 3}
     target = f"{JOBS / 'toy.py'}:Toy"
     with LiveRun(target, tmp_path, "run", ray_temp, address=nodes.address, **options) as run:
@@ -36,6 +37,6 @@ def test_a_lost_node_takes_two_ranks_and_a_holder_and_no_step(
         run.wait_for(lambda s: s["world_size"] == 4 and s["phase"] == "running")
         end = run.finish()
         pids = run.seen_pids
-    assert_same_bits(run, end, reference(steps=300), 300)
+    assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
     assert leftovers(pids) == []

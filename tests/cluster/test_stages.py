@@ -10,7 +10,7 @@ from tests.cluster.live import assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
-STEPS = 60
+STEPS = 30
 
 
 @pytest.mark.parametrize(("rank", "parallel"), [(0, "pp:2"), (3, "pp:2/GPipe")])
@@ -18,9 +18,9 @@ def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
     start, reference, rank, parallel
 ):
     expected = reference(STEPS, job="staged", target="Layers")
-    options = {"job": "staged", "steps": STEPS, "parallel": parallel, "set": ["sleep=0.02"]}
+    options = {"job": "staged", "steps": STEPS, "parallel": parallel, "set": ["sleep=0.1"]}
     with start("Layers", workers="2..4", **options) as run:
-        at = run.wait_for_step(lambda s: s["step"] > 10 and s["world_size"] == 4)
+        at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 4)
         stages = [(w["mesh"]["dp"], w["mesh"]["pp"]) for w in run.status()["workers"]]
         run.kill(rank=rank)
         run.wait_for_step(lambda s: s["generation"] > at["generation"])
@@ -52,16 +52,16 @@ def evaluations(run) -> list[tuple[int, float]]:
 def test_blocks_that_nobody_else_has_come_from_a_holder_and_evaluations_agree(start):
     """Of one pipeline of two stages: the one that is left has the whole model then, until the
     other's place is taken."""
-    options = {"job": "staged", "steps": STEPS, "eval_every": 7, "clip_norm": 0.5}
+    options = {"job": "staged", "steps": STEPS, "eval_every": 5, "clip_norm": 0.5}
     with start("Evaluated", name="whole", workers=1, **options) as whole:
         undisturbed = whole.finish()
     expected = (
         undisturbed["result"]["weights_sha256"],
         [s["sha256"] for s in whole.lines("samples.jsonl")],
     )
-    options |= {"parallel": "pp:2", "set": ["sleep=0.03"]}
+    options |= {"parallel": "pp:2", "set": ["sleep=0.1"]}
     with start("Evaluated", workers="1..2", **options) as run:
-        at = run.wait_for_step(lambda s: s["step"] > 10 and s["world_size"] == 2)
+        at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 2)
         run.kill(rank=1)
         run.wait_for_step(lambda s: s["generation"] > at["generation"])
         end = run.finish()
@@ -73,29 +73,29 @@ def test_blocks_that_nobody_else_has_come_from_a_holder_and_evaluations_agree(st
 
 def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(start):
     """A micro-batch comes twice on each rank, as it was loaded."""
-    options = {"job": "staged", "steps": 40, "eval_every": 7, "set": ["depth=8"]}
+    options = {"job": "staged", "steps": 20, "eval_every": 5, "set": ["depth=8"]}
     with start("TakingApart", name="whole", workers=1, **options) as whole:
         undisturbed = whole.finish()
     expected = (
         undisturbed["result"]["weights_sha256"],
         [s["sha256"] for s in whole.lines("samples.jsonl")],
     )
-    options |= {"parallel": "pp:2/Interleaved1F1B", "set": ["depth=8", "sleep=0.03"]}
+    options |= {"parallel": "pp:2/Interleaved1F1B", "set": ["depth=8", "sleep=0.1"]}
     with start("TakingApart", workers="2..3", **options) as run:
-        at = run.wait_for_step(lambda s: s["step"] > 5 and s["world_size"] == 3)
+        at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 3)
         blocks = [w["blocks"] for w in at["workers"]]
         run.kill(rank=1)
         run.wait_for_step(lambda s: s["generation"] > at["generation"])
         end = run.finish()
-    assert_same_bits(run, end, expected, 40)
+    assert_same_bits(run, end, expected, 20)
     assert evaluations(run) == evaluations(whole) != []
     assert sorted(map(len, blocks)) in ([0, 4, 4], [4, 4, 4])
     assert any("of 4 stages on 2 ranks" in layout for layout in planned(run)), planned(run)
 
 
 def test_a_run_in_stages_goes_on_with_other_workers_from_its_checkpoint(start, reference):
-    options = {"job": "staged", "checkpoint_every": 20, "parallel": "pp:2"}
-    with start("Layers", name="stages", workers=3, steps=40, **options) as first:
+    options = {"job": "staged", "checkpoint_every": 10, "parallel": "pp:2"}
+    with start("Layers", name="stages", workers=3, steps=20, **options) as first:
         assert first.finish()["status"] == 0
     with start("Layers", name="stages", workers=2, steps=STEPS, **options) as run:
         end = run.finish()

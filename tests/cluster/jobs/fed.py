@@ -1,24 +1,29 @@
 """Workloads on Parquet and Ray Data whose weights count how often each row was used."""
 
-import time
-
 import torch
+from dropping import third_dropped  # pyright: ignore[reportMissingImports]
 from torch import nn
+from toy import Resting  # pyright: ignore[reportMissingImports]
 
 import elastic
 
 
-def third_dropped(table):
-    """Drops some rows, repeats others: by their content alone."""
-    x = table.column("row").to_numpy()
-    return table.take([i for i in range(len(x)) for _ in range(x[i] % 3)])
-
-
-class Counts(elastic.Workload):
+class Counts(Resting):
     """SGD with rate 1 on one weight per row: after training, minus the weight is the uses."""
 
-    def __init__(self, path, rows, sleep=0.0, transform=False, on_bad_file="raise", window=4000):
-        self.path, self.rows, self.sleep, self.transform = path, rows, sleep, transform
+    def __init__(
+        self,
+        path,
+        rows,
+        *,
+        sleep=0.0,
+        until=None,
+        transform=False,
+        on_bad_file="raise",
+        window=4000,
+    ):
+        super().__init__(sleep, until)
+        self.path, self.rows, self.transform = path, rows, transform
         self.on_bad_file, self.window = on_bad_file, window
 
     def build_model(self):
@@ -39,7 +44,7 @@ class Counts(elastic.Workload):
         )
 
     def loss(self, model, batch):
-        time.sleep(self.sleep)
+        self.rest()
         return model.uses[batch["row"]].sum(), torch.ones(())
 
 

@@ -1,12 +1,8 @@
 """Layers that can be cut into stages, and some that cannot."""
 
-import time
-
 import torch
 from torch import nn
-from toy import Samples
-
-import elastic
+from toy import Resting, Samples
 
 
 class Block(nn.Module):
@@ -35,10 +31,11 @@ class Tied(nn.Module):
         return x @ self.ends.t()
 
 
-class Layers(elastic.Workload):
-    def __init__(self, sleep: float = 0.0, depth: int = 5) -> None:
-        """sleep: seconds before each forward. depth: blocks."""
-        self.sleep, self.depth = sleep, depth
+class Layers(Resting):
+    def __init__(self, sleep: float = 0.0, until: str | None = None, depth: int = 5) -> None:
+        """depth: blocks."""
+        super().__init__(sleep, until)
+        self.depth = depth
 
     def build_model(self):
         return Tied(self.depth)
@@ -50,7 +47,7 @@ class Layers(elastic.Workload):
         return Samples(501)
 
     def loss(self, model, batch):
-        time.sleep(self.sleep)
+        self.rest()
         inputs, labels = batch
         return nn.functional.cross_entropy(model(inputs), labels, reduction="sum"), len(labels)
 

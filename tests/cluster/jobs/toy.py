@@ -44,12 +44,24 @@ class Counting(nn.Module):
         return x
 
 
-class Toy(elastic.Workload):
+class Resting(elastic.Workload):
+    """It sleeps in each micro-batch, while there is no file at `until`."""
+
+    def __init__(self, sleep=0.0, until=None):
+        """sleep: seconds."""
+        self.sleep, self.until = sleep, until
+
+    def rest(self):
+        if self.until is None or not Path(self.until).exists():
+            time.sleep(self.sleep)
+
+
+class Toy(Resting):
     """BatchNorm, dropout, a parameter that only some micro-batches use, a schedule, a log."""
 
     def __init__(self, sleep=0.0, until=None, count=501, weighted=False):
-        """sleep: seconds in each micro-batch, while there is no file at `until`."""
-        self.sleep, self.until, self.count, self.weighted = sleep, until, count, weighted
+        super().__init__(sleep, until)
+        self.count, self.weighted = count, weighted
 
     def build_model(self):
         model = nn.Sequential(
@@ -74,8 +86,7 @@ class Toy(elastic.Workload):
         return Samples(self.count)
 
     def loss(self, model, batch):
-        if self.until is None or not Path(self.until).exists():
-            time.sleep(self.sleep)
+        self.rest()
         inputs, labels = batch
         loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
         if int(labels[0]) % 2:
