@@ -43,7 +43,7 @@ test: style ## what CI runs: lint (pyright beside the tests), unit tests, and th
 
 suites: $(INSTALLED)
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 --durations 10 -rs
-	$(BIN)/pytest tests/cluster -m "not slow" -n 3 --dist loadgroup --no-loadscope-reorder --timeout 600 --durations 10 -rs
+	$(BIN)/pytest tests/cluster -m "not slow" -n 3 --timeout 600 --durations 10 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs
 	$(BIN)/pytest tests --ignore=tests/gpu -m slow --timeout 600 -rs

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.cluster.fork_server import ADDRESS, ForkServer
 from tests.cluster.forked_nodes import ForkedNodes
@@ -20,19 +21,30 @@ SLOWEST = (
     *("test_spot", "test_autoscaling", "test_checkpoints", "test_drain", "test_feed", "test_scale"),
     *("test_readme", "test_sharded", "test_bits"),
 )
-
-
-SHARED = ("laptop", "nodes")
-"""Fixtures of a cluster that takes long to start: one test process has all tests that use it."""
+TOGETHER = {
+    "test_submit": "jobs",
+    **dict.fromkeys(("test_stop", "test_capacity", "test_devices"), "nodes"),
+    **dict.fromkeys(("test_drain", "test_paths", "test_waiting"), "nodes"),
+}
+"""Modules whose tests share a cluster that takes long to start: one test process has them all."""
 
 
 def pytest_collection_modifyitems(items):
     """The modules with the longest tests come first: at the end all test processes have work."""
     places = {name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(SLOWEST)))
-    for item in items:
-        for name in set(SHARED).intersection(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(name))
+
+
+class Together(LoadScopeScheduling):
+    """One test after another to whoever is free, in their order, but those that stay together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return TOGETHER.get(Path(nodeid.partition("::")[0]).stem, nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session")
