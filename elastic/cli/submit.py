@@ -25,6 +25,14 @@ from elastic.store.remote import shown_uri
 DETACH_AFTER_S = 8.0
 """A detached submit waits so long for what cannot be installed: nobody is told later."""
 VARIABLE = re.compile(r"[A-Za-z_]\w*$")
+TARGET = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:Class or path/to/file.py:Class, a Workload, whose folder is sent. Or a "
+        "job file, elastic.yaml, that tells it and options.",
+    ),
+]
 HELP = """Run TARGET on a cluster from outside of it. Ctrl-C only stops following.
 
 Its folder and requirements are sent to the cluster's job server, and the lines of the run come
@@ -65,6 +73,7 @@ def command_like(run: Callable[..., Any]) -> Callable[..., int]:
     ours = inspect.signature(own_options).parameters
     theirs = [p for name, p in inspect.signature(run).parameters.items() if name != "address"]
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*theirs, *ours.values())]
+    keyword = [p.replace(annotation=TARGET) if p.name == "target" else p for p in keyword]
     submit.__signature__ = inspect.Signature(keyword, return_annotation=int)  # pyright: ignore
     submit.__annotations__ = {p.name: p.annotation for p in keyword} | {"return": int}
     submit.__doc__ = HELP
