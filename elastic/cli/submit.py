@@ -29,8 +29,8 @@ TARGET = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="package.module:Class or path/to/file.py:Class, a Workload, whose folder is sent. Or a "
-        "job file, elastic.yaml, that tells it and options.",
+        help="package.module:Class or path/to/file.py:Class, a Workload, whose folder is sent. "
+        "Or a job file, elastic.yaml, that tells it and options.",
     ),
 ]
 HELP = """Run TARGET on a cluster from outside of it. Ctrl-C only stops following.
