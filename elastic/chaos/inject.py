@@ -11,9 +11,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from elastic.chaos.freezer import Freezer
 from elastic.chaos.plan import Strike, choose
 from elastic.chaos.record import Done, read_done, write_done
 from elastic.chaos.scenario import After, AtStep, Scenario
@@ -57,8 +59,7 @@ class Injector:
         """Workers that the journal has as lost; status.json may still show them."""
         self._began: dict[int, tuple[float, int]] = {}
         """Fault, 0 for the start -> monotonic seconds and committed steps when it happened."""
-        self._frozen: list[tuple[float, dict[str, Any]]] = []
-        """When to wake a stopped process again, and its row."""
+        self._freezer = Freezer(self._signal, tell)
         self._due_since: dict[Strike, float] = {}
 
     def run(self) -> None:
@@ -80,10 +81,10 @@ class Injector:
                     if rows or now > since + PATIENCE_S:
                         self._waiting.remove(strike)
                         self._strike(strike, rows)
-                self._wake(now)
+                self._freezer.look(now)
                 time.sleep(LOOK_EVERY_S)
         finally:
-            self._wake(float("inf"))
+            self._freezer.look(inf)
         for strike in self._waiting:
             self._tell(f"not reached before the run ended: {strike}")
 
@@ -154,22 +155,20 @@ class Injector:
             at = time.time()
             remote_faults.drain(row["node_id"], spec.for_s or DRAIN_DEADLINE_S)
             return at
-        at = self._signal(row, SIGNALS[spec.what], is_driver=spec.whom.kind == "driver")
-        if spec.what == "stop" and spec.for_s is not None:
-            self._frozen.append((time.monotonic() + spec.for_s, row))
+        until = inf if spec.for_s is None else time.monotonic() + spec.for_s
+        if spec.what == "slow":
+            if row["pid"] != self._driver_pid and not is_here(row["node_ip"]):
+                raise WrongInput(f"slow needs the process here; it is on {row['node_ip']}")
+            at = time.time()
+            self._freezer.slow(row, spec.slower, until)
+            return at
+        at = self._signal(row, SIGNALS[spec.what])
+        if spec.what == "stop":
+            self._freezer.hold(row, until)
         return at
 
-    def _wake(self, now: float) -> None:
-        for due in [due for due in self._frozen if due[0] <= now]:
-            self._frozen.remove(due)
-            try:
-                self._signal(due[1], signal.SIGCONT)
-            except (OSError, WrongInput) as error:  # killed meanwhile
-                self._tell(f"{due[1].get('id') or 'the process'} was not woken: {error}")
-
-    def _signal(
-        self, row: dict[str, Any], number: signal.Signals, is_driver: bool = False
-    ) -> float:
+    def _signal(self, row: dict[str, Any], number: signal.Signals) -> float:
+        is_driver = row["pid"] == self._driver_pid
         if is_driver or is_here(row["node_ip"]):
             if not is_driver:
                 refuse_stranger(row["pid"])
@@ -196,7 +195,7 @@ class Injector:
             phase=str(self._status.get("phase", "")),
             scenario=self._scenario.name,
             note=note,
-            for_s=strike.spec.for_s if strike.spec.what == "stop" else None,
+            for_s=strike.spec.for_s if strike.spec.what in ("stop", "slow") else None,
         )
         known = {k: row.get(k) for k in ("rank", "node_ip", "pid")}
         self.done.append(replace(done, worker=row.get("id"), **known))

@@ -37,7 +37,8 @@ class Strike:
             case InPhase(phase=phase):
                 when = f"when {phase}"
         since = f" of fault {self.spec.after_fault}" if self.spec.after_fault else ""
-        long = f" for {self.spec.for_s:g} s" if self.spec.for_s else ""
+        long = f" {self.spec.slower:g} times" if self.spec.what == "slow" else ""
+        long += f" for {self.spec.for_s:g} s" if self.spec.for_s else ""
         whom = str(self.spec.whom) if self.num_victims == 1 else f"{self.num_victims} random ranks"
         return f"{self.fault}.{self.number} {self.spec.what} {whom}{long}, {when}{since}"
 

@@ -39,7 +39,7 @@ class Done:
     note: str = ""
     """Why nothing happened; empty: it did."""
     for_s: float | None = None
-    """How long a process was stopped for; None: for good, or it was no stop."""
+    """How long a process was stopped for; None: for good, or it was neither a stop nor slow."""
 
 
 def write_done(folder: Folder, done: list[Done]) -> None:

@@ -15,10 +15,11 @@ from elastic.protocol.errors import WrongInput
 SHIPPED = Path(__file__).parent / "scenarios"
 TRACES = Path(__file__).parent / "traces"
 
-What = Literal["kill", "stop", "term", "drain"]
+What = Literal["kill", "stop", "slow", "term", "drain"]
 WHATS: dict[str, str] = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, and SIGCONT after for_s if given",
+    "slow": "SIGSTOP for a part of every 0.1 s: all takes `slower` times as long, for_s seconds",
     "term": "SIGTERM, as a spot notice does",
     "drain": "a drain notice for the node in Ray, with a deadline of for_s seconds",
 }
@@ -27,6 +28,7 @@ PHASES = ("waiting", "forming", "running", "pausing", "suspending", "ending")
 MAX_DEPTH = 16
 """Of lists and mappings in each other; a scenario has four."""
 MAX_WHOLE = 2**63 - 1
+MAX_SLOWER = 10.0
 MIN_NUMBER, MAX_NUMBER = 1e-9, 1e9
 """In seconds: up to thirty years."""
 
@@ -97,6 +99,8 @@ class Fault:
     whom: Whom
     when: When
     for_s: float | None = None
+    slower: float = 2.0
+    """Of slow: how many times as long everything takes."""
     after_fault: int = 0
     """Position in the scenario, from 1, of the fault that must have happened first; 0: none."""
 
@@ -169,21 +173,29 @@ def parse_scenario(values: object, place: str, folder: Path) -> Scenario:
 
 
 def parse_fault(values: object, place: str, number: int, folder: Path) -> Fault:
-    fields = mapping(values, place, {"what", "whom", "when", "for_s"})
+    fields = mapping(values, place, {"what", "whom", "when", "for_s", "slower"})
     what: object = fields.get("what")
     if what not in get_args(What):
         known = ", ".join(get_args(What))
         raise WrongInput(f"{place}: what is {shown(what)}, must be one of {known}")
     for_s = number_of(fields["for_s"], f"{place}: for_s") if "for_s" in fields else None
-    if for_s is not None and what not in ("stop", "drain"):
-        raise WrongInput(f"{place}: for_s goes with stop and drain, not with {what}")
+    if for_s is not None and what not in ("stop", "slow", "drain"):
+        raise WrongInput(f"{place}: for_s goes with stop, slow and drain, not with {what}")
+    if "slower" in fields and what != "slow":
+        raise WrongInput(f"{place}: slower goes with slow, not with {what}")
+    slower = number_of(fields.get("slower", 2.0), f"{place}: slower")
+    if not 1 < slower <= MAX_SLOWER:
+        raise WrongInput(
+            f"{place}: slower is {slower:g}, must be above 1, and at most {MAX_SLOWER:g}: how many "
+            "times as long everything takes"
+        )
     whom = parse_whom(fields.get("whom", "random"), f"{place}: whom")
     if what == "drain" and whom.kind != "node_of":
         raise WrongInput(
             f"{place}: drain is of a node: write whom: {{node_of: 0}} or node_of: random"
         )
     when, after_fault = parse_when(fields.get("when"), f"{place}: when", number, folder)
-    return Fault(cast(What, what), whom, when, for_s, after_fault)
+    return Fault(cast(What, what), whom, when, for_s, slower, after_fault)
 
 
 def parse_whom(value: object, place: str) -> Whom:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,31 @@ def test_a_stopped_process_is_woken_when_the_run_ends_before(process, tmp_path):
     run.suffer({"what": "stop", "for_s": 600, "when": {"step": 1}})
     os.waitid(os.P_PID, worker.pid, os.WCONTINUED)  # would wait for ever
     assert worker.poll() is None
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+class EndsWhenSlowed(FakeRun):
+    """The run ends when its worker has been stopped and woken three times."""
+
+    def tell(self, line):
+        threading.Thread(target=self._end, args=(line,), daemon=True).start()
+
+    def _end(self, line):
+        for _ in range(3):
+            for flag in (os.WSTOPPED, os.WCONTINUED):
+                os.waitid(os.P_PID, self.workers[0].pid, flag)
+        super().tell(line)
+
+
+def test_a_slow_process_is_stopped_and_woken_until_the_run_ends(process, tmp_path):
+    worker = process("ray::WorkerActor.run")
+    run = EndsWhenSlowed(tmp_path / "run", [worker], num_faults=1)
+    done = run.suffer({"what": "slow", "slower": 4, "when": {"step": 1}})
+    assert done == [("1.1", "slow", "w0", worker.pid, "")]
+    assert state_of(worker.pid) != "T"
 
 
 def test_the_driver_is_hit_by_the_pid_it_is_given(process, tmp_path):
