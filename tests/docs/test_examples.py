@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import elastic
 from elastic.chaos.plan import make_plan
-from elastic.chaos.scenario import read_scenario, shipped_names
+from elastic.chaos.scenario import WHATS, read_scenario, shipped_names
 from elastic.cli.app import app
 from elastic.cli.experiment import check_options
 from elastic.experiment.sweep import read_sweep
@@ -55,7 +55,7 @@ def test_the_scenario_is_one(tmp_path: Path):
     path = tmp_path / "scenario.yaml"
     path.write_text(text)
     scenario = read_scenario(str(path))
-    assert {f.what for f in scenario.faults} == {"kill", "stop", "term", "drain"}
+    assert {f.what for f in scenario.faults} == set(WHATS)
     assert len(make_plan(scenario, num_workers=4)) > len(scenario.faults)
     shown = " ".join(line for line in commands_in(DOCS / "chaos.md"))
     assert any(name in shown for name in shipped_names())
