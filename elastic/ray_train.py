@@ -146,10 +146,13 @@ def settings(**values: Any) -> RunConfig:
 
 def level_line(trainer: Any, least: int, most: int) -> str:
     """The level of a run and why, in its first lines."""
+    from workers.script_loop import NOT_HIGHER
+
     function = getattr(trainer.train_loop_per_worker, "__name__", "the training function")
     return (
         f"{function} runs at level 0, restart in place, on {most} workers (at least {least}): "
-        "after a loss it is called again in the same processes, from its newest reported checkpoint"
+        "after a loss it is called again in the same processes, from its newest reported "
+        f"checkpoint; {NOT_HIGHER}"
     )
 
 

@@ -1,4 +1,5 @@
-"""The layout of a generation: what a controller's successor shows of it without asking again."""
+"""The layout of a generation and the level of a script: what a controller's successor shows of them
+without asking again."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from elastic.control.events import Committed
 from elastic.control.transition import start
 from elastic.controller import recorder as recorder_file
-from elastic.protocol.messages.to_controller import Planned, Stage
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from tests.test_recorder import close, recorder, settled
 
 FIRST = Planned(1, "1 pipeline of 2 stages", (), (Stage(0, 0, (0, 2)), Stage(0, 1, (2, 5))))
@@ -16,7 +17,7 @@ SECOND = Planned(2, "1 pipeline of 1 stage", ("idle",), (None, Stage(0, 0, (0, 5
 
 
 @pytest.mark.parametrize("every", [1000, 3], ids=["since its start", "before a landmark"])
-def test_a_successor_knows_the_layout_that_was_said_last(
+def test_a_successor_knows_the_layout_and_the_level_that_were_said_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ):
     """A reading back stops at the last line that has the whole ledger."""
@@ -29,6 +30,7 @@ def test_a_successor_knows_the_layout_that_was_said_last(
         died.record(None, None, decision)
         for said in (FIRST, SECOND):
             died.record_planned(said)
+        died.record_level(ScriptLevel(1, 1, "why"))
         for step in range(1, 5):
             died.record(Committed(1, step, 0.1, 5.0 + step), decision, decision)
         await settled(died)
@@ -36,6 +38,7 @@ def test_a_successor_knows_the_layout_that_was_said_last(
         successor = recorder(str(tmp_path))
         assert await successor.reopen() is not None
         assert successor.planned == SECOND
+        assert successor.level == ScriptLevel(1, 1, "why")
         await close(successor)
 
     asyncio.run(run())

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled, in_words
+from elastic.protocol.messages.to_controller import ScriptLevel
 from workers.distributed.exchange import gather_json
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
@@ -30,6 +31,8 @@ from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
 
+NOT_HIGHER = "commit in place (level 1) is not built yet"
+"""Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
 
@@ -111,6 +114,7 @@ class Call:
             stack.enter_context(as_default(self.group))
             stack.enter_context(self.loop.installed(self))
             self._tell("called", began)
+            self.say_level(0, NOT_HIGHER)
             value = self.loop.function()
         self._end(value)
 
@@ -124,6 +128,11 @@ class Call:
         if self._member.is_cancelled or self._member.generation != self.generation:
             raise StepCancelled
         self._member.vitals.enter("user")
+
+    def say_level(self, level: int, reason: str) -> None:
+        """At which level this call runs, and why at no higher one; all ranks may say it."""
+        if self.place.rank == 0:
+            self._member.link.send(ScriptLevel(self.generation, level, reason))
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no

@@ -40,7 +40,7 @@ from elastic.cli import (
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.job_file import expanded
 from elastic.cli.journal import RunDir, open_run
-from elastic.cli.outcome import print_failure, print_outcome
+from elastic.cli.outcome import level_line, print_failure, print_outcome
 from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import (
     LOOK_REMOTE_EVERY_S,
@@ -352,6 +352,8 @@ def status(
         bubble = measured_bubble(folder, found["generation"])
         measured = "" if bubble is None else f"; {bubble:.2f} idle as measured"
         print(printable(str(layout)) + measured)
+    if (level := level_line(found)) is not None:
+        print(printable(level))
     print(f"reason: {printable(found['reason']) or '-'}")
     is_unheard = past.result is None and not past.is_alive
     print(f"status is {past.silent_s:.0f} s old" + (f"; {said_of(past)}" if is_unheard else ""))

@@ -11,6 +11,7 @@ from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.remote import shown_uri
 
+LEVELS = {0: "restart in place", 1: "commit in place", 2: "a framework's step"}
 ROOT = re.escape(str(Path(__file__).resolve().parents[2]))
 
 
@@ -74,6 +75,8 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         f"{'1 recovery' if len(recoveries) == 1 else f'{len(recoveries)} recoveries'}, "
         f"{counted(result['lost_steps'], 'lost step')}, goodput {percent(result['goodput'])}"
     )
+    if (level := level_line(result)) is not None:
+        print(f"  {level}")
     for r in recoveries:
         phases = ("detect", "fence", "form", "state", "first_step", "total")
         times = " ".join(
@@ -82,6 +85,15 @@ def print_outcome(result: dict[str, Any], run_directory: str, steps: int | None)
         print(f"  recovery from {r['cause']}: {times}")
     if run_directory:
         print(f"  run directory   {run_directory}")
+
+
+def level_line(found: dict[str, Any]) -> str | None:
+    """Of a script's run, from its status or its result; None for a Workload's."""
+    level = found.get("level")
+    if level is None:
+        return None
+    why = f"; {reason}" if (reason := found.get("level_reason")) else ""
+    return f"level {level}, {LEVELS.get(level, 'of another version')}{why}"
 
 
 def percent(part: float | None) -> str:

@@ -15,10 +15,13 @@ from elastic.control.state import Decision, Limits
 from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode, registry
 from elastic.protocol.errors import WrongInput, in_words
-from elastic.protocol.messages.to_controller import Planned, Stage
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from elastic.store.journal import lines_backwards
 
-TYPES = {**JOURNAL_TYPES, **registry(Account, GivenUp, Healing, Recovery, Planned, Stage)}
+TYPES = {
+    **JOURNAL_TYPES,
+    **registry(Account, GivenUp, Healing, Recovery, Planned, Stage, ScriptLevel),
+}
 
 
 class DecisionLog(NamedTuple):
@@ -33,6 +36,8 @@ class DecisionLog(NamedTuple):
     """Step, and how many before it at this step; (-1, 0) for none since the last landmark."""
     planned: Planned | None = None
     """How members share the model, as they said last."""
+    level: ScriptLevel | None = None
+    """At which level a script runs, likewise."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Landmark:
     lost_steps: int
     planned: Planned | None = None
     """Said last, in a line of its own."""
+    level: ScriptLevel | None = None
+    """Likewise."""
 
 
 def line_of(
@@ -69,6 +76,8 @@ def line_of(
         line["lost_steps"] = landmark.lost_steps
         if landmark.planned is not None:
             line["planned_last"] = encode(landmark.planned)
+        if landmark.level is not None:
+            line["level_last"] = encode(landmark.level)
     return line
 
 
@@ -112,6 +121,11 @@ def _read_past(directory: Path, run_id: str, limits: Limits) -> DecisionLog | No
         break
     said = [line["evaluation"] for line in lines if "evaluation" in line]
     last_evaluation = (said[-1]["step"], said[-1]["ordinal"]) if said else (-1, 0)
-    plans = [head.get("planned_last"), *(line.get("planned") for line in lines)]
-    planned = next((decode(told, TYPES) for told in reversed(plans) if told is not None), None)
-    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation, planned)
+    planned, level = _said_last(head, lines, "planned"), _said_last(head, lines, "level")
+    return DecisionLog(decision, so_far, lost_steps, metrics, last_evaluation, planned, level)
+
+
+def _said_last(head: dict[str, Any], lines: list[dict[str, Any]], key: str) -> Any:
+    """head: the landmark, which tells what was said last before it. None if nothing was."""
+    said = [head.get(f"{key}_last"), *(line.get(key) for line in lines)]
+    return next((decode(told, TYPES) for told in reversed(said) if told is not None), None)

@@ -19,11 +19,12 @@ from elastic.controller.curves import Curves
 from elastic.controller.decision_log import DecisionLog, Landmark, line_of, read_past
 from elastic.controller.publisher import Checkpoints, Publisher
 from elastic.controller.writer import Writer
+from elastic.driver.resume import is_script
 from elastic.observe.anatomy import SharesByStep
 from elastic.protocol.encoding import encode
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel
 from elastic.store.before import Before, look_at
 from elastic.store.catalogue import Damage
 from elastic.store.files import (
@@ -75,6 +76,8 @@ class Recorder:
         self.last_metrics: dict[str, Any] = {}
         self.planned: Planned | None = None
         """How members share the model, as they said last."""
+        self.level = level_at_start(order["content"])
+        """At which level a script runs, as its workers said last; None where none does."""
         self._events = 0
         self._early_lines: list[dict[str, Any]] = []
         self._pauses_s = pauses_s
@@ -176,6 +179,7 @@ class Recorder:
         await run(self.writer.executor, take_over)
         self.account, self.lost_steps = past.account, past.lost_steps
         self.last_metrics, self.planned = past.last_metrics, past.planned
+        self.level = past.level or self.level
         return past
 
     def _reopen(self) -> tuple[RunDirectory, DecisionLog] | None:
@@ -231,7 +235,9 @@ class Recorder:
         self._events += 1
         landmark = None
         if event is None or self._events % LEDGER_EVERY == 0:
-            landmark = Landmark(self.order["run_id"], self.account, self.lost_steps, self.planned)
+            landmark = Landmark(
+                self.order["run_id"], self.account, self.lost_steps, self.planned, self.level
+            )
         is_plain_step = isinstance(event, e.Committed) and not decision.commands
         self._journal(line_of(event, decision, self.limits, at, landmark), may_wait=is_plain_step)
 
@@ -241,6 +247,10 @@ class Recorder:
     def record_planned(self, said: Planned) -> None:
         self.planned = said
         self.note("planned", encode(said))
+
+    def record_level(self, said: ScriptLevel) -> None:
+        self.level = said
+        self.note("level", encode(said))
 
     def _journal(self, line: dict[str, Any], *, may_wait: bool = False) -> None:
         """may_wait: with the steps, of which no decision came."""
@@ -358,3 +368,8 @@ class Recorder:
         """In the writer's thread."""
         assert self.directory is not None
         self.directory.append_journal({"at": self._now(), "checkpoint": fields})
+
+
+def level_at_start(content: dict[str, Any]) -> ScriptLevel | None:
+    """Until a worker has said more. content: of config.json."""
+    return ScriptLevel(0, 0, "the script has not been called yet") if is_script(content) else None

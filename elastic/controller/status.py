@@ -12,7 +12,7 @@ from elastic.control.accounting import Account
 from elastic.control.state import Active, Decision, Finished, Waiting
 from elastic.on_ray.slots import Slot
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel
 from elastic.store.claim import this_machine
 
 
@@ -26,9 +26,10 @@ def status_of(
     reason: str,
     wanted: tuple[int, int],
     planned: Planned | None = None,
+    level: ScriptLevel | None = None,
 ) -> dict[str, Any]:
     """slots: the run's workers by number. node_ip: the controller's. wanted: from how many workers
-    to how many. planned: said last."""
+    to how many. planned, level: said last; level is a script's only."""
     phase, ledger = decision.phase, decision.ledger
     members = phase.membership.workers if isinstance(phase, Active) else ()
     ranks = {worker: rank for rank, worker in enumerate(members)}
@@ -63,6 +64,7 @@ def status_of(
         "standby": [r for r in rows if r["rank"] is None],
         "controller": {"pid": os.getpid(), "node_ip": node_ip, "machine": this_machine()},
         "reason": reason,
+        **_level_of(level),
     }
 
 
@@ -74,6 +76,11 @@ def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
     if stage is None:
         return {"mesh": None, "blocks": None}
     return {"mesh": {"dp": stage.pipeline, "pp": stage.stage}, "blocks": list(stage.blocks)}
+
+
+def _level_of(level: ScriptLevel | None) -> dict[str, Any]:
+    """Of a script's run."""
+    return {} if level is None else {"level": level.level, "level_reason": level.reason}
 
 
 def meters_of(
@@ -100,9 +107,14 @@ def meters_of(
 
 
 def result_of(
-    finished: Finished, decision: Decision, account: Account, loss: Any, lost_steps: int
+    finished: Finished,
+    decision: Decision,
+    account: Account,
+    loss: Any,
+    lost_steps: int,
+    level: ScriptLevel | None,
 ) -> dict[str, Any]:
-    """loss: of the last step on record."""
+    """loss: of the last step on record. level: of a script's run, as it was said last."""
     return {
         "outcome": finished.outcome,
         "steps": decision.ledger.step,
@@ -113,6 +125,7 @@ def result_of(
         "goodput": account.goodput,
         "badput": account.badput_s,
         "recoveries": [asdict(r) for r in account.recoveries],
+        **_level_of(level),
     }
 
 

@@ -38,7 +38,7 @@ from elastic.on_ray.placement.waiting import (
     watch_waiting,
 )
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
@@ -288,11 +288,15 @@ class Supervisor:
         self.record.note("unprotected", fields)
         self._status_due.set()
 
-    def on_planned(self, said: Planned) -> None:
-        """How the members of a generation share the model."""
-        for warning in said.warnings:
-            log.warning('generation=%d reason="%s"', said.generation, warning)
-        self.record.record_planned(said)
+    def on_planned(self, said: Planned | ScriptLevel) -> None:
+        """How the members of a generation share the model, or at which level their script runs."""
+        match said:
+            case Planned():
+                for warning in said.warnings:
+                    log.warning('generation=%d reason="%s"', said.generation, warning)
+                self.record.record_planned(said)
+            case ScriptLevel():
+                self.record.record_level(said)
         self._status_due.set()
 
     def _fail(self, why: str) -> None:
@@ -374,6 +378,7 @@ class Supervisor:
             node_ip=self._host,
             reason=self._reason(self.decision),
             planned=self.record.planned,
+            level=self.record.level,
             wanted=self._wanted(),
         )
 
@@ -392,6 +397,7 @@ class Supervisor:
             self.record.account,
             self.record.last_metrics.get("loss"),
             self.record.lost_steps,
+            self.record.level,
         )
 
     async def close(self) -> None:

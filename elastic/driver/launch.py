@@ -79,6 +79,10 @@ class Result:
     """One per loss: its cause, the seconds of each phase and in total, lost_steps."""
     run_directory: str = ""
     """A path or URI; empty if the run ended before it was opened."""
+    level: int | None = None
+    """Of a script's run: 0 restart in place, 1 commit in place; None for a Workload's."""
+    level_reason: str = ""
+    """Why it is no higher one."""
 
 
 class RunFailed(RuntimeError):

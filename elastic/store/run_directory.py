@@ -57,6 +57,9 @@ STATUS_KINDS: Kinds = {
 }
 STATUS_FIELDS = frozenset([*STATUS_KINDS, "layout", "wanted"])
 """A run of an earlier version has neither of the last two."""
+SCRIPT_KINDS: Kinds = {"level": int, "level_reason": str}
+"""Of a script's run, in status and result; of an earlier version it has neither."""
+SCRIPT_FIELDS = frozenset(SCRIPT_KINDS)
 METRICS_FIELDS = frozenset(
     ["step", "time", "loss", "generation", "world_size", "samples", "step_s", "applied", "user"]
 )
@@ -177,14 +180,14 @@ class RunDirectory:
         write_json(self.folder, "config.json", config)
 
     def write_status(self, status: dict[str, Any]) -> None:
-        check_fields("status", status, STATUS_FIELDS)
+        check_fields("status", without_level(status), STATUS_FIELDS)
         if self._remote is None:
             write_json(self.folder, "status.json", status, is_durable=False)
         else:
             self._status = status
 
     def write_result(self, result: dict[str, Any]) -> None:
-        check_fields("result", result, RESULT_FIELDS)
+        check_fields("result", without_level(result), RESULT_FIELDS)
         self._check_claim()
         write_json(self.folder, "result.json", result)
 
@@ -447,6 +450,7 @@ def lock(directory: Path, place: str) -> IO[bytes] | None:
 def check_status(found: dict[str, Any], place: str) -> None:
     """WrongInput if it is not the content of a status.json."""
     check_kinds(found, STATUS_KINDS, place)
+    check_level(found, place)
     for row in [*found["workers"], *found["standby"]]:
         worker = as_dict(row)
         own_s, rank = worker.get("own_s"), worker.get("rank")
@@ -459,10 +463,22 @@ def check_status(found: dict[str, Any], place: str) -> None:
 def check_result(found: dict[str, Any], place: str) -> None:
     """WrongInput if it is not the content of a result.json."""
     check_kinds(found, RESULT_KINDS, place)
+    check_level(found, place)
     for recovery in found["recoveries"]:
         check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
-    if found.keys() != RESULT_FIELDS:
+    if without_level(found).keys() != RESULT_FIELDS:
         raise WrongInput(f"{place} is damaged: it has fields of no result")
+
+
+def check_level(found: dict[str, Any], place: str) -> None:
+    """WrongInput if a level is none."""
+    if "level" in found:
+        check_kinds(found, SCRIPT_KINDS, place)
+
+
+def without_level(values: dict[str, Any]) -> dict[str, Any]:
+    """What every run has."""
+    return {name: value for name, value in values.items() if name not in SCRIPT_FIELDS}
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -324,6 +324,15 @@ def test_status_says_how_long_stages_wait_as_planned_and_as_measured(run_dir, ca
     assert f"{layout}; 0.22 idle as measured\n" in capsys.readouterr().out
 
 
+def test_status_says_the_level_of_a_script_and_why_it_is_no_higher(run_dir, capsys):
+    of_script = {**STATUS, "level": 0, "level_reason": "own process groups"}
+    (run_dir / "status.json").write_text(json.dumps(of_script))
+    assert main(["status", str(run_dir)]) == 0
+    assert "\nlevel 0, restart in place; own process groups\n" in capsys.readouterr().out
+    (run_dir / "status.json").write_text(json.dumps({**of_script, "level_reason": 3}))
+    assert main(["status", str(run_dir)]) == 2
+
+
 def test_status_as_json_is_the_content_of_the_file(run_dir, capsys):
     assert main(["status", str(run_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS

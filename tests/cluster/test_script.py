@@ -59,6 +59,8 @@ def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
     calm, hit = tmp_path / "calm", tmp_path / "hit"
     out, err = (process := run(calm, 0.0)).communicate(timeout=120)
     assert (process.returncode, "epoch 7 returned learned" in out) == (0, True), (out, err)
+    result = json.loads((calm / "run" / "result.json").read_text())
+    assert (result["level"], "level 1" in result["level_reason"]) == (0, True)
     assert "learn runs at level 0, restart in place, on 2 workers (at least 1)" in err
 
     process = run(hit, 0.1)

@@ -69,6 +69,7 @@ class LocalRun:
         self.decisions: list[str] = []
         self.failure = ""
         self.outcome = ""
+        self.level: r.ScriptLevel | None = None
         self.record = FakeRecord()
         self.can_replace = True
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -194,7 +195,7 @@ class LocalRun:
             )  # fmt: skip
             self._links.send(worker, told)
 
-    def _hear(self, worker: int, report: r.Report) -> None:
+    def _hear(self, worker: int, report: r.Report) -> None:  # noqa: C901
         match report:
             case r.Introduction():
                 self._links.send(
@@ -221,6 +222,8 @@ class LocalRun:
             case r.Suspended(generation) if self._progress.commits.is_news(generation):
                 self._progress.hear_suspended(worker, report)
                 self._say(e.event_of(worker, report, time.monotonic()))
+            case r.ScriptLevel():
+                self.level = report
             case r.Measured() | r.LastWords():
                 pass
             case _:

@@ -44,7 +44,10 @@ def weights(place: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert started(place).wait() == "succeeded"
+    run = started(place)
+    assert run.wait() == "succeeded"
+    assert run.level is not None
+    assert run.level.level == 0
     return place
 
 

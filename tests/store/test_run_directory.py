@@ -13,7 +13,7 @@ import pytest
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, read_json
 from elastic.store.journal import read_lines
-from elastic.store.run_directory import RunDirectory
+from elastic.store.run_directory import RunDirectory, check_result
 
 RESULT = {
     "outcome": "succeeded", "steps": 3, "loss": 0.5, "weights_sha256": "ab", "generations": 1,
@@ -198,6 +198,16 @@ def test_status_is_replaced_at_once_where_storage_is_local(run):
     run.write_status(STATUS)
     run.write_status({**STATUS, "step": 2})
     assert read_json(run.folder, "status.json") == {**STATUS, "step": 2}
+
+
+def test_of_a_script_status_and_result_have_a_level(run):
+    level = {"level": 0, "level_reason": "why"}
+    run.write_status({**STATUS, **level})
+    run.write_result({**RESULT, **level})
+    check_result({**RESULT, **level}, "result.json")
+    for damaged in ({"level": "0", "level_reason": ""}, {"level": 0}, {**level, "other": 1}):
+        with pytest.raises(WrongInput):
+            check_result({**RESULT, **damaged}, "result.json")
 
 
 def test_storage_that_cannot_be_created_is_wrong_input(tmp_path):

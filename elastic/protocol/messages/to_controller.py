@@ -112,6 +112,16 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptLevel:
+    """At which level a script runs, said by the lowest rank."""
+
+    generation: int
+    level: int
+    reason: str
+    """Why it is no higher one; empty for the highest."""
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     generation: int
     rank: int
@@ -290,6 +300,7 @@ Report: TypeAlias = (
     | Connected
     | Joined
     | Planned
+    | ScriptLevel
     | Paused
     | Kept
     | Suspended
