@@ -16,20 +16,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
-from elastic.config import RunConfig
 from elastic.driver.launch import Result as OwnResult
-from elastic.driver.launch import RunFailed, run_config
-from elastic.driver.resume import SCRIPT
+from elastic.driver.launch import RunFailed
+from elastic.driver.scripts import ScriptRun, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
 TESTED = ("2.60",)
 """Versions of Ray whose ray.train is known here."""
-NO_END = 1_000_000_000
-"""A script says itself when it is over."""
-LOSSES = 8
-"""Workers that may be lost between two reports with a checkpoint."""
-UNLIMITED = 1_000_000
 NO_EFFECT_OF_TORCH = {"timeout_s": 1800, "init_method": "env"}
 BACKENDS = (None, "gloo", "nccl")
 
@@ -93,7 +87,6 @@ def run_trainer(trainer: Any) -> OwnResult:
     from elastic.on_ray.train_api import answering, ray_version
     from workers.script_loop import ScriptLoop
     from workers.scripts.reports import Retention
-    from workers.scripts.workload import ScriptWorkload
 
     least, most = num_workers(trainer.scaling_config)
     run, keep = trainer.run_config, trainer.run_config.checkpoint_config
@@ -111,35 +104,26 @@ def run_trainer(trainer: Any) -> OwnResult:
         installed=answering,
     )
     refuse_unpicklable(trainer, loop)
-    is_range = not isinstance(trainer.scaling_config.num_workers, int)
-    config = settings(
-        workers=(least, most) if is_range else most,
-        steps=NO_END,
-        global_batch=most,
-        micro_batch=1,
+    asked = ScriptRun(
+        script=script_name(),
+        folder=script_folder(),
         storage=storage,
         name=run.name,
-        max_failures=UNLIMITED if failures < 0 else LOSSES + failures,
+        workers=(least, most),
+        is_range=not isinstance(trainer.scaling_config.num_workers, int),
         device="cuda" if trainer.scaling_config.use_gpu else "cpu",
+        max_failures=failures,
         cpus_per_worker=cpus_of(trainer.scaling_config),
     )
-    folder = script_folder()
+    check_settings(asked)
     print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
-    return run_config(
-        cast(Any, ScriptWorkload(most)),
-        config,
-        target=f"{SCRIPT}{script_name()}",
-        arguments={},
-        folder=folder,
-        loop=loop,
-        then_workers=None if is_range else (least, most),
-    )
+    return run_script(asked, loop)
 
 
-def settings(**values: Any) -> RunConfig:
+def check_settings(asked: ScriptRun) -> None:
     """ValueError that says where it comes from, for a name that no run may have and the like."""
     try:
-        return RunConfig(**values)
+        _ = asked.config
     except ValueError as error:
         raise Refused(f"elastic.ray_train: {error}") from error
 

@@ -36,6 +36,7 @@ from elastic.cli import (
     serve,
     stop,
     submit,
+    torchrun,
 )
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.job_file import expanded
@@ -409,6 +410,7 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
 app.command()(submit.command_like(run))
 app.command()(logs.logs)
 app.command()(init.init)
+app.command(context_settings=torchrun.SETTINGS)(torchrun.torchrun)
 app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(report.report)

@@ -1,18 +1,21 @@
-"""`elastic run train.py`: a script of Ray Train's as it is, on Ray, whose rank 0 is killed."""
+"""`elastic run train.py` and `elastic torchrun train.py`: scripts as they are, on Ray, whose rank 0
+is killed."""
 
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.cluster.live import environment
-from tests.scripts import jobs
+from tests.scripts import jobs, torchrun_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SCRIPT = """import os, sys, tempfile, time
@@ -76,4 +79,49 @@ def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
     assert epochs == list(range(jobs.EPOCHS)), "a report that has returned is not done again"
     survivor = done[0]["metrics"]["pids"][1]
     assert survivor in reports(hit)[-1]["metrics"]["pids"], "its process was kept"
+    shared_head.assert_empty()
+
+
+def test_a_script_that_torchrun_starts_survives_the_loss_of_rank_0_as_it_is(
+    shared_head, ray_temp, tmp_path
+):
+    folder = tmp_path / "code"
+    folder.mkdir()
+    shutil.copy(torchrun_job.__file__, folder / "train.py")
+
+    def run(name: str, *arguments: str) -> tuple[Path, subprocess.Popen]:
+        place = tmp_path / name
+        place.mkdir()
+        command = [sys.executable, "-m", "elastic", "torchrun", "--nproc-per-node", "2"]
+        command += ["--log-dir", "logs", "--rdzv-id", "run", str(folder / "train.py"), *arguments]
+        env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return place, subprocess.Popen(command, env=env, cwd=place, **pipes)
+
+    def epochs(place: Path) -> list[dict]:
+        file = place / "epochs.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    calm, process = run("calm")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    assert sorted(out.splitlines()) == [f"rank {rank} of 2 has finished" for rank in (0, 1)]
+    assert "train.py runs at level 0, restart in place, on 2 workers (at least 1)" in err
+
+    hit, process = run("hit", "--sleep-s", "0.1")
+    deadline = time.monotonic() + 120
+    while not (done := epochs(hit)):
+        assert time.monotonic() < deadline, process.communicate(timeout=5)
+        time.sleep(0.05)  # polling, bounded by the deadline
+    os.kill(done[0]["pids"][0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    states = [torch.load(place / "state.pt")["model"]["weight"] for place in (hit, calm)]
+    assert torch.equal(*states)
+    found = epochs(hit)
+    assert [line["epoch"] for line in found] == list(range(6)), "its own file was gone on from"
+    assert done[0]["pids"][1] in found[-1]["pids"], "its process was kept"
+    result = json.loads((hit / "logs" / "run" / "result.json").read_text())
+    assert (result["level"], len(result["recoveries"])) == (0, 1)
     shared_head.assert_empty()
