@@ -15,18 +15,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled, in_words
-from elastic.protocol.messages.to_controller import ScriptLevel
+from elastic.protocol.messages.to_controller import LastWords, ScriptLevel
 from workers.distributed.exchange import gather_json
+from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.ranks import Place, environment_set
 from workers.scripts.reports import MANIFESTS, PREFIX, File, Reports, Retention, paths_in
+from workers.scripts.roll_call import RollCall
+from workers.scripts.unwinding import Unwinding
 from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
@@ -90,6 +93,9 @@ class Call:
         """Checkpoint that counts, by its name; all ranks say the same."""
         self.num_reports = 0
         self.group: DefaultGroup | None = None
+        member = self._member
+        self._roll_call = RollCall(member.link.send, lambda: (member.generation, member.rank))
+        self._unwinding = Unwinding(self._end_process)
 
     def run(self) -> None:
         began = time.monotonic()
@@ -106,10 +112,13 @@ class Call:
             raise self._lost(error) from error
         _, master, self._newest = said[0]
         self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
-        self.group = DefaultGroup(inner)
+        self.group = DefaultGroup(
+            inner, waiting=self._roll_call.waiting, on_refusal=self._unwinding.tell
+        )
         randomness.renew()
         environment = self.place.environment(self._num_calls, spec.run_id)
         with ExitStack() as stack:
+            stack.enter_context(self._roll_call)
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
             stack.enter_context(self.loop.installed(self))
@@ -126,6 +135,7 @@ class Call:
     def check(self) -> None:
         """StepCancelled if the generation is over: it unwinds the script. Each call into us."""
         if self._member.is_cancelled or self._member.generation != self.generation:
+            self._unwinding.tell()
             raise StepCancelled
         self._member.vitals.enter("user")
 
@@ -143,14 +153,16 @@ class Call:
         self.check()
         self.num_reports += 1
         try:
-            return self._report(metrics, source, name)
+            with self._roll_call.waiting("report()"):
+                return self._report(metrics, source, name)
         except PeerLost as error:
             raise self._lost(error) from error
 
     def barrier(self) -> None:
         self.check()
         try:
-            self._count(0)
+            with self._roll_call.waiting("barrier()"):
+                self._count(0)
         except PeerLost as error:
             raise self._lost(error) from error
 
@@ -159,7 +171,8 @@ class Call:
         self.check()
         pickled = pickle.dumps(value).hex() if self.place.rank == 0 else ""
         try:
-            return pickle.loads(bytes.fromhex(gather_json(self._control, pickled)[0]))
+            with self._roll_call.waiting("broadcast_from_rank_zero()"):
+                return pickle.loads(bytes.fromhex(gather_json(self._control, pickled)[0]))
         except PeerLost as error:
             raise self._lost(error) from error
 
@@ -287,6 +300,11 @@ class Call:
         log.exception("%s", why)
         self._member.collective_failed(PeerLost(why))
         return True
+
+    def _end_process(self, status: int, why: str) -> NoReturn:
+        """The run goes on without it, and a new one takes its place."""
+        self._member.link.send(LastWords(why))
+        leave(status, why)
 
     def _lost(self, error: PeerLost) -> StepCancelled:
         """What unwinds the script instead."""

@@ -21,6 +21,7 @@ from elastic.control.transition import start
 from elastic.controller import loop
 from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
+from elastic.controller.roll_call import RollCall
 from elastic.controller.settings import limits_of, worker_spec
 from elastic.controller.status import meters_of, result_of, status_of, what_is_lost
 from elastic.controller.stragglers import Stragglers
@@ -38,7 +39,7 @@ from elastic.on_ray.placement.waiting import (
     watch_waiting,
 )
 from elastic.protocol.membership import worker_name
-from elastic.protocol.messages.to_controller import Planned, ScriptLevel
+from elastic.protocol.messages.to_controller import Planned, ScriptLevel, ScriptMove
 from elastic.protocol.messages.to_worker import SaveConcluded
 from elastic.protocol.timeouts import UNLIMITED_S, timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
@@ -115,6 +116,7 @@ class Supervisor:
         factor = self.config.faults.replace_stragglers
         note = functools.partial(recorder.note, "straggler")
         self.stragglers = Stragglers(factor, note, self._replace)
+        self.roll_call = RollCall(functools.partial(self.record.note, "missed"))
         if not self.limits.is_whole:
             self.cluster.holders.turn_on(order["run_id"])
 
@@ -288,8 +290,9 @@ class Supervisor:
         self.record.note("unprotected", fields)
         self._status_due.set()
 
-    def on_planned(self, said: Planned | ScriptLevel) -> None:
-        """How the members of a generation share the model, or at which level their script runs."""
+    def on_planned(self, said: Planned | ScriptLevel | ScriptMove) -> None:
+        """How the members of a generation share the model; at which level their script runs, and
+        where it is."""
         match said:
             case Planned():
                 for warning in said.warnings:
@@ -297,6 +300,8 @@ class Supervisor:
                 self.record.record_planned(said)
             case ScriptLevel():
                 self.record.record_level(said)
+            case ScriptMove():
+                self.roll_call.hear(said)
         self._status_due.set()
 
     def _fail(self, why: str) -> None:
@@ -370,6 +375,7 @@ class Supervisor:
         assert self.decision is not None
         watches = (slot.watch for slot in self.cluster.workers.values())
         self.stragglers.look((w.heartbeat for w in watches if w), self.decision.ledger.step)
+        self._call_roll(self.decision)
         return status_of(
             self.decision,
             self.cluster.workers,
@@ -382,11 +388,21 @@ class Supervisor:
             wanted=self._wanted(),
         )
 
+    def _call_roll(self, decision: Decision) -> None:
+        """Whoever looks, the driver too, learns which ranks of a script others wait for."""
+        phase = decision.phase
+        size = phase.membership.world_size if isinstance(phase, s.Running) else 0
+        self.roll_call.look(decision.ledger.generation, size)
+        if self.actor.has_begun:
+            self.actor.starts = self.roll_call.told
+
     def _reason(self, decision: Decision) -> str:
         if isinstance(decision.phase, s.Waiting):
             self._last_reason = decision.phase.reason or self._last_reason
-        said = (self._last_reason, self.stragglers.reason, self.cluster.protection.reason)
-        now = self.actor.waits_for or self.actor.starts, self.record.trouble.now
+        said = (self._last_reason, self.stragglers.reason, self.roll_call.reason)
+        said += (self.cluster.protection.reason,)
+        starts = "" if self.actor.has_begun else self.actor.starts
+        now = self.actor.waits_for or starts, self.record.trouble.now
         return "; ".join(filter(None, (*said, *now)))
 
     def _result(self, finished: s.Finished) -> dict[str, Any]:

@@ -409,7 +409,7 @@ class RayCluster:
                 self.host.record.record_anatomy(worker, rows)
             case r.Held():
                 self.progress.commits.hear_held(report)
-            case r.Planned() | r.ScriptLevel():
+            case r.Planned() | r.ScriptLevel() | r.ScriptMove():
                 self.host.on_planned(report)
             case r.Protected():
                 self.protection.hear(worker, report)

@@ -5,7 +5,7 @@ peer raises PeerLost in them, out of a backward as well; `failure` says afterwar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -25,9 +25,19 @@ NAME = "elastic"
 class DefaultGroup(C10dGroup):
     """Over a generation's group: torch's names, with futures, as DDP waits for them."""
 
-    def __init__(self, inner: Group) -> None:
+    def __init__(
+        self,
+        inner: Group,
+        *,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext(),
+        on_refusal: Callable[[], None] = lambda: None,
+    ) -> None:
+        """waiting: within, the script waits for its peers, and in what. on_refusal: a
+        collective is refused, as a peer is lost."""
         super().__init__(inner.backend, inner.rank(), inner.size())
-        self.inner = inner
+        self.inner, self.waiting, self._on_refusal = inner, waiting, on_refusal
+        self.launched = ""
+        """The name of the newest collective."""
         self.failure: PeerLost | None = None
         """What a collective of this group met first; None: nothing."""
         self._futures: WeakSet[_Future] = WeakSet()
@@ -94,9 +104,11 @@ class DefaultGroup(C10dGroup):
         return future
 
     def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
+        self.launched = what[0]
         return self._told(lambda: self.inner._launch(what, launch))
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
+        self.launched = what[0]
         return self._told(lambda: self.inner._exchange(what, launch))
 
     def _waitable(self, work: Any) -> Any:
@@ -107,6 +119,7 @@ class DefaultGroup(C10dGroup):
             return launch()
         except PeerLost as error:
             self.hear_failure(error)
+            self._on_refusal()
             raise
 
     def _work(self, *pending: Settling) -> TorchWork:
@@ -127,7 +140,8 @@ class FutureWork(TorchWork):
     def wait(self, *timeout: Any) -> bool:
         """Raises PeerLost."""
         try:
-            return super().wait()
+            with self._group.waiting(f"torch.distributed's {self._group.launched}"):
+                return super().wait()
         except PeerLost as error:
             self._group.hear_failure(error)
             raise

@@ -122,6 +122,19 @@ class ScriptLevel:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptMove:
+    """Where a rank's script is."""
+
+    generation: int
+    rank: int
+    waits_in: str
+    """What it waits for the others in, as "report() number 4"; empty: in nothing."""
+    waited_s: float
+    place: str
+    """Its own line, as "train.py:87"; empty if it is at none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     generation: int
     rank: int
@@ -301,6 +314,7 @@ Report: TypeAlias = (
     | Joined
     | Planned
     | ScriptLevel
+    | ScriptMove
     | Paused
     | Kept
     | Suspended
