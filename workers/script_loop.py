@@ -25,11 +25,12 @@ from workers.distributed.exchange import gather_json
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
+from workers.scripts.afresh import no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.ranks import Place, environment_set
 from workers.scripts.reports import MANIFESTS, PREFIX, File, Reports, Retention, paths_in
 from workers.scripts.roll_call import RollCall
-from workers.scripts.unwinding import Unwinding
+from workers.scripts.unwinding import Unwinding, raised
 from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class ScriptLoop:
             call.leave()
         except Exception as error:
             if not call.is_over_with(error):
-                raise
+                raise call.own_error(error)  # noqa: B904  (it has its cause)
             error.__traceback__ = None
             call.leave()
 
@@ -119,6 +120,7 @@ class Call:
         environment = self.place.environment(self._num_calls, spec.run_id)
         with ExitStack() as stack:
             stack.enter_context(self._roll_call)
+            stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
             stack.enter_context(self.loop.installed(self))
@@ -274,8 +276,18 @@ class Call:
     def leave(self) -> None:
         """Unwound: wait for the next generation."""
         began = time.monotonic()
+        self.reports.has_moved |= self.has_moved
         self._close(StepCancelled())
         self._tell("unwound", began)
+
+    @property
+    def has_moved(self) -> bool:
+        """The script has come to a collective or a report."""
+        return self.num_reports > 0 or bool(self.group and self.group.launched)
+
+    def own_error(self, error: Exception) -> Exception:
+        """What the run ends with."""
+        return raised(error, has_moved=self.has_moved, has_moved_before=self.reports.has_moved)
 
     def is_over_with(self, error: Exception) -> bool:
         """Whether the script is to be called again after it has raised this."""

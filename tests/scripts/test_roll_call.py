@@ -14,7 +14,7 @@ from elastic.protocol.messages.to_controller import ScriptMove
 from tests.workers.ranks import Ranks, run_ranks
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.roll_call import RollCall
-from workers.scripts.unwinding import EXIT_NOT_UNWOUND, Unwinding
+from workers.scripts.unwinding import EXIT_NOT_UNWOUND, CannotBeCalledAgain, Unwinding, raised
 
 WAITS = ScriptMove(3, 0, "report() number 4", 31.0, "train.py:90")
 AT_87 = ScriptMove(3, 1, "", 0.0, "train.py:87")
@@ -121,3 +121,13 @@ def test_who_swallows_the_end_of_its_call_twice_is_ended():
                 return num_caught, ended, "caught the end of its call 2 times" in str(left)
 
     assert run_ranks(2, body) == [(2, [EXIT_NOT_UNWOUND], True)] * 2
+
+
+def test_what_fails_only_when_it_is_called_again_is_told_so():
+    error = RuntimeError("context has already been set")
+    again = raised(error, has_moved=False, has_moved_before=True)
+    assert isinstance(again, CannotBeCalledAgain)
+    assert again.__cause__ is error
+    assert "called twice in one process: RuntimeError: context has already been set" in str(again)
+    assert raised(error, has_moved=False, has_moved_before=False) is error, "of its first call"
+    assert raised(error, has_moved=True, has_moved_before=True) is error

@@ -92,6 +92,20 @@ def test_a_status_that_is_not_0_is_a_failure_and_restarts_are_counted(plain, tmp
     assert "the script called sys.exit(3)" in run.failure
 
 
+@pytest.mark.slow
+def test_a_script_that_cannot_be_called_twice_is_told_so(tmp_path):
+    """What it does once, a second call in the same process does again."""
+    place = tmp_path / "run"
+    run = started(place, "--sleep-s", "0.05", "--only-once")
+    deadline = time.monotonic() + 90
+    while not epochs(place):
+        assert time.monotonic() < deadline, run.decisions
+        time.sleep(0.01)  # polling, bounded by the deadline
+    run.kill(run.members[0])
+    assert run.wait() == "failed"
+    assert "cannot be called twice in one process: RuntimeError: Tried to" in run.failure
+
+
 # --- in this process ------------------------------------------------------------------------
 def call_of(world_size: int) -> Any:
     place = SimpleNamespace(world_size=world_size)

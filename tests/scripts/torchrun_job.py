@@ -20,7 +20,11 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--sleep-s", type=float, default=0.0)
     parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--only-once", action="store_true")
     given = parser.parse_args()
+    torch.multiprocessing.set_start_method("spawn")
+    if given.only_once:
+        torch.library.define("elastic_of_test::once", "() -> ()")
     assert not dist.is_initialized()
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -89,6 +89,8 @@ class Reports:
         self.folder: Folder = reach_folder(place)
         self._retention, self._ray_version = retention, ray_version
         self._verified: set[str] = set()
+        self.has_moved = False
+        """Whether a call that was unwound had come to a collective or a report."""
         self._lines: list[bytes] = []
         """Of reports.jsonl that are not written yet, where storage cannot append."""
 

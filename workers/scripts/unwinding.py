@@ -1,10 +1,12 @@
-"""How often a script was told that its call is over. Whoever does not hear it is ended.
+"""A script whose call is over, and that is called again: who does not hear it, and who cannot.
 
 What raises it is in default_group.py and in workers/script_loop.py.
 """
 
 from collections.abc import Callable
 from typing import NoReturn
+
+from elastic.protocol.errors import in_words
 
 EXIT_NOT_UNWOUND = 76
 SWALLOWED = 2
@@ -27,3 +29,20 @@ class Unwinding:
                 f"the script has caught the end of its call {SWALLOWED} times and gone on; let "
                 "`except` clauses around collectives and reports name what they mean",
             )
+
+
+class CannotBeCalledAgain(RuntimeError):
+    """A later call of the script has failed before it came to anything, and an earlier one not."""
+
+
+def raised(error: Exception, *, has_moved: bool, has_moved_before: bool) -> Exception:
+    """What the run ends with. has_moved: this call has come to a collective or a report;
+    has_moved_before: an earlier one in this process has."""
+    if has_moved or not has_moved_before:
+        return error
+    again = CannotBeCalledAgain(
+        f"the script cannot be called twice in one process: {in_words(error)}; its first call came "
+        "further. What may be done only once in a process must ask first whether it is done"
+    )
+    again.__cause__ = error
+    return again
