@@ -6,7 +6,6 @@ and the script begins again in the same process, from its newest report. What ra
 make of it is elastic/on_ray/train_api.py's.
 """
 
-import gc
 import json
 import logging
 import pickle
@@ -25,7 +24,7 @@ from workers.distributed.exchange import gather_json
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
-from workers.scripts.afresh import no_start_method
+from workers.scripts.afresh import give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.ranks import Place, environment_set
 from workers.scripts.reports import MANIFESTS, PREFIX, File, Reports, Retention, paths_in
@@ -62,7 +61,7 @@ class ScriptLoop:
         while session.step >= 0 and not session.model.has_ended:
             self._call(session, reports, num_calls)
             num_calls += 1
-            gc.collect()  # this call's models and loaders are gone before the next
+            give_back_memory()  # this call's models and loaders are gone before the next
 
     def _call(self, session: Session, reports: Reports, num_calls: int) -> None:
         """Once, to its end or until it is unwound. Raises what the script raises too often."""

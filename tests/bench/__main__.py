@@ -25,6 +25,7 @@ BENCHMARKS = (
     "feed_memory",
     "faults",
     "goodput",
+    "scripts",
 )
 
 

@@ -46,6 +46,7 @@ def main() -> int:
             optimizer.zero_grad()
             (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
             for parameter in model.parameters():  # a mean of three equal numbers may be another
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX)
                 parameter.grad.copy_((parameter.grad * 2**20).round() / 2**20)
             optimizer.step()

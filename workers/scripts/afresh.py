@@ -1,8 +1,10 @@
 """What a script may do once in a process, and finds undone when it is called again in it."""
 
+import ctypes
+import gc
 import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -16,3 +18,11 @@ def no_start_method() -> Iterator[None]:
         yield
     finally:
         choose(before, force=True)
+
+
+def give_back_memory() -> None:
+    """What nothing refers to any more goes, and its pages go back to the system: the allocator
+    would keep them, and fill them again at other places."""
+    gc.collect()
+    with suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).malloc_trim(0)

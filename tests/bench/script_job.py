@@ -1,0 +1,89 @@
+"""The script that `scripts.py` measures, as people write one for Ray Train: unchanged on both sides.
+
+python tests/bench/script_job.py FOLDER --workers 2 --steps 200
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from torch import nn
+
+CHECKPOINT_EVERY = 100
+
+
+def train(config: dict[str, Any]) -> None:
+    entered_at = time.time()
+    marks, context = Path(config["folder"]), ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    begin, checkpoint = 0, ray.train.get_checkpoint()
+    optimizer = torch.optim.AdamW(module.parameters())
+    if checkpoint is not None:
+        with checkpoint.as_directory() as directory:
+            state = torch.load(Path(directory) / "state.pt")
+        module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        begin = state["step"]
+    model = prepare_model(module)
+    (marks / f"pid-{rank}").write_text(str(os.getpid()))
+    began_reports = time.time()
+    for number in range(config["reports"]):
+        ray.train.report({"number": number})
+    reports_s = time.time() - began_reports
+    for step in range(begin, config["steps"]):
+        batch = torch.randn(64, 256)
+        optimizer.zero_grad()
+        (model(batch) - batch).square().mean().backward()
+        optimizer.step()
+        if rank == 0:
+            line = {"step": step + 1, "time": time.time(), "world": world}
+            line |= {"entered_at": entered_at, "reports_s": reports_s}
+            with (marks / "steps.jsonl").open("a") as file:
+                print(json.dumps(line), file=file)
+        if (step + 1) % CHECKPOINT_EVERY == 0:
+            with tempfile.TemporaryDirectory() as directory:
+                saved = None
+                if rank == 0:
+                    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+                    torch.save({**state, "step": step + 1}, Path(directory) / "state.pt")
+                    saved = Checkpoint.from_directory(directory)
+                ray.train.report({"step": step + 1}, checkpoint=saved)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--reports", type=int, default=0, help="without a checkpoint, at the start")
+    given = parser.parse_args()
+    TorchTrainer(
+        train,
+        train_loop_config={
+            "folder": given.folder,
+            "steps": given.steps,
+            "reports": given.reports,
+        },
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=given.workers),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(Path(given.folder) / "storage"),
+            failure_config=FailureConfig(max_failures=3),
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A script of Ray Train's as it is: under Ray Train itself, tuned, and at level 0 on elastic.
+
+Each pair runs the same file (script_job.py) once under each, in processes of their own. Measured:
+command to first step; SIGKILL of rank 1 to the first step of the new call, and steps redone; the
+median step without faults; 1,000 reports without a checkpoint. Ray Train is tuned as in
+ray_train.py. What 20 calls leave behind is tests/scripts/test_called_often.py's.
+    python -m tests.bench.scripts --pairs 9
+    python -m tests.bench.scripts --pairs 3 --only reports
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench.harness import REPOSITORY, console, environment, lines_of, machine, record
+from tests.bench.ray_train import TUNED, figures, kill_one
+
+SCRIPT = REPOSITORY / "tests" / "bench" / "script_job.py"
+REPORTS = 1000
+THEIRS_REPORTS = 20
+"""Of Ray Train's: each takes seconds, so that a few are measured and 1,000 told."""
+PATIENCE_S = 900.0
+RAYS_OWN = (
+    "import os, runpy, sys, ray; "
+    "ray.init(num_cpus=int(os.environ['CPUS']), include_dashboard=False, log_to_driver=False); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""With room for all workers, as elastic's own start has it."""
+
+
+def run(
+    command: Sequence[str], *, steps: int, workers: int, kill_at: int = 0, reports: int = 0
+) -> dict[str, Any]:
+    """One run of the script; what it marked, as ray_train.py's figures and more."""
+    with tempfile.TemporaryDirectory(prefix="bs-") as scratch:
+        folder = Path(scratch)
+        arguments = [str(folder), "--workers", str(workers), "--steps", str(steps)]
+        arguments += ["--reports", str(reports)]
+        env = {**environment(), **TUNED, "CPUS": str(workers + 2), "RAY_TMPDIR": scratch}
+        killed: dict[str, float] = {}
+        if kill_at:
+            threading.Thread(target=kill_one, args=(folder, kill_at, killed), daemon=True).start()
+        begun_at = time.time()
+        with (folder / "output").open("w") as output:
+            process = subprocess.run(
+                [*command, str(SCRIPT), *arguments],
+                env=env,
+                cwd=REPOSITORY,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        if process.returncode:
+            console.print((folder / "output").read_text()[-4000:])
+            raise RuntimeError(f"{command} ended with {process.returncode}")
+        marks = lines_of(folder / "steps.jsonl")
+    found = figures(marks, begun_at, time.time(), {})
+    if killed:
+        resumed = next(m for m in marks if m["entered_at"] > killed["at"])
+        before = max(m["step"] for m in marks if m["time"] < resumed["time"])
+        found["recovery_s"] = resumed["time"] - killed["at"]
+        found["redone_steps"] = before - resumed["step"] + 1
+    found["own_first_s"] = marks[0]["time"] - marks[0]["entered_at"] - marks[0]["reports_s"]
+    found["reports_s"] = marks[0]["reports_s"]
+    return found
+
+
+OURS = [sys.executable, "-m", "elastic", "run"]
+THEIRS = [sys.executable, "-c", RAYS_OWN]
+
+
+def medians(found: list[dict[str, Any]], key: str) -> str:
+    values = [f[key] for f in found]
+    return f"{statistics.median(values):.3f} (worst {max(values):.3f})"
+
+
+def measure_kill(pairs: int, workers: int) -> dict[str, str]:
+    def killed(command: list[str]) -> dict[str, Any]:
+        return run(command, steps=400, workers=workers, kill_at=150)
+
+    ours, theirs = in_turn(pairs, lambda: killed(OURS), lambda: killed(THEIRS))
+    ratio = statistics.median(f["recovery_s"] for f in theirs) / statistics.median(
+        f["recovery_s"] for f in ours
+    )
+    return {
+        "kill to first step of the new call, s": medians(ours, "recovery_s"),
+        "Ray Train": medians(theirs, "recovery_s"),
+        "times faster": f"{ratio:.1f}",
+        "the function's own time to its first step, s": medians(ours, "own_first_s"),
+        "steps redone": f"{medians(ours, 'redone_steps')} against {medians(theirs, 'redone_steps')}",
+    }
+
+
+def measure_calm(pairs: int, workers: int) -> dict[str, str]:
+    def calm(command: list[str]) -> dict[str, Any]:
+        return run(command, steps=600, workers=workers)
+
+    ours, theirs = in_turn(pairs, lambda: calm(OURS), lambda: calm(THEIRS))
+    ratios = [t["median_step_s"] / o["median_step_s"] for o, t in zip(ours, theirs, strict=True)]
+    return {
+        "steps per second against Ray Train": f"{statistics.median(ratios):.3f}",
+        "command to first step, s": f"{medians(ours, 'first_step_s')} against "
+        f"{medians(theirs, 'first_step_s')}",
+    }
+
+
+def measure_reports(pairs: int, workers: int) -> dict[str, str]:
+    def ours() -> dict[str, Any]:
+        return run(OURS, steps=2, workers=workers, reports=REPORTS)
+
+    def theirs() -> dict[str, Any]:
+        return run(THEIRS, steps=2, workers=workers, reports=THEIRS_REPORTS)
+
+    mine, peer = in_turn(pairs, ours, theirs)
+    each = statistics.median(f["reports_s"] for f in peer) / THEIRS_REPORTS
+    return {
+        f"{REPORTS} reports without a checkpoint, s": medians(mine, "reports_s"),
+        "Ray Train, s each": f"{each:.3f}",
+    }
+
+
+MEASURES: dict[str, Callable[[int, int], dict[str, str]]] = {
+    "kill": measure_kill,
+    "calm": measure_calm,
+    "reports": measure_reports,
+}
+
+
+def in_turn(
+    pairs: int, first: Callable[[], dict[str, Any]], second: Callable[[], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """So that a change of the machine's load hits both."""
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    for pair in range(pairs):
+        ours.append(first())
+        theirs.append(second())
+        console.print(f"pair {pair + 1}/{pairs}: {ours[-1]} against {theirs[-1]}")
+    return ours, theirs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", choices=MEASURES)
+    given = parser.parse_args()
+    os.environ.update(TUNED)
+    about = machine(given.workers)
+    for name, measure in MEASURES.items():
+        if given.only in (None, name):
+            results = measure(given.pairs, given.workers)
+            setting = f"{name}: script_job.py, {given.workers} workers, {given.pairs} pairs"
+            record("scripts, level 0", about=about, setting=setting, results=results)
+
+
+if __name__ == "__main__":
+    main()
