@@ -1,4 +1,4 @@
-"""The script that `scripts.py` measures, as people write one for Ray Train: unchanged on both sides.
+"""The script that `scripts.py` measures, as people write one for Ray Train; the same on both sides.
 
 python tests/bench/script_job.py FOLDER --workers 2 --steps 200
 """

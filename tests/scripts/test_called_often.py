@@ -12,7 +12,7 @@ import pytest
 from tests.scripts.local_run import LocalRun
 from workers.script_loop import ScriptLoop
 
-CALLS = 20
+CALLS = [6, pytest.param(20, marks=pytest.mark.slow)]
 WARM = 2
 """The call that the last one is compared with."""
 
@@ -31,7 +31,7 @@ def standing() -> dict[str, int]:
     }
 
 
-def train(place: str) -> None:
+def train(place: str, calls: int) -> None:
     """It fails in the middle of a pass, with a model, an optimizer and a loader's process."""
     import torch
     import torch.distributed as dist
@@ -47,20 +47,25 @@ def train(place: str) -> None:
         optimizer.zero_grad()
         model(batch).sum().backward()
         optimizer.step()
-    if num_calls < CALLS:
+    if num_calls < calls:
         raise ValueError(f"the script's own, in call {num_calls}")
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=CALLS)
+def lines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     place = tmp_path_factory.mktemp("often") / "run"
     loop = ScriptLoop(
-        function=partial(train, str(place)), place=str(place), name="run", max_failures=-1
+        function=partial(train, str(place), request.param),
+        place=str(place),
+        name="run",
+        max_failures=-1,
     )
     run = LocalRun(loop, place, 2).start()
     assert run.wait(300.0) == "succeeded", run.failure
     texts = (place / "standing-0.jsonl").read_text().splitlines()
-    assert len(texts) == CALLS
+    assert len(texts) == request.param
     return [json.loads(text) for text in texts]
 
 
