@@ -158,7 +158,8 @@ def run(request: Request, on_progress: Progress) -> Result:
         print(f"elastic: {note}", file=sys.stderr)
     print(
         f"elastic: {script} runs at level 0, restart in place, on {most} workers (at least "
-        f"{least}): after a loss it is run again in the same processes; {NOT_HIGHER}",
+        f"{least}): after a loss it is run again in the same processes, on those that are left; as "
+        f"it reports no checkpoint, it does not grow again; {NOT_HIGHER}",
         file=sys.stderr,
     )
     print(f"elastic: run directory {request.place}", file=sys.stderr)
