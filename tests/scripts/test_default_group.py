@@ -88,3 +88,53 @@ def test_abandoning_it_ends_a_backward_that_waits_for_a_frozen_peer():
                 return isinstance(group.failure, PeerLost)
 
     assert run_ranks(2, body)[0] is True
+
+
+def test_groups_of_some_ranks_are_the_script_s_own():
+    def body(ranks: Ranks):
+        with as_default(DefaultGroup(ranks.form(1, [0, 1, 2]))):
+            pair, other = dist.new_group([0, 2]), dist.new_group([1])
+            again = dist.new_group([2, 0])
+            found: list[object] = []
+            for group in (pair, other, again):
+                if group is dist.GroupMember.NON_GROUP_MEMBER:
+                    continue
+                total = torch.tensor([float(ranks.index)])
+                dist.all_reduce(total, group=group)
+                gathered = [None] * dist.get_world_size(group)
+                dist.all_gather_object(gathered, ranks.index, group=group)
+                found.append((dist.get_rank(group), total.item(), gathered))
+            if pair is not dist.GroupMember.NON_GROUP_MEMBER:
+                model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1), process_group=pair)
+                model(torch.ones(1, 2)).sum().backward()
+            mesh = dist.device_mesh.init_device_mesh(
+                "cpu", (1, 3), mesh_dim_names=("outer", "inner")
+            )
+            return found, mesh["inner"].size()
+
+    of_pair = (2.0, [0, 2])
+    assert run_ranks(3, body) == [
+        ([(0, *of_pair)] * 2, 3),
+        ([(0, 1.0, [1])], 3),
+        ([(1, *of_pair)] * 2, 3),
+    ]
+
+
+def test_a_lost_peer_ends_the_wait_in_a_group_of_some_ranks():
+    def body(ranks: Ranks):
+        group = DefaultGroup(ranks.form(1, [0, 1, 2]))
+        with as_default(group):
+            pair = dist.new_group([0, 1])
+            if ranks.index == 1:
+                ranks.tell(None)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ranks.index == 2:
+                return True
+            try:
+                while True:
+                    dist.all_reduce(torch.ones(1), group=pair)
+            except PeerLost:
+                return group.failure is not None
+
+    found = run_ranks(3, body)
+    assert (found[0], found[2]) == (True, True)

@@ -9,7 +9,7 @@ generation's name finds nothing instead of the wrong group. What is used here is
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,16 +27,18 @@ def unused(name: str) -> str:
     return name if number == 1 else f"{name}#{number}"
 
 
-def register(group: dist.ProcessGroup, backend_name: str, ranks: Sequence[int]) -> None:
+def register(
+    group: dist.ProcessGroup, backend_name: str, ranks: Sequence[int], store: Any = None
+) -> None:
     """Torch finds `group` by its name from now on.
 
-    ranks: of the group's members in the generation, in the order of the group's own ranks.
+    ranks: of the group's members in the generation, in the order of the group's own ranks. store:
+    torch wants one where it is to make groups of some of the ranks.
     """
     name = group.group_name
     own = {rank: index for index, rank in enumerate(ranks)}
-    no_store = cast(Any, None)
     distributed_c10d._register_pg_in_world(
-        group, backend_name, no_store, name, backend_name, rank_mapping=own
+        group, backend_name, store, name, backend_name, rank_mapping=own
     )
 
 

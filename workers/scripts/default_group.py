@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
+from workers.distributed import registry
 from workers.distributed.c10d import ALL_REDUCE, C10dGroup
 from workers.distributed.pending import Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 
+FORMED_S = 60.0
+"""All ranks of a group of the script's own have asked for it by then."""
 NAME = "elastic"
 """Not the backend's: torch's DDP would ask a group of that name for gloo's own object."""
 
@@ -43,6 +46,8 @@ class DefaultGroup(C10dGroup):
         self._futures: WeakSet[_Future] = WeakSet()
         self._of_backward: list[TorchWork] = []
         """What the backward at hand has launched."""
+        self._own: list[_OwnGroup] = []
+        """Of some of the ranks, as the script has asked for them."""
         inner.adopt(self)
 
     def rank(self) -> int:
@@ -58,6 +63,32 @@ class DefaultGroup(C10dGroup):
 
     def getBackendName(self) -> str:
         return NAME
+
+    def new_group(self, ranks: list[int], *, group_name: str, **_: Any) -> "DefaultGroup | None":
+        """What `torch.distributed.new_group` makes of some of the ranks; None: this is none of
+        them. Raises PeerLost."""
+        if self.rank() not in ranks:
+            return None
+        spelled = "-".join(map(str, ranks))
+        number = sum(own.spelled == spelled for own in self._own)  # torch's differ between ranks
+        try:
+            inner = self.inner.part(f"own{spelled}/{number}", ranks, FORMED_S)
+        except PeerLost as error:
+            self.hear_failure(error)
+            raise
+        own = _OwnGroup(inner, self, spelled)
+        own.getGroupName = lambda: group_name  # type: ignore[method-assign]
+        self._own.append(own)
+        return own
+
+    def shutdown(self) -> None:
+        """Torch's: it ends with its generation."""
+
+    def leave(self) -> None:
+        """The call is over: torch finds neither it nor those of some of its ranks any more."""
+        for group in (*self._own, self):
+            registry.unregister(group)
+            group._drop()
 
     def abandon(self) -> None:
         """Any thread: nothing that is in flight will come."""
@@ -128,6 +159,18 @@ class DefaultGroup(C10dGroup):
         return work
 
 
+class _OwnGroup(DefaultGroup):
+    """Of some of the ranks."""
+
+    def __init__(self, inner: Group, whole: DefaultGroup, spelled: str) -> None:
+        super().__init__(inner, waiting=whole.waiting, on_refusal=whole._on_refusal)
+        self._whole, self.spelled = whole, spelled
+
+    def hear_failure(self, error: PeerLost) -> None:
+        super().hear_failure(error)
+        self._whole.hear_failure(error)
+
+
 class FutureWork(TorchWork):
     """Operations in flight, with a future."""
 
@@ -186,16 +229,14 @@ class _Future(torch.futures.Future[Any]):
 @contextmanager
 def as_default(group: DefaultGroup) -> Iterator[None]:
     """Within, `group` is the process's default group, and torch says that it is initialised."""
-    from workers.distributed import registry
-
     before = dist.group.WORLD
     name = registry.unused(f"{group.getGroupName()}/default")
     group.getGroupName = lambda: name  # type: ignore[method-assign]
-    registry.register(group, group.inner.backend_name, range(group.size()))
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    registry.register(group, group.inner.backend_name, range(group.size()), store)
     dist.group.WORLD = group
     try:
         yield
     finally:
         dist.group.WORLD = before
-        registry.unregister(group)
-        group._drop()
+        group.leave()
