@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed
-from elastic.driver.scripts import ScriptRun, run_script
+from elastic.driver.scripts import ScriptRun, may_go_on_in_place, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
@@ -103,6 +103,8 @@ def run_trainer(trainer: Any) -> OwnResult:
         ),
         ray_version=ray_version(),
         installed=answering,
+        goes_in_place=may_go_on_in_place(),
+        saves=may_save(trainer),
     )
     refuse_unpicklable(trainer, loop)
     asked = ScriptRun(
@@ -134,11 +136,27 @@ def level_line(trainer: Any, least: int, most: int) -> str:
     from workers.script_loop import NOT_HIGHER
 
     function = getattr(trainer.train_loop_per_worker, "__name__", "the training function")
+    if may_go_on_in_place():
+        return (
+            f"{function} runs at level 1, commit in place, on {most} workers (at least {least}): "
+            "after a loss it goes on where it is, if its model is in DistributedDataParallel and "
+            "its data in a DistributedSampler's; else it is called again"
+        )
     return (
         f"{function} runs at level 0, restart in place, on {most} workers (at least {least}): "
         "after a loss it is called again in the same processes, from its newest reported "
         f"checkpoint; {NOT_HIGHER}"
     )
+
+
+def may_save(trainer: Any) -> bool:
+    """Whether the training function may bring checkpoints: its code says the word, or lies in a
+    module of its own."""
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+    function = trainer.train_loop_per_worker
+    is_sent_whole = getattr(function, "__module__", "") == "__main__"
+    return not is_sent_whole or b"Checkpoint" in cloudpickle.dumps(function)
 
 
 def num_workers(scaling: Any) -> tuple[int, int]:

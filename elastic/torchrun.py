@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from elastic.driver.launch import Progress, Result
-from elastic.driver.scripts import ScriptRun, run_script
+from elastic.driver.scripts import ScriptRun, may_go_on_in_place, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of
 
@@ -152,14 +152,19 @@ def run(request: Request, on_progress: Progress) -> Result:
         name=request.name,
         max_failures=request.max_restarts,
         installed=started_by_torchrun,
+        goes_in_place=may_go_on_in_place(),
+        saves=False,
     )
     check_settings(asked)
     for note in request.notes:
         print(f"elastic: {note}", file=sys.stderr)
+    level, why = ("0, restart in place,", f"; {NOT_HIGHER}")
+    if loop.goes_in_place:
+        level, why = "1, commit in place,", "; where its model is in DDP it goes on instead"
     print(
-        f"elastic: {script} runs at level 0, restart in place, on {most} workers (at least "
-        f"{least}): after a loss it is run again in the same processes, on those that are left; as "
-        f"it reports no checkpoint, it does not grow again; {NOT_HIGHER}",
+        f"elastic: {script} runs at level {level} on {most} workers (at least {least}): after a "
+        "loss it is run again in the same processes, on those that are left; as it reports no "
+        f"checkpoint, it does not grow again{why}",
         file=sys.stderr,
     )
     print(f"elastic: run directory {request.place}", file=sys.stderr)

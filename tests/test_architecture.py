@@ -207,7 +207,7 @@ HOST_READS = {
     "workers/step/vote.py _pace": "numpy's",
     "workers/reduction/tree.py _part": "numpy's",
     "workers/worker.py place_in_stream": "numpy's",
-    "workers/script_loop.py _count": "came over the control group",
+    "workers/scripts/in_place/unit.py _vote": "came over the control group, and through read",
     "workers/script_loop.py number_in": "the script's own metrics",
     "workers/scripts/workload.py has_ended": "committed state",
     "workers/health/preflight.py _keeps": "no group yet",

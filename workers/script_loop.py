@@ -21,20 +21,33 @@ import torch
 from elastic.protocol.errors import PeerLost, StepCancelled, in_words
 from elastic.protocol.messages.to_controller import LastWords, ScriptLevel
 from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import Group
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
 from workers.scripts.afresh import give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place import trial
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.loader import Loaders, deliver
+from workers.scripts.in_place.seams import standing_in
 from workers.scripts.ranks import Place, environment_set
-from workers.scripts.reports import MANIFESTS, PREFIX, File, Reports, Retention, paths_in
+from workers.scripts.reports import (
+    MANIFESTS,
+    File,
+    Reports,
+    Retention,
+    brought_by,
+    new_name,
+    paths_in,
+)
 from workers.scripts.roll_call import RollCall
 from workers.scripts.unwinding import Unwinding, raised
 from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "commit in place (level 1) is not built yet"
+NOT_HIGHER = "commit in place (level 1) is not on: ELASTIC_SCRIPT_LEVEL=1"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
@@ -54,18 +67,24 @@ class ScriptLoop:
     ray_version: str = ""
     installed: Callable[["Call"], AbstractContextManager[Any]] = lambda call: nullcontext()
     """Within, the functions that the script calls answer from this call."""
+    saves: bool = True
+    """It may bring checkpoints with its reports."""
+    goes_in_place: bool = False
+    """After a loss a call goes on where it can (workers/scripts/in_place), instead of being called
+    again."""
 
     def __call__(self, session: Session) -> None:
         num_calls = 0
         reports = Reports(self.place, self.retention, self.ray_version)
+        not_in_place = "" if self.goes_in_place else NOT_HIGHER
         while session.step >= 0 and not session.model.has_ended:
-            self._call(session, reports, num_calls)
+            not_in_place = self._call(Call(self, session, reports, num_calls, not_in_place))
             num_calls += 1
             give_back_memory()  # this call's models and loaders are gone before the next
 
-    def _call(self, session: Session, reports: Reports, num_calls: int) -> None:
-        """Once, to its end or until it is unwound. Raises what the script raises too often."""
-        call = Call(self, session, reports, num_calls)
+    def _call(self, call: "Call") -> str:
+        """Once, to its end or until it is unwound; gives why the next one is not to go on in place.
+        Raises what the script raises too often."""
         try:
             call.run()
         except StepCancelled as error:
@@ -76,14 +95,22 @@ class ScriptLoop:
                 raise call.own_error(error)  # noqa: B904  (it has its cause)
             error.__traceback__ = None
             call.leave()
+        return call.not_in_place
 
 
 class Call:
     """One call of the script in one generation, and what it reports."""
 
     def __init__(
-        self, loop: ScriptLoop, session: Session, reports: Reports, num_calls: int
+        self,
+        loop: ScriptLoop,
+        session: Session,
+        reports: Reports,
+        num_calls: int,
+        not_in_place: str,
     ) -> None:
+        """not_in_place: why it cannot go on after a loss; empty: nothing is known against it."""
+        self.not_in_place = not_in_place
         self.loop, self._session, self._num_calls = loop, session, num_calls
         self._member = session._member
         self._step: Step | None = self._next_step()
@@ -91,11 +118,15 @@ class Call:
         self.reports = reports
         self._newest: str | None = None
         """Checkpoint that counts, by its name; all ranks say the same."""
-        self.num_reports = 0
+        self.num_reports = self._newest_at = 0
+        """The latter: which of them had the newest checkpoint; 0: none of this call."""
         self.group: DefaultGroup | None = None
         member = self._member
         self._roll_call = RollCall(member.link.send, lambda: (member.generation, member.rank))
         self._unwinding = Unwinding(self._end_process)
+        self.course: Course | None = None
+        """None: a loss unwinds the script."""
+        self.loaders: Loaders | None = None
 
     def run(self) -> None:
         began = time.monotonic()
@@ -106,10 +137,7 @@ class Call:
         if is_lowest:
             self.reports.sweep()
         newest = self.reports.newest() if is_lowest else None
-        try:
-            said = gather_json(inner, [spec.node or spec.host, spec.host, newest])
-        except PeerLost as error:
-            raise self._lost(error) from error
+        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest])
         _, master, self._newest = said[0]
         self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
         self.group = DefaultGroup(
@@ -122,11 +150,71 @@ class Call:
             stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
+            if refusal := self.not_in_place or trial.refusal():
+                self.say_level(0, refusal)
+            else:
+                stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
             self._tell("called", began)
-            self.say_level(0, NOT_HIGHER)
             value = self.loop.function()
         self._end(value)
+
+    def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:
+        """What all say that begin a call. Who is in the middle of one hears of it, and begins with
+        the others."""
+        while True:
+            try:
+                said = gather_json(inner, {"begins": mine})
+            except PeerLost as error:
+                raise self._lost(error) from error
+            if all("begins" in of_rank for of_rank in said):
+                return [of_rank["begins"] for of_rank in said]
+
+    # --- going on in place --------------------------------------------------------------------
+    def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
+        name = f"{self._session._spec.run_id}/{self.generation}/{self._num_calls}"
+        self.course = group.course = Course(name, group, self)
+        self.loaders = Loaders(self.course)
+        self.say_level(0, "nothing is trained in DistributedDataParallel yet")
+        return standing_in(self.course, self.loaders)
+
+    def holding_back(self) -> AbstractContextManager[None]:
+        """Within, a loader of Ray's is opened, which draws a batch ahead of the script."""
+        return nullcontext() if self.loaders is None else self.loaders.holding_back()
+
+    def deliver(self, batches: Any) -> None:
+        """Ray's loader has given the script a batch of these."""
+        deliver(batches)
+
+    @property
+    def has_changed(self) -> bool:
+        return self._member.is_cancelled or self._member.generation != self.generation
+
+    def regroup(self, error: PeerLost | None) -> Group | None:
+        """The open step ends, and the next one begins among the members that are left."""
+        assert self.course is not None
+        if error is not None:
+            self._member.collective_failed(error)
+        step, before = self._step, self._member.step
+        with randomness.untouched():
+            self._close(StepCancelled())
+        if step is not None and step.committed:
+            self.course.count_commit()
+        if cast(Any, self._session.model).has_ended:
+            return None
+        self._step = self._next_step()
+        self.generation = self._member.generation
+        if self._member.step < before:
+            raise StepCancelled
+        return self._member.group
+
+    def deny(self, why: str) -> None:
+        self.not_in_place = why
+        raise self._lost(PeerLost(why))
+
+    def unwind(self) -> NoReturn:
+        self._unwinding.tell()
+        raise StepCancelled
 
     # --- what the script's calls come to ------------------------------------------------------
     @property
@@ -134,15 +222,18 @@ class Call:
         return self._session.device
 
     def check(self) -> None:
-        """StepCancelled if the generation is over: it unwinds the script. Each call into us."""
-        if self._member.is_cancelled or self._member.generation != self.generation:
+        """StepCancelled if the generation is over and the script does not go on in place: it
+        unwinds the script. Each call into us."""
+        if self.course is not None:
+            self.course.check()
+        elif self.has_changed:
             self._unwinding.tell()
             raise StepCancelled
         self._member.vitals.enter("user")
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
-        if self.place.rank == 0:
+        if self.rank == 0:
             self._member.link.send(ScriptLevel(self.generation, level, reason))
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
@@ -161,21 +252,17 @@ class Call:
 
     def barrier(self) -> None:
         self.check()
-        try:
-            with self._roll_call.waiting("barrier()"):
-                self._count(0)
-        except PeerLost as error:
-            raise self._lost(error) from error
+        with self._roll_call.waiting("barrier()"):
+            self._gather(None)
 
     def broadcast(self, value: Any) -> Any:
         """The lowest rank's, on all of them."""
         self.check()
-        pickled = pickle.dumps(value).hex() if self.place.rank == 0 else ""
-        try:
-            with self._roll_call.waiting("broadcast_from_rank_zero()"):
-                return pickle.loads(bytes.fromhex(gather_json(self._control, pickled)[0]))
-        except PeerLost as error:
-            raise self._lost(error) from error
+        with self._roll_call.waiting("broadcast_from_rank_zero()"):
+            while True:  # the lowest rank may be lost on the way
+                pickled = pickle.dumps(value).hex() if self.rank == 0 else ""
+                if found := next(iter(self._gather(pickled).values())):
+                    return pickle.loads(bytes.fromhex(found))
 
     def newest_checkpoint(self) -> str | None:
         """The name of the newest one that is what was reported; the same on all ranks."""
@@ -183,42 +270,88 @@ class Call:
         return self._newest
 
     @property
-    def _control(self) -> Any:
-        assert self.group is not None
-        return self.group.inner
+    def member(self) -> int:
+        """The rank that it had when the call began."""
+        return self.place.rank
 
-    def _count(self, mine: int) -> int:
-        """The sum over the ranks. A collective."""
-        total = torch.tensor([mine], dtype=torch.int64)
-        self._control.control.all_reduce(total).wait()
-        return int(total.numpy()[0])
+    @property
+    def rank(self) -> int:
+        """Among the members that are there now."""
+        return self.place.rank if self.group is None else self.group.rank()
+
+    def ask_rank(self) -> int:
+        """The same, for the script, which decides by it who saves."""
+        if self.course is not None:
+            self.course.is_rank_asked = True
+        return self.rank
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        """The JSON values of all, by the ranks that they had when the call began, in the order of
+        today's. A collective."""
+        if self.course is not None:
+            return self.course.exchange(value)
+        assert self.group is not None
+        try:
+            return dict(enumerate(gather_json(self.group.inner, value)))
+        except PeerLost as error:
+            raise self._lost(error) from error
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
-        rank, reports = self.place.rank, self.reports
         metrics = plain(metrics)
-        if self._count(source is not None) == 0:
-            if rank == 0:
+        bringing = self._gather(source is not None)
+        if not any(bringing.values()):
+            self._check_saver()
+            if self.rank == 0:
                 self._log(metrics, None)
             return None
-        if rank == 0:
-            name = name or new_name()
-            reports.clear(name)
-        paths = paths_in(source) if source is not None else []
-        named = gather_json(self._control, [name, paths])
-        name = named[0][0]
-        assert name is not None
-        before = {path for _, of_rank in named[:rank] for path in of_rank}
-        files = []
-        if source is not None:  # what several ranks have, the lowest one brings
-            files = reports.store(source, name, [p for p in paths if p not in before])
-        gathered = gather_json(self._control, [asdict(file) for file in files])
-        if rank == 0:
-            reports.publish(name, [File(**f) for of_rank in gathered for f in of_rank], metrics)
-            self._log(metrics, name)
-            reports.flush_log()
-        self._newest = name
-        self._commit(ends_now=False)
+        who = {member for member, brings in bringing.items() if brings}
+        name, files = self._bring(source, name, who)
+        self._newest, self._newest_at = name, self.num_reports
+
+        def publish() -> None:
+            names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
+            if self.rank == 0 and name not in names:
+                self.reports.publish(name, files, metrics)
+                self._log(metrics, name)
+                self.reports.flush_log()
+
+        self._commit(publish)
         return name
+
+    def _bring(
+        self, source: Path | None, name: str | None, who: set[int]
+    ) -> tuple[str, list[File]]:
+        """The files of all who bring some are there, under the name that the lowest rank gives."""
+        paths = paths_in(source) if source is not None else []
+        while True:
+            if self.rank == 0:
+                name = name or new_name()
+                self.reports.clear(name)
+            named = self._gather([name, paths])
+            name = next((given for given, _ in named.values() if given is not None), None)
+            files: list[File] = []
+            if source is not None and name is not None:
+                files = self.reports.store(source, name, brought_by(self.member, named))
+            gathered = self._gather([asdict(file) for file in files])
+            files = [File(**f) for of_member in gathered.values() for f in of_member]
+            wanted = {path for _, of_member in named.values() for path in of_member}
+            if who <= named.keys() and wanted <= {file.path for file in files} and name is not None:
+                return name, files
+            here = {path for m in gathered for path in (named[m][1] if m in named else ())}
+            if not (who <= named.keys() and wanted <= here):
+                self._call_again("a report lacks the files of a lost rank")
+
+    def _check_saver(self) -> None:
+        """The rank that has saved until now may be lost, and no other know that it is its turn."""
+        course = self.course
+        if course is None or course.is_rank_asked or 0 in course.members:
+            return
+        if self.loop.saves and self._newest_at == self.num_reports - 1:
+            self._call_again("rank 0 is lost, and nobody has asked whether it saves instead")
+
+    def _call_again(self, why: str) -> NoReturn:
+        log.warning('generation=%d called again reason="%s"', self.generation, why)
+        raise self._lost(PeerLost(why))
 
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
         self.reports.log(
@@ -239,21 +372,29 @@ class Call:
         self._member.vitals.enter("user")
         return step
 
-    def _commit(self, *, ends_now: bool) -> None:
+    def _commit(self, publish: Callable[[], None], *, ends_now: bool = False) -> None:
         """All ranks are here: the step counts, and the next one begins. StepCancelled if not, and
-        where the next one is another generation's."""
-        step, model = self._step, cast(Any, self._session.model)
-        assert step is not None
-        model.ends_now = ends_now
-        with randomness.untouched():
-            for _ in step.microbatches():
-                step.backward(model())
-            step.commit()
-            self._close(None)
+        where newcomers are in the next one. publish: what the lowest rank does before."""
+        cast(Any, self._session.model).ends_now = ends_now
+
+        def attempt() -> None:
+            step = self._step
+            assert step is not None
+            publish()
+            with randomness.untouched():
+                for _ in step.microbatches():
+                    step.backward(cast(Any, self._session.model)())
+                step.commit()
+                self._close(None)
+
+        if self.course is None:
+            attempt()
+        else:
+            self.course.commit(attempt)
         if ends_now:
             return
-        step = self._next_step()
-        self._step = step
+        if self._step is None:
+            self._step = self._next_step()
         self.check()
 
     def _close(self, error: BaseException | None) -> bool:
@@ -265,11 +406,14 @@ class Call:
     def _end(self, value: Any) -> None:
         """The script has returned here; all ranks have when this does."""
         self.check()
-        if self.place.rank == 0:
-            self.reports.folder.at(MANIFESTS).create()
-            self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
-            self.reports.flush_log()
-        self._commit(ends_now=True)
+
+        def publish() -> None:
+            if self.rank == 0:
+                self.reports.folder.at(MANIFESTS).create()
+                self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
+                self.reports.flush_log()
+
+        self._commit(publish, ends_now=True)
 
     # --- how it ends before that ----------------------------------------------------------
     def leave(self) -> None:
@@ -331,11 +475,6 @@ class Call:
             what,
             time.monotonic() - began,
         )
-
-
-def new_name() -> str:
-    """Of a checkpoint, as Ray Train makes it."""
-    return f"{PREFIX}{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
 
 
 def returned(value: Any) -> bytes:

@@ -4,6 +4,7 @@ What of Ray Train's trainer or of torchrun's options it comes from is elastic/ra
 elastic/torchrun.py's.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +12,15 @@ from typing import Any, cast
 from elastic.config import RunConfig
 from elastic.driver.launch import Progress, Result, run_config
 from elastic.driver.resume import SCRIPT
+from elastic.protocol.errors import WrongInput
 
 NO_END = 1_000_000_000
 """A script says itself when it is over."""
 LOSSES = 8
 """Workers that may be lost between two reports with a checkpoint."""
 UNLIMITED = 1_000_000
+HIGHEST_LEVEL = "ELASTIC_SCRIPT_LEVEL"
+"""0 (as without it) or 1: scripts may go on in place after a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,14 @@ class ScriptRun:
             device=self.device,
             cpus_per_worker=self.cpus_per_worker,
         )
+
+
+def may_go_on_in_place() -> bool:
+    """WrongInput for a level that there is not."""
+    asked = os.environ.get(HIGHEST_LEVEL, "0")
+    if asked not in ("0", "1"):
+        raise WrongInput(f"{HIGHEST_LEVEL} must be 0 or 1, got {asked!r}")
+    return asked == "1"
 
 
 def run_script(run: ScriptRun, loop: Any, on_progress: Progress | None = None) -> Result:

@@ -33,7 +33,8 @@ REST_OF_REPORT = (
 
 
 class Context(LocalTrainContext):
-    """`ray.train.get_context()`: constant within a call of the script."""
+    """`ray.train.get_context()`: constant within a call of the script, except for the rank where
+    the call goes on after a loss: who asks for it when it saves is to know whose turn it is."""
 
     def __init__(self, call: "Call") -> None:
         place = call.place
@@ -46,6 +47,10 @@ class Context(LocalTrainContext):
             node_rank=place.node_rank,
         )
         self._folder = call.reports.folder
+        self._call = call
+
+    def get_world_rank(self) -> int:
+        return self._call.ask_rank()
 
     def get_storage(self) -> StorageContext:
         return StorageContext(
@@ -156,19 +161,26 @@ def answering(call: "Call") -> Generator[None]:
     loader: Any = cast(Any, loaders)._WrappedDataLoader
     functions: Any = train_loop_utils
     rays_devices = functions.get_devices_distributed
-    next_batch = loader.__next__
+    begin, next_batch = loader.__iter__, loader.__next__
+
+    def begun(self: Any) -> Any:
+        call.check()
+        with call.holding_back():
+            return begin(self)
 
     def checked(self: Any) -> Any:
         call.check()
-        return next_batch(self)
+        batch = next_batch(self)
+        call.deliver(self.dataloader_iter)
+        return batch
 
     train_fn_utils.set_train_fn_utils(CallUtils(call))
-    loader.__next__ = checked
+    loader.__iter__, loader.__next__ = begun, checked
     functions.get_devices_distributed = lambda: [call.device]
     try:
         yield
     finally:
-        loader.__next__ = next_batch
+        loader.__iter__, loader.__next__ = begin, next_batch
         functions.get_devices_distributed = rays_devices
         train_fn_utils.set_train_fn_utils(None)
 

@@ -6,7 +6,7 @@ peer raises PeerLost in them, out of a backward as well; `failure` says afterwar
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed import registry
-from workers.distributed.c10d import ALL_REDUCE, C10dGroup
+from workers.distributed.c10d import ALL_REDUCE, BARRIER, C10dGroup
 from workers.distributed.pending import Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 
@@ -25,8 +25,19 @@ NAME = "elastic"
 """Not the backend's: torch's DDP would ask a group of that name for gloo's own object."""
 
 
+class Collectives(Protocol):
+    """What goes on after a loss is told of the script's own collectives (in_place/course.py)."""
+
+    def begin_collective(self) -> None: ...
+    def end_collective(self) -> None: ...
+    def fail_collective(self, error: PeerLost) -> None: ...
+    def barrier(self) -> None: ...
+    def refuse(self, why: str) -> None: ...
+
+
 class DefaultGroup(C10dGroup):
-    """Over a generation's group: torch's names, with futures, as DDP waits for them."""
+    """Over a generation's group, or over one after the other: torch's names, with futures, as DDP
+    waits for them."""
 
     def __init__(
         self,
@@ -48,6 +59,14 @@ class DefaultGroup(C10dGroup):
         """What the backward at hand has launched."""
         self._own: list[_OwnGroup] = []
         """Of some of the ranks, as the script has asked for them."""
+        self.course: Collectives | None = None
+        """None: a loss ends what uses the group."""
+        inner.adopt(self)
+
+    def replace(self, inner: Group) -> None:
+        """The members that are left are the group from now on."""
+        self.inner, self.backend, self.failure = inner, inner.backend, None
+        self._of_backward = []
         inner.adopt(self)
 
     def rank(self) -> int:
@@ -67,6 +86,8 @@ class DefaultGroup(C10dGroup):
     def new_group(self, ranks: list[int], *, group_name: str, **_: Any) -> "DefaultGroup | None":
         """What `torch.distributed.new_group` makes of some of the ranks; None: this is none of
         them. Raises PeerLost."""
+        if self.course is not None:
+            self.course.refuse("the script has process groups of its own")
         if self.rank() not in ranks:
             return None
         spelled = "-".join(map(str, ranks))
@@ -119,6 +140,12 @@ class DefaultGroup(C10dGroup):
         for work in works:
             work.wait()
 
+    def barrier(self, opts: Any = BARRIER) -> TorchWork:
+        if self.course is None:
+            return super().barrier(opts)
+        self.course.barrier()
+        return TorchWork()
+
     def hear_failure(self, error: PeerLost) -> None:
         """Of one of its collectives."""
         self.failure = self.failure or error
@@ -136,10 +163,14 @@ class DefaultGroup(C10dGroup):
 
     def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]
+        if self.course is not None:
+            self.course.begin_collective()
         return self._told(lambda: self.inner._launch(what, launch))
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]
+        if self.course is not None:
+            self.course.refuse("the script sends from rank to rank")
         return self._told(lambda: self.inner._exchange(what, launch))
 
     def _waitable(self, work: Any) -> Any:
@@ -150,6 +181,8 @@ class DefaultGroup(C10dGroup):
             return launch()
         except PeerLost as error:
             self.hear_failure(error)
+            if self.course is not None:
+                self.course.fail_collective(error)
             self._on_refusal()
             raise
 
@@ -178,16 +211,24 @@ class FutureWork(TorchWork):
         super().__init__(*pending)
         self._group = group
         self.result: list[Tensor] = []
+        self._has_ended = False
         self._future: _Future | None = None
 
     def wait(self, *timeout: Any) -> bool:
         """Raises PeerLost."""
+        course = self._group.course
         try:
             with self._group.waiting(f"torch.distributed's {self._group.launched}"):
-                return super().wait()
+                super().wait()
         except PeerLost as error:
             self._group.hear_failure(error)
+            if course is not None:
+                course.fail_collective(error)
             raise
+        if course is not None and not self._has_ended:
+            self._has_ended = True
+            course.end_collective()
+        return True
 
     def get_future(self) -> Any:
         """Its value is the result; what is in it where a peer is lost is garbage. An error that

@@ -231,6 +231,22 @@ class Reports:
         return len({n.rpartition("-")[0] for n in names if n.startswith(f"failure-{launch}-")})
 
 
+def brought_by(member: int, named: dict[int, Any]) -> list[str]:
+    """Of the files that each has, those that this one brings: what several have, the lowest rank
+    does."""
+    brought: list[str] = []
+    for other, (_, paths) in named.items():
+        if other == member:
+            return [path for path in paths if path not in brought]
+        brought += paths
+    return []
+
+
+def new_name() -> str:
+    """Of a checkpoint, as Ray Train makes it."""
+    return f"{PREFIX}{time.strftime('%Y-%m-%d_%H-%M-%S')}.{time.time_ns() % 10**9:09}"
+
+
 def manifest_of(name: str) -> str:
     return f"{MANIFESTS}/{name}.json"
 

@@ -1,0 +1,117 @@
+"""A training function for Ray Train that counts in its weights how often each sample was used, and
+writes down its steps. It ends ranks where it is told to."""
+
+import json
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+SAMPLES, BATCH, EPOCHS = 120, 4, 3
+
+
+def count_uses(settings: dict[str, Any]) -> str:
+    import ray.train
+    import ray.train.torch
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    calls = Path(f"called-{os.getpid()}")
+    calls.write_text("x" + (calls.read_text() if calls.exists() else ""))
+    torch.manual_seed(0)
+    member = ray.train.get_context().get_world_rank()
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    loaded = DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
+    )
+    loader = ray.train.torch.prepare_data_loader(loaded)
+    net = counting_net(settings)
+    model = ray.train.torch.prepare_model(net)
+    optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
+    num_steps = len(loader) * EPOCHS // settings.get("accumulate", 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
+    scaler = torch.amp.GradScaler("cpu", enabled=settings.get("scaled", False))
+    step = batches = 0
+    sizes: list[int] = []
+    lines = Path(f"steps-{os.getpid()}.jsonl").open("a", buffering=1)  # noqa: SIM115
+    for epoch in range(EPOCHS):
+        loader.sampler.set_epoch(epoch)
+        for (samples,) in loader:
+            end_here(settings, member, step, "forward")
+            batches += 1
+            is_whole = batches % settings.get("accumulate", 1) == 0
+            with nullcontext() if is_whole else model.no_sync():
+                loss = model(samples)
+                if is_end(settings, member, step, "backward"):
+                    loss.register_hook(lambda _: kill())
+                scaler.scale(loss).backward()
+            sizes.append(len(samples))
+            if not is_whole:
+                continue
+            end_here(settings, member, step, "vote")
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.learned(), 10.0)
+            net.count()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step + 1 < num_steps:
+                schedule.step()
+            step += 1
+            lines.write(
+                json.dumps({"step": step, "sizes": sizes, "loss": loss.item(), "at": time.time()})
+                + "\n"
+            )
+            sizes = []
+            time.sleep(settings.get("sleep_s", 0.0))
+        end_here(settings, member, epoch, "report")
+        ray.train.report({"epoch": epoch, "loss": loss.item()})
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    torch.save({**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, f"end-{member}.pt")
+    return "counted"
+
+
+def counting_net(settings: dict[str, Any]) -> Any:
+    import torch
+    from torch import nn
+
+    class Counting(nn.Module):
+        """`uses` has a gradient of one part of the global batch for each use of a sample."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses = nn.Parameter(torch.zeros(SAMPLES))
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            self.register_buffer("table", torch.randn(SAMPLES, 8))
+
+        def forward(self, samples: torch.Tensor) -> torch.Tensor:
+            inputs = self.get_buffer("table")[samples]
+            error = self.net(inputs) - inputs.sum(1, keepdim=True)
+            return error.square().mean() + self.uses[samples].sum() * 1e-3
+
+        def learned(self) -> list[nn.Parameter]:
+            return list(self.net.parameters())
+
+        @torch.no_grad()
+        def count(self) -> None:
+            assert self.uses.grad is not None
+            one = self.uses.grad[self.uses.grad > 0].min()
+            self.uses += (self.uses.grad / one).round()
+            self.uses.grad = None
+
+    return Counting()
+
+
+def is_end(settings: dict[str, Any], member: int, step: int, where: str) -> bool:
+    return [member, step, where] in settings.get("ends", [])
+
+
+def end_here(settings: dict[str, Any], member: int, step: int, where: str) -> None:
+    if is_end(settings, member, step, where):
+        kill()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,239 @@
+"""A script goes on in place: models, loaders and collectives over real process groups, without a
+controller. Every sample that is used is counted in the weights."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elastic.protocol.errors import PeerLost, StepCancelled
+from tests.workers.ranks import Ranks, run_ranks
+from workers.distributed.process_group import Group
+from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.loader import Loaders
+from workers.scripts.in_place.seams import standing_in
+from workers.scripts.in_place.unit import Unit
+
+SAMPLES, BATCH = 36, 3
+
+
+class Survivors:
+    """Regroups without the lost, whom everybody knows; whoever meets the loss first tells."""
+
+    def __init__(self, ranks: Ranks, survivors: list[int]) -> None:
+        self._ranks, self._survivors = ranks, survivors
+        self.group = ranks.form(1, [0, 1, 2])
+        ranks.once_said("lost", self.group.abandon)
+
+    @property
+    def has_changed(self) -> bool:
+        return self.group.is_abandoned
+
+    def regroup(self, error: PeerLost | None) -> Group:
+        self._ranks.say("lost")
+        self.group = self._ranks.form(2, self._survivors)
+        return self.group
+
+    def deny(self, why: str) -> None:
+        raise AssertionError(why)
+
+    def say_level(self, level: int, reason: str) -> None: ...
+
+    def unwind(self) -> None:
+        raise StepCancelled
+
+
+def in_place(lost: int, script: Callable[[int], Any]) -> list[Any]:
+    """What the script gives on the survivors of three; it ends the lost rank itself."""
+
+    def body(ranks: Ranks) -> Any:
+        survivors = [i for i in range(3) if i != lost]
+        regrouping = Survivors(ranks, survivors)
+        group = DefaultGroup(regrouping.group)
+        course = group.course = Course("call", group, regrouping)
+        with as_default(group), standing_in(course, Loaders(course)):
+            if ranks.index == lost:
+                ranks.tell(None)
+            try:
+                return script(ranks.index)
+            except StepCancelled:
+                return "called again"
+
+    return run_ranks(3, body, killed=[lost])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Uses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses = nn.Parameter(torch.zeros(SAMPLES))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return self.uses[samples].sum()
+
+    @torch.no_grad()
+    def count(self) -> None:
+        assert self.uses.grad is not None
+        one = self.uses.grad[self.uses.grad > 0].min()
+        self.uses += (self.uses.grad / one).round()
+        self.uses.grad = None
+
+
+def loader_of(samples: int = SAMPLES, **settings: Any) -> Any:
+    dataset = TensorDataset(torch.arange(samples))
+    return DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset), **settings)
+
+
+def used(models: list[nn.Module]) -> list[list[float]]:
+    return [model.uses.detach().tolist() for model in models]  # type: ignore[operator]
+
+
+def test_two_models_by_hand_go_on_with_whatever_the_lost_had():
+    def script(index: int) -> Any:
+        first, second = Uses(), Uses()
+        models = [DistributedDataParallel(first), DistributedDataParallel(second)]
+        loader, num_steps, unused = loader_of(), 0, []
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            for (samples,) in loader:
+                loss = models[0](samples) + models[1](samples)
+                if (index, num_steps) == (2, 1):
+                    loss.register_hook(lambda _: kill())
+                loss.backward()
+                for net in (first, second):
+                    net.count()
+                    unused.append(net.unused.grad is None)
+                num_steps += 1
+        return used([first, second]), num_steps, all(unused), dist.get_rank()
+
+    found = in_place(2, script)
+    everything = [[2.0] * SAMPLES] * 2
+    assert found == [(everything, 8, True, 0), (everything, 8, True, 1)]
+
+
+def test_who_has_missed_the_vote_takes_it_from_who_has_seen_it(monkeypatch):
+    """Rank 2 is lost right after a vote; rank 1 does not hear its end, rank 0 does and is ahead."""
+
+    def script(index: int) -> Any:
+        reduce, num_units = Unit.reduce, [0]
+
+        def interrupted(self: Unit, group: Group, weight: float, buffers: Any) -> Any:
+            vote = reduce(self, group, weight, buffers)
+            num_units[0] += 1
+            if num_units[0] == 2 and index == 2:
+                kill()
+            if num_units[0] == 2 and index == 1:
+                raise PeerLost("the vote's end was not heard")
+            return vote
+
+        Unit.reduce = interrupted
+        net, num_steps = Uses(), 0
+        model = DistributedDataParallel(net)
+        for (samples,) in loader_of():
+            model(samples).backward()
+            net.count()
+            num_steps += 1
+        return used([net]), num_steps
+
+    assert in_place(2, script) == [([[1.0] * SAMPLES], 4)] * 2
+
+
+def test_batches_of_loader_processes_that_are_dealt_again_are_dropped():
+    def script(index: int) -> Any:
+        multiprocessing.current_process()._config["daemon"] = False  # it has children
+        net, num_steps = Uses(), 0
+        model = DistributedDataParallel(net)
+        for (samples,) in loader_of(num_workers=1):
+            if (index, num_steps) == (0, 1):
+                kill()
+            model(samples).backward()
+            net.count()
+            num_steps += 1
+        return used([net]), num_steps
+
+    assert in_place(0, script) == [([[1.0] * SAMPLES], 4)] * 2
+
+
+def test_the_last_share_of_a_pass_is_used_in_the_next():
+    def script(index: int) -> Any:
+        net, num_steps = Uses(), 0
+        model, loader = DistributedDataParallel(net), loader_of()
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            for (samples,) in loader:
+                if (index, num_steps) == (1, 3):  # the last one of the first pass
+                    kill()
+                model(samples).backward()
+                net.count()
+                num_steps += 1
+        return used([net]), num_steps
+
+    assert in_place(1, script) == [([[2.0] * SAMPLES], 8)] * 2
+
+
+def test_buffers_are_the_lowest_ranks():
+    def script(index: int) -> Any:
+        net = nn.BatchNorm1d(3)
+        model = DistributedDataParallel(net)
+        torch.manual_seed(index)
+        for step in range(4):
+            if (index, step) == (0, 2):
+                kill()
+            model(torch.randn(4, 3)).square().sum().backward()
+        return [buffer.tolist() for buffer in net.buffers()]
+
+    first, second = in_place(0, script)
+    assert first == second
+
+
+def test_a_collective_that_a_lost_rank_was_in_calls_the_script_again():
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        model(torch.tensor([index])).backward()
+        dist.barrier()
+        if index == 1:
+            kill()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return "went on"
+
+    assert in_place(1, script) == ["called again"] * 2
+
+
+def test_a_barrier_does_without_the_lost():
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        model(torch.tensor([index])).backward()
+        if index == 1:
+            kill()
+        dist.barrier()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item(), dist.get_world_size()
+
+    assert in_place(1, script) == [(2.0, 2)] * 2
+
+
+def test_a_loader_that_cannot_be_dealt_calls_the_script_again():
+    def script(index: int) -> Any:
+        net = Uses()
+        model = DistributedDataParallel(net)
+        for (samples,) in DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH):
+            model(samples).backward()
+            if index == 0:
+                kill()
+        return "went on"
+
+    assert in_place(0, script) == ["called again"] * 2

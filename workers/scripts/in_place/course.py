@@ -1,0 +1,258 @@
+"""One call of the script as it goes on through losses: `Course`.
+
+It counts the operations that all members do alike, and after a loss asks the members that are left
+where they are (standing.py). How the group is replaced is workers/script_loop.py's; what is reduced
+is unit.py's, and what is loaded is loader.py's.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Protocol
+from weakref import ReferenceType
+
+import torch
+
+from elastic.protocol.errors import PeerLost, StepCancelled
+from workers.distributed.exchange import gather_json
+from workers.distributed.process_group import Group
+from workers.scripts.default_group import DefaultGroup
+from workers.scripts.in_place import standing
+from workers.scripts.in_place.dealing import Loss
+from workers.scripts.in_place.standing import CallAgain, InPass, Standing, judge
+
+log = logging.getLogger(__name__)
+
+
+class Regrouping(Protocol):
+    """What a course asks of its call."""
+
+    @property
+    def has_changed(self) -> bool:
+        """The group at hand is that of the members no more."""
+        ...
+
+    def regroup(self, error: PeerLost | None) -> Group | None:
+        """The next generation's group, once it has formed; None: the script has ended on all ranks.
+        error: what this rank has met, if it has met the loss itself."""
+        ...
+
+    def deny(self, why: str) -> None:
+        """Have the script called again, and no call of it go on in place. Raises StepCancelled."""
+        ...
+
+    def say_level(self, level: int, reason: str) -> None:
+        """Whether a loss can be survived in place, and why not."""
+        ...
+
+    def unwind(self) -> NoReturn:
+        """The script is to be called again. Raises StepCancelled."""
+        ...
+
+
+class Stands(Protocol):
+    """A loader that deals."""
+
+    def stand(self) -> InPass: ...
+    def lose(self, number: int, loss: Loss) -> None: ...
+    def count(self, *, is_training: bool) -> None: ...
+
+
+class Learns(Protocol):
+    """A model whose gradients meet."""
+
+    def add_samples(self, weight: float) -> None: ...
+
+
+@dataclass(slots=True)
+class Operations:
+    """What all members of a call do alike, as far as this one is."""
+
+    num_done: int = 0
+    doing: str = ""
+    """One of standing.py's; empty: none."""
+    num_collectives: int = 0
+    """Of the script's own, launched and not waited for."""
+    result: Any = None
+    """Of the one that has ended last: what who has missed its end is told."""
+
+
+class Course:
+    """Of one call, on one member."""
+
+    def __init__(self, call: str, group: DefaultGroup, regrouping: Regrouping) -> None:
+        """call: the same on all members and no other call's."""
+        self.call, self.group = call, group
+        self._regrouping = regrouping
+        self.member = group.rank()
+        """The rank that this member had when the call began: its name."""
+        self.num_ranks = group.size()
+        """When the call began."""
+        self.members = tuple(range(self.num_ranks))
+        """In the order of today's ranks."""
+        self.models: list[ReferenceType[Learns]] = []
+        self.loaders: list[Stands] = []
+        self.losses: dict[int, list[tuple[int, Loss]]] = {}
+        """By loader, each with the pass in which it happened."""
+        self.refusal = ""
+        """Why this call cannot go on in place; empty: it can."""
+        self.is_rank_asked = True
+        """Since the last loss, the script has asked for its rank."""
+        self._has_trained = False
+        self._suspicion = ""
+        """Will be a refusal if anything is trained."""
+        self.operations = Operations()
+        self._has_ended = False
+        """The script is to be called again, also if it has caught what told it so."""
+
+    def refuse(self, why: str) -> None:
+        """From now on a loss has the script called again."""
+        if not self.refusal:
+            self.refusal = why
+            self._regrouping.say_level(0, why)
+
+    def deny(self, why: str) -> None:
+        """What the script wants now cannot be had in place: it is called again at level 0."""
+        self._regrouping.deny(why)
+
+    def suspect(self, why: str) -> None:
+        """It is a refusal if a unit follows: what is only looked at may be loaded in any way."""
+        self._suspicion = self._suspicion or why
+
+    # --- samples ------------------------------------------------------------------------------
+    def add_samples(self, weight: float) -> None:
+        """The script has a batch: 1 if it is of the script's own size."""
+        for model in self.models:
+            if (learns := model()) is not None:
+                learns.add_samples(weight)
+
+    def count_samples(self) -> None:
+        """A unit has ended: what was delivered has counted, the part of every member."""
+        for loader in self.loaders:
+            loader.count(is_training=True)
+        if self._suspicion:
+            self.refuse(self._suspicion)
+        elif not self._has_trained:
+            self._has_trained = True
+            if not self.refusal:
+                self._regrouping.say_level(1, "")
+
+    # --- operations ---------------------------------------------------------------------------
+    def check(self) -> None:
+        """Before anything that all members do: the members are those of the group. StepCancelled
+        if the script is to be called again."""
+        if self._has_ended:
+            self._regrouping.unwind()
+        if self._regrouping.has_changed:
+            self._recover(None)
+
+    def do(self, what: str, attempt: Callable[[], Any]) -> None:
+        """The same operation on all members, again after a loss. `operations.result` is what
+        attempt gives here or, if this member has missed its end, where it was seen."""
+        self.check()
+        now = self.operations
+        now.doing, number = what, now.num_done
+        with self.group.waiting(what):
+            while now.num_done == number:
+                try:
+                    found = attempt()
+                except PeerLost as error:
+                    self._recover(error)
+                else:
+                    now.num_done, now.result = number + 1, found
+        now.doing = ""
+
+    def exchange(self, value: Any) -> dict[int, Any]:
+        """The JSON values of all members, by their names in the order of ranks."""
+        mine = [self.member, value]
+        self.do(standing.EXCHANGE, lambda: gather_json(self.group.inner, mine))
+        return dict(self.operations.result)
+
+    def barrier(self) -> None:
+        self.do(standing.BARRIER, lambda: self.group.inner.barrier().wait())
+
+    def commit(self, attempt: Callable[[], None]) -> None:
+        """The engine's own step, whose vote it rolls forward itself."""
+        now = self.operations
+        now.doing, number = standing.COMMIT, now.num_done
+        while now.num_done == number:
+            try:
+                attempt()
+            except StepCancelled:
+                self._recover(None)
+            else:
+                now.num_done += 1
+        now.doing = ""
+
+    def count_commit(self) -> None:
+        """The step of the engine that was open counts, although it was cancelled here."""
+        self.operations.num_done += 1
+
+    def begin_collective(self) -> None:
+        """One of the script's own is launched: while it is under way a loss cannot be mended."""
+        self.check()
+        self.operations.num_collectives += 1
+
+    def end_collective(self) -> None:
+        self.operations.num_collectives -= 1
+        self.operations.num_done += 1
+        if not torch.is_grad_enabled():  # what was measured over a pass's samples has met
+            for loader in self.loaders:
+                loader.count(is_training=False)
+
+    def fail_collective(self, error: PeerLost) -> NoReturn:
+        """Raises StepCancelled."""
+        self._recover(error)
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self._has_ended = True
+        self._regrouping.unwind()
+
+    # --- losses -------------------------------------------------------------------------------
+    def _recover(self, error: PeerLost | None) -> None:
+        """The group is that of the members that are left. StepCancelled: the script is to be called
+        again."""
+        while True:
+            group = self._regrouping.regroup(error)
+            if group is None:
+                self._end()
+            try:
+                said = gather_json(group, {"standing": asdict(self.stand())})
+            except PeerLost as another:
+                error = another
+                continue
+            self._follow([s.get("standing") for s in said], group)
+            return
+
+    def stand(self) -> Standing:
+        now = self.operations
+        return Standing(
+            call=self.call,
+            member=self.member,
+            num_done=now.num_done,
+            doing=standing.COLLECTIVE if now.num_collectives else now.doing,
+            result=now.result,
+            passes=tuple(loader.stand() for loader in self.loaders),
+            refusal=self.refusal
+            or ("" if self.models else "no model is in DistributedDataParallel"),
+        )
+
+    def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
+        standings = [Standing.of(s) if s else None for s in said]
+        verdict = judge(self.num_ranks, self.members, standings)
+        if isinstance(verdict, CallAgain):
+            log.warning('call=%s called again reason="%s"', self.call, verdict.why)
+            self._end()
+        for index, (number, loss) in enumerate(verdict.losses):
+            self.losses.setdefault(index, []).append((number, loss))
+            if index < len(self.loaders):
+                self.loaders[index].lose(number, loss)
+        now = self.operations
+        what = 'call=%s members=%s regrouped operations=%d doing="%s"'
+        log.info(what, self.call, verdict.members, now.num_done, now.doing)
+        self.is_rank_asked &= verdict.members == self.members
+        self.members = verdict.members
+        self.group.replace(group)
+        if verdict.num_done > now.num_done:
+            now.num_done, now.result = verdict.num_done, verdict.result

@@ -1,0 +1,125 @@
+"""What a model in DistributedDataParallel does in place of torch's reducer: `Replica`.
+
+The class and its constructor stay torch's (seams.py says what is replaced). Gradients meet at the
+end of `backward()`, in unit.py; `optimizer.step()` is the script's own.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.standing import UNIT
+from workers.scripts.in_place.unit import Unit
+
+
+class Replica:
+    """Of one model. It is what torch keeps as `reducer`, which copies and pickles leave out."""
+
+    def __init__(
+        self, module: Any, parameters: Sequence[Tensor], course: Course, backward: "Backward"
+    ) -> None:
+        self._module, self.course = weakref.ref(module), course
+        self._backward = backward
+        self.unit = Unit(parameters)
+        self.number = len(course.models)
+        course.models.append(weakref.ref(self))
+        self._is_expected = False
+        """The last forward was to be synchronised."""
+        self._weights: list[float] = []
+        """Of the batches since the last unit."""
+        self.weight = 1.0
+        """What this member's part of the unit counts: 1 for a batch of the script's own size."""
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._hear_gradient, index))
+
+    def add_samples(self, weight: float) -> None:
+        self._weights.append(weight)
+
+    def take_weights(self) -> None:
+        """Those of the batches so far; without a new one they are the last ones'."""
+        if self._weights:
+            self.weight, self._weights = sum(self._weights), []
+
+    def before_forward(self) -> None:
+        self.course.check()
+        if torch.is_grad_enabled():
+            self._backward.forget()
+
+    def after_forward(self, output: Any, *, is_synchronised: bool) -> None:
+        """A backward through this output ends with a unit, if it is to be synchronised."""
+        self._is_expected = is_synchronised
+        if is_synchronised:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        self._backward.take(self)
+
+    def _hear_gradient(self, index: int, _: Tensor) -> None:
+        if self._is_expected and not self._backward.is_under_way:
+            self._backward.take(self)  # an output in which no tensor was found
+        if self._backward.is_of(self):
+            self.unit.hear_gradient(index)
+
+    def end_backward(self) -> None:
+        """The gradients become the means over the members."""
+        course, buffers = self.course, self._buffers()
+        reduce = self.unit.reduce
+        course.do(UNIT, lambda: reduce(course.group.inner, self.weight, buffers))
+        self.unit.take(course.operations.result, buffers)
+        course.count_samples()
+
+    def _buffers(self) -> list[Tensor]:
+        module = self._module()
+        if module is None or not module.forward_sync_buffers:
+            return []
+        module._assign_modules_buffers()  # a script may have put others in their place
+        return list(module.modules_buffers)
+
+
+class Backward:
+    """The backward at hand, and the models whose gradients meet at its end."""
+
+    def __init__(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
+        self._queue_callback = queue_callback
+        self._taken: list[Replica] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._taken)
+
+    def is_of(self, replica: Replica) -> bool:
+        """Its buckets may be launched: among several models nobody knows in which order."""
+        return self._taken == [replica] and len(replica.course.models) == 1
+
+    def take(self, replica: Replica) -> None:
+        if replica in self._taken:
+            return
+        if not self._taken:
+            self._queue_callback(self._end)
+        self._taken.append(replica)
+        replica.take_weights()
+        replica.unit.begin(replica.course.group.inner, replica.weight)
+
+    def forget(self) -> None:
+        """A forward has begun: what an exception has ended is over."""
+        if torch._C._current_graph_task_id() == -1:
+            self._taken = []
+
+    def _end(self) -> None:
+        taken, self._taken = self._taken, []
+        for replica in sorted(taken, key=lambda r: r.number):
+            replica.end_backward()
+
+
+def replica_of(module: nn.Module) -> Replica | None:
+    """None: the model is torch's own."""
+    found = module.__dict__.get("reducer")
+    return found if isinstance(found, Replica) else None

@@ -1,0 +1,167 @@
+"""What of torch's classes is replaced while a script runs that commits in place. Nothing else of
+ours reaches into them for that; all of it is put back at the end of the call.
+
+Some of it is private to torch: other versions than the tested ones, and a torch on which the trial
+(trial.py) finds another gradient than stock DDP's, run at level 0.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.ddp import Backward, Replica, replica_of
+from workers.scripts.in_place.loader import Loaders
+
+TESTED = ("2.13",)
+
+
+def version_refusal() -> str:
+    """Why this torch is not trusted; empty: it is."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    return "" if version in TESTED else f"torch {torch.__version__} has not been tried"
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def standing_in(course: Course, loaders: Loaders) -> Iterator[None]:
+    """Within, models, samplers and loaders are this call's."""
+    with ExitStack() as stack:
+        for owner, name, value in (*of_models(course), *of_loaders(course, loaders)):
+            stack.enter_context(replaced(owner, name, value))
+        yield
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """At the end of the backward at hand."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
+
+
+Seam = tuple[Any, str, Any]
+uncompiled: Any = torch.compiler.disable
+
+
+def of_models(course: Course) -> list[Seam]:
+    ddp: Any = DistributedDataParallel
+    torchs_init, torchs_forward = ddp._ddp_init_helper, ddp.forward
+    backward = Backward(queue_callback)
+
+    def make_reducer(
+        module: Any, parameters: Any, expect_sparse: Any, names: Any, is_static: Any
+    ) -> None:
+        if why := model_refusal(module, expect_sparse):
+            course.refuse(why)
+            torchs_init(module, parameters, expect_sparse, names, is_static)
+        else:
+            module.logger = None
+            module.reducer = Replica(module, parameters, course, backward)
+
+    def forward(module: Any, *inputs: Any, **named: Any) -> Any:
+        replica = replica_of(module)
+        if replica is None:
+            return torchs_forward(module, *inputs, **named)
+        before_forward(replica)
+        if module.device_ids:
+            device = torch.device(module.device_type, module.device_ids[0])
+            is_aside = module.use_side_stream_for_tensor_copies
+            moved, moved_named = _to_kwargs(inputs, named, device, is_aside)
+            inputs, named = moved[0], moved_named[0]
+        output = module.module(*inputs, **named)
+        if torch.is_grad_enabled():
+            after_forward(replica, output, module.require_backward_grad_sync)
+        return output
+
+    def set_static_graph(module: Any) -> None:
+        module.static_graph = True
+
+    return [
+        (ddp, "_ddp_init_helper", make_reducer),
+        (ddp, "forward", forward),
+        (ddp, "_set_static_graph", set_static_graph),
+        (ddp, "register_comm_hook", denied(course, "register_comm_hook")),
+        (ddp, "_register_buffer_comm_hook", denied(course, "_register_buffer_comm_hook")),
+        (ddp, "join", denied(course, "join")),
+    ]
+
+
+@uncompiled
+def before_forward(replica: Replica) -> None:
+    replica.before_forward()
+
+
+@uncompiled
+def after_forward(replica: Replica, output: Any, is_synchronised: bool) -> None:
+    replica.after_forward(output, is_synchronised=is_synchronised)
+
+
+def denied(course: Course, name: str) -> Callable[..., Any]:
+    """What only torch's own reducer can do."""
+    torchs_own = DistributedDataParallel.__dict__[name]
+
+    def call(module: Any, *args: Any, **named: Any) -> Any:
+        if replica_of(module) is not None:
+            course.deny(f"the script uses DistributedDataParallel.{name}")
+        return torchs_own(module, *args, **named)
+
+    return call
+
+
+def model_refusal(module: Any, expect_sparse: Any) -> str:
+    """Why this model's gradients are left to torch's own reducer; empty: they are ours."""
+    checks = (
+        (
+            module.process_group is not torch.distributed.group.WORLD,
+            "a model has a process group of its own",
+        ),
+        (module.mixed_precision is not None, "a model has DDP's mixed_precision"),
+        (any(expect_sparse), "a model has sparse gradients"),
+        (module.is_multi_device_module, "a model is on several devices"),
+        (bool(module._delay_all_reduce_params), "a model delays the reduction of parameters"),
+    )
+    return next((why for is_so, why in checks if is_so), "")
+
+
+def of_loaders(course: Course, loaders: Loaders) -> list[Seam]:
+    sampler, batch_sampler, loader = DistributedSampler, BatchSampler, DataLoader
+    torchs_init, torchs_batches = sampler.__init__, batch_sampler.__iter__
+    torchs_iterate: Any = loader.__iter__
+
+    def make_sampler(
+        self: Any,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *args: Any,
+        **named: Any,
+    ) -> None:
+        """The ranks are those of the call: a pass keeps its number of iterations."""
+        replicas = course.num_ranks if num_replicas is None else num_replicas
+        own = course.group.rank() if rank is None else rank
+        torchs_init(self, dataset, replicas, own, *args, **named)
+
+    def batches(self: Any) -> Iterator[list[int]]:
+        found = loaders.indices_of(self)
+        return torchs_batches(self) if found is None else found
+
+    def iterate(self: Any) -> Iterator[Any]:
+        return loaders.iterate(self, torchs_iterate)
+
+    return [
+        (sampler, "__init__", make_sampler),
+        (batch_sampler, "__iter__", batches),
+        (loader, "__iter__", iterate),
+    ]

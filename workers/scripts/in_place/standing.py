@@ -1,0 +1,112 @@
+"""What the members of a new generation say of themselves, and whether the script goes on in place.
+
+Pure: every member judges the same words alike. What follows is course.py's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from workers.scripts.in_place.dealing import MAX_GROWTH, Loss
+
+UNIT, EXCHANGE, BARRIER, COMMIT = "unit", "exchange", "barrier", "commit"
+"""Operations that members who are left can do again without the lost."""
+COLLECTIVE = "collective"
+"""One of the script's own: what the lost had in it is nowhere else."""
+
+
+@dataclass(frozen=True, slots=True)
+class InPass:
+    """Where a member is in the passes over one loader."""
+
+    number: int
+    """Of the pass: 1 is the first."""
+    drawn: int
+    """The last iteration that it has drawn; -1: none."""
+    counted: int
+    """The last iteration that has counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Of a member in the middle of a call of the script."""
+
+    call: str
+    """The same on all members of the call."""
+    member: int
+    num_done: int
+    """Operations that have ended here; all members do the same ones in the same order."""
+    doing: str
+    """The operation that it is in; empty: none."""
+    result: Any
+    """Of the operation that has ended last, for who has missed it."""
+    passes: tuple[InPass, ...]
+    """By loader, in the order in which the script has begun them."""
+    refusal: str
+    """Why this member cannot go on in place; empty: it can."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Standing":
+        passes = tuple(InPass(**of_loader) for of_loader in fields["passes"])
+        return cls(**{**fields, "passes": passes})
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Who is left goes on."""
+
+    members: tuple[int, ...]
+    num_done: int
+    """Of the furthest: who has done less has missed an operation that counts."""
+    result: Any
+    """Of that operation."""
+    losses: tuple[tuple[int, Loss], ...]
+    """By loader: the pass in which it happened, and what."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAgain:
+    """The script is called again on all of them."""
+
+    why: str
+
+
+Verdict: TypeAlias = GoOn | CallAgain
+
+
+def judge(num_ranks: int, before: tuple[int, ...], standings: Sequence[Standing | None]) -> Verdict:
+    """num_ranks: when the call began. before: the members until now. standings: of the new
+    generation's, by rank; None: of one that begins the call."""
+    said = [standing for standing in standings if standing is not None]
+    if len(said) < len(standings) or len({s.call for s in said}) > 1:
+        return CallAgain("a newcomer begins with the others")
+    if refusals := [s.refusal for s in said if s.refusal]:
+        return CallAgain(refusals[0])
+    if len(said) * MAX_GROWTH < num_ranks:
+        return CallAgain(f"{len(said)} of {num_ranks} ranks are left: batches would grow too large")
+    furthest = max(s.num_done for s in said)
+    result = next(s.result for s in said if s.num_done == furthest)
+    if any(s.num_done < furthest - 1 for s in said):
+        return CallAgain("ranks were more than one operation apart")
+    if any(s.doing not in (UNIT, EXCHANGE, BARRIER) for s in said if s.num_done < furthest):
+        return CallAgain("a rank has missed the result of a collective of the script's own")
+    doing = {s.doing for s in said if s.num_done == furthest and s.doing}
+    if COLLECTIVE in doing:
+        return CallAgain("the lost rank was in a collective of the script's own")
+    if len(doing) > 1:
+        return CallAgain(f"ranks were in different operations: {', '.join(sorted(doing))}")
+    members = tuple(s.member for s in said)
+    return GoOn(members, furthest, result, losses_of(before, said))
+
+
+def losses_of(before: tuple[int, ...], said: Sequence[Standing]) -> tuple[tuple[int, Loss], ...]:
+    """By loader, of the pass in which the furthest member is."""
+    after = tuple(s.member for s in said)
+    found: list[tuple[int, Loss]] = []
+    for loader in range(max(len(s.passes) for s in said)):
+        of_loader = [s.passes[loader] for s in said if loader < len(s.passes)]
+        newest = max(p.number for p in of_loader)
+        there = [p for p in of_loader if p.number == newest]
+        drawn, counted = max(p.drawn for p in there), max(p.counted for p in there)
+        found.append((newest, Loss(before, after, drawn, counted)))
+    return tuple(found)

@@ -1,0 +1,191 @@
+"""A unit: the gradients of one synchronised backward, summed over the members by samples.
+
+Local gradients stay as they are until all members hold the sums, which the vote at its end says;
+only then the means take their place. A unit that lost a member before is reduced again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic.protocol.errors import PeerLost
+from workers.distributed.device_wait import mark, wait_for
+from workers.distributed.pending import Settling
+from workers.distributed.process_group import Group
+from workers.tensors.strides import dense_strides
+
+BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    indices: list[int]
+    parameters: list[Tensor]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """At one unit, over one group; another one has memory of its own, as what was abandoned may
+    still be written to."""
+
+    group: Group
+    weight: float
+    sums: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    """By bucket: flat, and by parameter."""
+    pending: list[Settling] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    """The lowest rank's, flat."""
+    heard: set[int] = field(default_factory=set)
+    """Parameters whose gradients the backward has brought."""
+    is_summed: bool = False
+    """The sums are here; the vote on them may have begun."""
+    failure: Exception | None = None
+    """Of a launch in the middle of the backward: it is raised at its end."""
+
+
+class Unit:
+    """Of one model. All members launch its buckets in one order."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = tuple(parameters)
+        self._buckets = [
+            Bucket(indices, [self._parameters[i] for i in indices])
+            for indices in cut(self._parameters)
+        ]
+        self._attempt: Attempt | None = None
+
+    def begin(self, group: Group, weight: float) -> None:
+        """A backward; it is not launched over another group than this one."""
+        self._attempt = Attempt(group, weight)
+
+    def hear_gradient(self, index: int) -> None:
+        """It is there: what is complete is launched."""
+        attempt = self._attempt
+        if attempt is None or attempt.failure is not None:
+            return
+        if index in attempt.heard and self._is_launched(attempt, index):
+            attempt.failure = RuntimeError(
+                "a parameter got a second gradient in one backward after the first was sent; use "
+                "checkpoint(use_reentrant=False)"
+            )
+            return
+        attempt.heard.add(index)
+        try:
+            while len(attempt.sums) < len(self._buckets):
+                bucket = self._buckets[len(attempt.sums)]
+                if not attempt.heard.issuperset(bucket.indices):
+                    return
+                launch(attempt, bucket)
+        except PeerLost as error:
+            attempt.failure = error
+
+    def _is_launched(self, attempt: Attempt, index: int) -> bool:
+        return any(index in b.indices for b in self._buckets[: len(attempt.sums)])
+
+    def reduce(self, group: Group, weight: float, buffers: Sequence[Tensor]) -> list[Any]:
+        """What the vote says: the sum of the weights, and which parameters nobody has used. Raises
+        PeerLost; what was launched is done again then, over another group."""
+        attempt = self._attempt
+        if attempt is None or attempt.group is not group:
+            attempt = self._attempt = Attempt(group, weight)
+        if attempt.failure is not None:
+            raise attempt.failure
+        while len(attempt.sums) < len(self._buckets):
+            launch(attempt, self._buckets[len(attempt.sums)])
+        attempt.buffers = flattened(buffers)
+        for flat in attempt.buffers:
+            attempt.pending += group.broadcast([flat])._pending
+        for pending in attempt.pending:
+            pending.wait()
+        if (summed := mark(self._parameters[0].device)) is not None:
+            wait_for(summed, group.device_waits_in)
+        attempt.is_summed = True
+        return self._vote(group, weight)
+
+    def _vote(self, group: Group, weight: float) -> list[Any]:
+        used = [float(parameter.grad is not None) for parameter in self._parameters]
+        ballot = torch.tensor([weight, *used], dtype=torch.float64)
+        group.control.all_reduce(ballot).wait()
+        total, *num_used = group.control.read(ballot).tolist()
+        return [total, [i for i, num in enumerate(num_used) if not num]]
+
+    @torch.no_grad()
+    def take(self, vote: Sequence[Any], buffers: Sequence[Tensor]) -> None:
+        """The means are the gradients, and the buffers the lowest rank's."""
+        assert self._attempt is not None
+        assert self._attempt.is_summed
+        total, unused = vote[0], set(vote[1])
+        share = self._attempt.group.size() / total
+        """1 where all had batches of the script's own size: the bits are stock DDP's then."""
+        for bucket, (flat, views) in zip(self._buckets, self._attempt.sums, strict=True):
+            flat.mul_(share)
+            for index, parameter, view in zip(
+                bucket.indices, bucket.parameters, views, strict=True
+            ):
+                if index in unused:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
+        unflatten(self._attempt.buffers, buffers)
+        self._attempt = None
+
+
+@torch.no_grad()
+def launch(attempt: Attempt, bucket: Bucket) -> None:
+    like = bucket.parameters[0]
+    sizes = [p.numel() for p in bucket.parameters]
+    flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+    views = [
+        piece.as_strided(p.shape, dense_strides(p))
+        for p, piece in zip(bucket.parameters, flat.split(sizes), strict=True)
+    ]
+    for parameter, view in zip(bucket.parameters, views, strict=True):
+        if parameter.grad is None or not attempt.weight:
+            view.zero_()
+        else:
+            view.copy_(parameter.grad)
+    flat.mul_(attempt.weight / attempt.group.size())
+    attempt.sums.append((flat, views))
+    attempt.pending.append(attempt.group.all_reduce(flat))
+
+
+def cut(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """On borders of parameters, the last ones first: their gradients come first."""
+    done: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i in reversed(range(len(parameters))):
+        p = parameters[i]
+        indices, size = filling.pop((p.dtype, p.device), ([], 0))
+        indices, size = [*indices, i], size + p.numel() * p.element_size()
+        if size >= BUCKET_BYTES.get(p.device.type, 25 << 20):
+            done.append(indices)
+        else:
+            filling[p.dtype, p.device] = indices, size
+    return done + [indices for indices, _ in filling.values()]
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def flattened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.cat([t.reshape(-1) for t in kind]) for kind in by_kind(tensors)]
+
+
+@torch.no_grad()
+def unflatten(flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for flat, kind in zip(flats, by_kind(tensors), strict=True):
+        pieces = flat.split([t.numel() for t in kind])
+        for tensor, piece in zip(kind, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))
