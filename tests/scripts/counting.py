@@ -18,7 +18,8 @@ def count_uses(settings: dict[str, Any]) -> str:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    calls = Path(f"called-{os.getpid()}")
+    place = Path(settings.get("place", "."))
+    calls = place / f"called-{os.getpid()}"
     calls.write_text("x" + (calls.read_text() if calls.exists() else ""))
     torch.manual_seed(0)
     member = ray.train.get_context().get_world_rank()
@@ -35,9 +36,10 @@ def count_uses(settings: dict[str, Any]) -> str:
     scaler = torch.amp.GradScaler("cpu", enabled=settings.get("scaled", False))
     step = batches = 0
     sizes: list[int] = []
-    lines = Path(f"steps-{os.getpid()}.jsonl").open("a", buffering=1)  # noqa: SIM115
+    lines = (place / f"steps-{os.getpid()}.jsonl").open("a", buffering=1)  # noqa: SIM115
     for epoch in range(EPOCHS):
-        loader.sampler.set_epoch(epoch)
+        if hasattr(loader.sampler, "set_epoch"):  # a lone rank has another one
+            loader.sampler.set_epoch(epoch)
         for (samples,) in loader:
             end_here(settings, member, step, "forward")
             batches += 1
@@ -67,9 +69,11 @@ def count_uses(settings: dict[str, Any]) -> str:
             sizes = []
             time.sleep(settings.get("sleep_s", 0.0))
         end_here(settings, member, epoch, "report")
-        ray.train.report({"epoch": epoch, "loss": loss.item()})
+        ray.train.report({"epoch": epoch, "loss": loss.item(), "pid": os.getpid()})
     state = {k: v.clone() for k, v in net.state_dict().items()}
-    torch.save({**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, f"end-{member}.pt")
+    torch.save(
+        {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
+    )
     return "counted"
 
 

@@ -77,10 +77,26 @@ def test_without_a_loss_the_steps_are_those_of_stock_ddp(undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "step", "where"), [(2, 4, "backward"), (0, 14, "backward"), (1, 7, "forward")]
+    ("ends", "settings"),
+    [
+        pytest.param([0, 7, "backward"], {"accumulate": 2, "scaled": True}, id="accumulating"),
+        pytest.param([1, 14, "forward"], {}, id="forward", marks=pytest.mark.slow),
+        pytest.param([2, 13, "vote"], {}, id="after the vote", marks=pytest.mark.slow),
+        pytest.param([0, 1, "report"], {}, id="report", marks=pytest.mark.slow),
+    ],
 )
-def test_a_loss_is_survived_in_the_middle(tmp_path, rank, step, where):
+def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
     place = tmp_path / "run"
-    run = started(place, ends=[[rank, step, where]])
+    run = started(place, ends=[ends], **settings)
     assert run.wait() == "succeeded", run.failure
-    check(place, WORKERS - 1)
+    check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+
+
+@pytest.mark.slow
+def test_when_too_few_are_left_the_script_is_called_again(tmp_path):
+    place = tmp_path / "run"
+    run = started(place, ends=[[1, 7, "backward"], [2, 14, "backward"]])
+    assert run.wait() == "succeeded", run.failure
+    (end,) = ends(place)
+    assert end["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES
+    assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "x", "xx"]
