@@ -36,7 +36,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     scaler = torch.amp.GradScaler("cpu", enabled=settings.get("scaled", False))
     step = batches = 0
     sizes: list[int] = []
-    lines = (place / f"steps-{os.getpid()}.jsonl").open("a", buffering=1)  # noqa: SIM115
+    lines = (place / f"steps-{os.getpid()}.jsonl").open("a", buffering=1)
     for epoch in range(EPOCHS):
         if hasattr(loader.sampler, "set_epoch"):  # a lone rank has another one
             loader.sampler.set_epoch(epoch)
