@@ -37,6 +37,7 @@ from workers.scripts.reports import (
     File,
     Reports,
     Retention,
+    Told,
     brought_by,
     new_name,
     paths_in,
@@ -116,10 +117,7 @@ class Call:
         self._step: Step | None = self._next_step()
         self.generation = self._member.generation
         self.reports = reports
-        self._newest: str | None = None
-        """Checkpoint that counts, by its name; all ranks say the same."""
-        self.num_reports = self._newest_at = 0
-        """The latter: which of them had the newest checkpoint; 0: none of this call."""
+        self._told = Told()
         self.group: DefaultGroup | None = None
         member = self._member
         self._roll_call = RollCall(member.link.send, lambda: (member.generation, member.rank))
@@ -138,7 +136,7 @@ class Call:
             self.reports.sweep()
         newest = self.reports.newest() if is_lowest else None
         said = self._introduce(inner, [spec.node or spec.host, spec.host, newest])
-        _, master, self._newest = said[0]
+        _, master, self._told.newest = said[0]
         self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
         self.group = DefaultGroup(
             inner, waiting=self._roll_call.waiting, on_refusal=self._unwinding.tell
@@ -243,7 +241,7 @@ class Call:
         source: the folder of this rank's files. name: the checkpoint's, if the script chooses it.
         """
         self.check()
-        self.num_reports += 1
+        self._told.num_reports += 1
         try:
             with self._roll_call.waiting("report()"):
                 return self._report(metrics, source, name)
@@ -267,7 +265,7 @@ class Call:
     def newest_checkpoint(self) -> str | None:
         """The name of the newest one that is what was reported; the same on all ranks."""
         self.check()
-        return self._newest
+        return self._told.newest
 
     @property
     def member(self) -> int:
@@ -306,7 +304,7 @@ class Call:
             return None
         who = {member for member, brings in bringing.items() if brings}
         name, files = self._bring(source, name, who)
-        self._newest, self._newest_at = name, self.num_reports
+        self._told.newest, self._told.newest_at = name, self._told.num_reports
 
         def publish() -> None:
             names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
@@ -346,7 +344,7 @@ class Call:
         course = self.course
         if course is None or course.is_rank_asked or 0 in course.members:
             return
-        if self.loop.saves and self._newest_at == self.num_reports - 1:
+        if self.loop.saves and self._told.newest_at == self._told.num_reports - 1:
             self._call_again("rank 0 is lost, and nobody has asked whether it saves instead")
 
     def _call_again(self, why: str) -> NoReturn:
@@ -356,7 +354,7 @@ class Call:
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
         self.reports.log(
             {
-                "report": self.num_reports,
+                "report": self._told.num_reports,
                 "generation": self.generation,
                 "world_size": self.place.world_size,
                 "metrics": metrics,
@@ -426,7 +424,8 @@ class Call:
     @property
     def has_moved(self) -> bool:
         """The script has come to a collective or a report."""
-        return self.num_reports > 0 or bool(self.group and self.group.launched)
+        has_reduced = self.course is not None and self.course.operations.num_done > 0
+        return has_reduced or self._told.num_reports > 0 or bool(self.group and self.group.launched)
 
     def own_error(self, error: Exception) -> Exception:
         """What the run ends with."""

@@ -43,6 +43,17 @@ class File:
     sha256: str
 
 
+@dataclass(slots=True)
+class Told:
+    """What a call of the script has reported; all ranks say the same."""
+
+    num_reports: int = 0
+    newest: str | None = None
+    """The checkpoint that counts, by its name."""
+    newest_at: int = 0
+    """Which of this call's reports brought it; 0: none of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """Which checkpoints stay: the best so many by a metric, or the newest; the newest two always
