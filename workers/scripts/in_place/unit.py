@@ -26,6 +26,21 @@ class Bucket:
 
     indices: list[int]
     parameters: list[Tensor]
+    spare: tuple[Tensor, list[Tensor]] | None = None
+    """The memory of the unit before: flat, and by parameter."""
+
+    def take_memory(self) -> tuple[Tensor, list[Tensor]]:
+        found, self.spare = self.spare, None
+        if found is not None:
+            return found
+        sizes = [p.numel() for p in self.parameters]
+        like = self.parameters[0]
+        flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+        views = [
+            piece.as_strided(p.shape, dense_strides(p))
+            for p, piece in zip(self.parameters, flat.split(sizes), strict=True)
+        ]
+        return flat, views
 
 
 @dataclass(slots=True)
@@ -123,7 +138,8 @@ class Unit:
         share = self._attempt.group.size() / total
         """1 where all had batches of the script's own size: the bits are stock DDP's then."""
         for bucket, (flat, views) in zip(self._buckets, self._attempt.sums, strict=True):
-            flat.mul_(share)
+            if share != 1:
+                flat.mul_(share)
             for index, parameter, view in zip(
                 bucket.indices, bucket.parameters, views, strict=True
             ):
@@ -133,25 +149,20 @@ class Unit:
                     parameter.grad = view.clone()
                 else:
                     parameter.grad.copy_(view)
+            bucket.spare = (flat, views)
         unflatten(self._attempt.buffers, buffers)
         self._attempt = None
 
 
 @torch.no_grad()
 def launch(attempt: Attempt, bucket: Bucket) -> None:
-    like = bucket.parameters[0]
-    sizes = [p.numel() for p in bucket.parameters]
-    flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-    views = [
-        piece.as_strided(p.shape, dense_strides(p))
-        for p, piece in zip(bucket.parameters, flat.split(sizes), strict=True)
-    ]
+    flat, views = bucket.take_memory()
+    factor = attempt.weight / attempt.group.size()
     for parameter, view in zip(bucket.parameters, views, strict=True):
-        if parameter.grad is None or not attempt.weight:
+        if parameter.grad is None or not factor:
             view.zero_()
         else:
-            view.copy_(parameter.grad)
-    flat.mul_(attempt.weight / attempt.group.size())
+            torch.mul(parameter.grad, factor, out=view)
     attempt.sums.append((flat, views))
     attempt.pending.append(attempt.group.all_reduce(flat))
 
