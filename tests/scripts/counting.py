@@ -4,6 +4,7 @@ writes down its steps. It ends ranks where it is told to."""
 import json
 import os
 import signal
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,13 +32,22 @@ def count_uses(settings: dict[str, Any]) -> str:
     net = counting_net(settings)
     model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
-    num_steps = len(loader) * EPOCHS // settings.get("accumulate", 1)
+    epochs = settings.get("epochs", EPOCHS)
+    num_steps = len(loader) * epochs // settings.get("accumulate", 1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
     scaler = torch.amp.GradScaler("cpu", enabled=settings.get("scaled", False))
     step = batches = 0
     sizes: list[int] = []
     lines = (place / f"steps-{os.getpid()}.jsonl").open("a", buffering=1)
-    for epoch in range(EPOCHS):
+    first = 0
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            state = torch.load(Path(folder) / "state.pt")
+        first, step = state["epoch"] + 1, state["step"]
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+    for epoch in range(first, epochs):
         if hasattr(loader.sampler, "set_epoch"):  # a lone rank has another one
             loader.sampler.set_epoch(epoch)
         for (samples,) in loader:
@@ -69,7 +79,15 @@ def count_uses(settings: dict[str, Any]) -> str:
             sizes = []
             time.sleep(settings.get("sleep_s", 0.0))
         end_here(settings, member, epoch, "report")
-        ray.train.report({"epoch": epoch, "loss": loss.item(), "pid": os.getpid()})
+        metrics = {"epoch": epoch, "loss": loss.item(), "pid": os.getpid()}
+        saved = None
+        with tempfile.TemporaryDirectory() as folder:
+            if settings.get("saves") and ray.train.get_context().get_world_rank() == 0:
+                state = {"epoch": epoch, "step": step, "net": net.state_dict()}
+                state |= {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+                torch.save(state, Path(folder) / "state.pt")
+                saved = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=saved)
     state = {k: v.clone() for k, v in net.state_dict().items()}
     torch.save(
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"

@@ -224,7 +224,7 @@ class LocalRun:
                 self._say(e.event_of(worker, report, time.monotonic()))
             case r.ScriptLevel():
                 self.level = report
-            case r.Measured() | r.LastWords():
+            case r.Measured() | r.LastWords() | r.ScriptMove():
                 pass
             case _:
                 self._say(e.event_of(worker, cast(Any, report), time.monotonic()))

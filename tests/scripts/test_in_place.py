@@ -17,20 +17,20 @@ WORKERS = 3
 STEPS = counting.SAMPLES // counting.BATCH // WORKERS * counting.EPOCHS
 
 
-def started(place: Path, function: Any = counting.count_uses, *, in_place=True, **settings):
+def started(place: Path, *, in_place: bool = True, **settings: Any) -> LocalRun:
     from elastic.on_ray.train_api import answering
 
     loop = ScriptLoop(
-        function=partial(function, settings),
+        function=partial(counting.count_uses, settings),
         place=str(place),
         name=place.name,
         ray_version="2.60.0",
         installed=answering,
         goes_in_place=in_place,
-        saves=False,
+        saves=settings.get("saves", False),
     )
     run = LocalRun(loop, place, WORKERS, least=1)
-    run.can_replace = False
+    run.can_replace = settings.get("saves", False)
     return run.start()
 
 
@@ -100,3 +100,20 @@ def test_when_too_few_are_left_the_script_is_called_again(tmp_path):
     (end,) = ends(place)
     assert end["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES
     assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "x", "xx"]
+
+
+@pytest.mark.slow
+def test_a_new_worker_enters_at_a_report_and_no_step_is_done_again(tmp_path):
+    place, epochs = tmp_path / "run", 40
+    run = started(place, saves=True, epochs=epochs, sleep_s=0.1, ends=[[0, 4, "backward"]])
+    assert run.wait(300) == "succeeded", run.failure
+    found = ends(place)
+    assert len(found) == WORKERS
+    assert all(end["uses"].tolist() == [epochs] * counting.SAMPLES for end in found)
+    done = sorted({line["step"] for lines in steps(place) for line in lines})
+    assert done == list(range(1, STEPS // counting.EPOCHS * epochs + 1))
+    for lines in steps(place):
+        numbers = [line["step"] for line in lines]
+        assert len(set(numbers)) == len(numbers)
+    calls = sorted(file.read_text() for file in place.glob("called-*"))
+    assert calls == ["x", "x", "xx", "xx"]
