@@ -75,12 +75,20 @@ def closed_form_s(depth: int, num_microbatches: int, schedule: str = "") -> floa
     return num_thirds(num_microbatches, depth, schedule) * stage_s / 3
 
 
-def step_s(depth: int, schedule: str, num_microbatches: int = NUM_MICROBATCHES) -> float:
-    """Of the slowest rank; without what comes before the first step and behind the last."""
+def step_s(
+    depth: int,
+    schedule: str,
+    num_microbatches: int = NUM_MICROBATCHES,
+    num_ranks: int = 0,
+    case: Case = CASE,
+) -> float:
+    """Of the slowest rank; without what comes before the first step and behind the last.
+    num_ranks: 0: one pipeline."""
+    num_ranks = num_ranks or depth
 
     def body(ranks: Ranks) -> float:
-        groups = groups_in(ranks.form(0, list(range(depth))))
-        trained, times = Trained(CASE), list[float]()
+        groups = groups_in(ranks.form(0, list(range(num_ranks))))
+        trained, times = Trained(case), list[float]()
         trained.batches *= num_microbatches // NUM_MICROBATCHES
         trained.train(groups, depth, 1, schedule)
         for num_steps in (1, STEPS):
@@ -89,7 +97,7 @@ def step_s(depth: int, schedule: str, num_microbatches: int = NUM_MICROBATCHES) 
             times.append(time.monotonic() - began)
         return (times[1] - times[0]) / (STEPS - 1)
 
-    return max(run_ranks(depth, body))
+    return max(run_ranks(num_ranks, body))
 
 
 @pytest.mark.slow
