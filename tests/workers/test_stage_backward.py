@@ -137,3 +137,21 @@ def test_a_stage_that_received_nothing_has_all_in_the_second_half():
     assert linear.weight.grad is None
     stage.weights()
     assert linear.weight.grad is not None
+
+
+def test_where_each_half_would_compute_the_forward_again_the_first_one_is_all_of_it():
+    linear, runs = nn.Linear(WIDTH, WIDTH), list[int]()
+
+    def forward(x: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.tanh(linear(x))
+
+    x = torch.randn(4, WIDTH).requires_grad_()
+    result = checkpoint(forward, x, use_reentrant=False)
+    stage = StageBackward([result.sum()], None, [x], [linear.weight, linear.bias], has_halves=False)
+    stage.inputs()
+    assert x.grad is not None
+    assert linear.weight.grad is None
+    stage.weights()
+    assert linear.weight.grad is not None
+    assert len(runs) == 2
