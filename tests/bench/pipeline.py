@@ -4,14 +4,16 @@ the user's loss costs on a stage beside its blocks; and what a plan takes.
 
 About 19 million parameters, 8 micro-batches, one thread each. `every step` keeps copies of each
 step in another process, as is the default; `none` keeps none in the steps that are measured.
-    python -m tests.bench.pipeline --pairs 9 [--only throughput,closed,losses,loss,plan]
+    python -m tests.bench.pipeline --pairs 9 [--only throughput,peer,closed,losses,loss,plan]
 A SIGKILL of a rank: `python -m tests.bench.fsdp_recovery --parallel pp:2`, and of one pipeline of
 four `--parallel pp:4`; nothing is saved to storage there.
 """
 
 import argparse
 import json
+import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,11 +30,14 @@ from torch import nn
 from elastic.protocol.pipeline import plan_pipeline
 from elastic.protocol.schedule import SCHEDULES
 from tests.bench.harness import (
+    POLL_S,
     REPOSITORY,
     alternating,
     console,
     elastic_run,
+    end,
     environment,
+    lines_of,
     machine,
     record,
     report,
@@ -46,7 +51,7 @@ from workers.workloads.charlm import CharLM
 
 WORLD = 2
 GLOBAL_BATCH, MICRO_BATCH = 32, 4
-LOSS_RUNS = 50
+LOSS_RUNS, PEERS_PATIENCE_S = 50, 600.0
 SNAPSHOTS = {"every step": 1, "none": 1000}
 
 
@@ -94,6 +99,47 @@ def throughput(pairs: int, steps: int) -> dict[str, str]:
                 f"({statistics.median(ours):.1f} against {statistics.median(theirs):.1f} ms)"
             )
     return results
+
+
+def peers_kill(world: int = 4, kill_at: int = 15) -> dict[str, str]:
+    """SIGKILL of a rank of torch's pipeline of four under torchrun, which starts all of them again
+    from the newest of the checkpoints of every tenth step: to the first step that had not been
+    done, less a median one."""
+    with storage_directory() as storage:
+        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
+        command += ["--nproc-per-node", str(world), "--max-restarts", "1"]
+        command += ["-m", "tests.bench.torchrun_pp", "--steps", str(kill_at + 3)]
+        command += ["--global-batch", "16", "--micro-batch", "2", "--place", str(storage)]
+        with (storage / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(), cwd=REPOSITORY, text=True
+            )
+        try:
+            before = steps_of_peer(storage, process, kill_at)
+            killed_at = time.time()
+            os.kill(int((storage / "rank-1").read_text()), signal.SIGKILL)
+            done = before[-1]["step"]
+            lines = steps_of_peer(storage, process, done + 1)
+        finally:
+            end(process)
+    step_s = statistics.median(b["time"] - a["time"] for a, b in pairwise(before))
+    new = next(line for line in lines if line["step"] > done and line["time"] > killed_at)
+    redone = sum(line["step"] <= done for line in lines[len(before) :])
+    seconds = new["time"] - killed_at - step_s
+    return {"torchrun's restart after a SIGKILL": f"{seconds:.1f} s, {redone} steps redone"}
+
+
+def steps_of_peer(storage: Path, process: subprocess.Popen[str], step: int) -> list[dict]:
+    """Its lines, once there is one of this step."""
+    deadline = time.monotonic() + PEERS_PATIENCE_S
+    while time.monotonic() < deadline:
+        lines = lines_of(storage / "steps.jsonl")
+        if any(line["step"] >= step for line in lines):
+            return lines
+        if process.poll() is not None:
+            raise RuntimeError(f"torchrun failed: {(storage / 'log').read_text()[-2000:]}")
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no step {step} in {PEERS_PATIENCE_S} s")
 
 
 def closed_forms() -> dict[str, str]:
@@ -168,13 +214,14 @@ def cost_of_a_plan() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--only", default="throughput,closed,losses,loss,plan")
+    parser.add_argument("--only", default="throughput,peer,closed,losses,loss,plan")
     parser.add_argument("--steps", type=int, default=15)
     arguments = parser.parse_args()
     about = machine(WORLD)
     console.print(about)
     parts: dict[str, Callable[[], dict[str, str]]] = {
         "throughput": lambda: throughput(arguments.pairs, arguments.steps),
+        "peer": peers_kill,
         "closed": closed_forms,
         "losses": after_losses,
         "loss": cost_of_a_loss,
