@@ -141,7 +141,8 @@ class RunConfig:
     """How the model is spread over the workers: a `Parallel`, or its words; default "ddp".
 
     The words are "ddp", "fsdp", "fsdp-grad-op", "hsdp:S" (S ranks in a replica), or "pp:S" (S
-    stages of a pipeline; "pp:S/GPipe" and "pp:S/Interleaved1F1B" for other schedules than 1F1B).
+    stages of a pipeline; "pp:S/GPipe", "pp:S/Interleaved1F1B" and "pp:S/ZBVZeroBubble" for other
+    schedules than 1F1B).
     "package.module:function" names a strategy of your own, behind a comma or alone.
     """
     reduction: str = "fast"

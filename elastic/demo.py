@@ -1,6 +1,7 @@
 """`python -m elastic.demo`: train, SIGKILL a worker, heal, and compare the bits with a calm run.
 
-It uses only what any user has: the `elastic` command and the files of the run directories.
+With `--parallel pp:2` the first run is in stages, and its layout is told for each generation. It
+uses only what any user has: the `elastic` command and the files of the run directories.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 STEPS = 120
-KILL_AT = int(0.4 * STEPS)
-MAX_WORKERS = 3
+KILL_AFTER = 0.4  # of the steps
+NUM_WORKERS = 3
+NUM_STAGED_WORKERS = 4  # two pipelines of two stages
 VICTIM_RANK = 0  # not special: the run goes on without it as without any other
 TIMEOUT_S = 600
 POLL_S = 0.05
@@ -39,6 +41,25 @@ class DemoFailed(Exception):
     """A run did not do what the demo shows; the message is for the reader of the terminal."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    steps: int
+    parallel: str
+    is_diverging: bool
+
+    @property
+    def kill_at(self) -> int:
+        """The step."""
+        return int(KILL_AFTER * self.steps)
+
+    @property
+    def num_workers(self) -> int:
+        """Of the faulty job, undisturbed."""
+        return NUM_STAGED_WORKERS if self.parallel.startswith("pp:") else NUM_WORKERS
+
+
 @dataclass
 class Job:
     """One `elastic run` as a process, seen through the files of its run directory."""
@@ -47,22 +68,25 @@ class Job:
     process: subprocess.Popen[bytes]
     directory: Path
     driver_log: Path
+    steps: int
     step: int = 0
     world_size: int = 0
     generation: int = -1
 
     @classmethod
-    def start(cls, name: str, target: str, workers: str, storage: Path) -> Self:
+    def start(
+        cls, name: str, target: str, workers: str, storage: Path, *, steps: int, parallel: str
+    ) -> Self:
         driver_log = storage / f"{name}.log"
         command = [str(Path(sys.executable).with_name("elastic")), "run", target]
-        command += ["--workers", workers, "--steps", str(STEPS), "--global-batch", "64"]
+        command += ["--workers", workers, "--steps", str(steps), "--global-batch", "64"]
         command += ["--micro-batch", "8", "--seed", "0", "--reduction", "bitwise"]
         command += ["--device", "cpu"]  # a machine with one GPU has no four
         command += ["--storage", str(storage), "--name", name, "--json"]
-        command += ["--set", f"decay_steps={STEPS}"]
+        command += ["--set", f"decay_steps={steps}", "--parallel", parallel]
         with driver_log.open("wb") as log, (storage / f"{name}.json").open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=log)
-        return cls(name, process, storage / name, driver_log)
+        return cls(name, process, storage / name, driver_log, steps)
 
     def status(self) -> JSON:
         """`status.json`; {} until the run has written one."""
@@ -73,6 +97,12 @@ class Job:
         """The complete lines; the last one may still be in the making."""
         text = (self.directory / "metrics.jsonl").read_text()
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def layouts(self) -> dict[int, str]:
+        """By generation, of a run in stages."""
+        lines = map(json.loads, (self.directory / "journal.jsonl").read_text().splitlines())
+        planned = [line["planned"] for line in lines if "planned" in line]
+        return {each["generation"]: each["layout"] for each in planned}
 
     def result(self) -> JSON:
         return json.loads((self.directory / "result.json").read_text())
@@ -115,12 +145,12 @@ class Screen:
         step, world_size = int(status["step"]), int(status["world_size"])
         is_new = (status["generation"], world_size) != (job.generation, job.world_size)
         if job.name not in self.bars:
-            self.bars[job.name] = self.progress.add_task(job.name, total=STEPS, news="")
+            self.bars[job.name] = self.progress.add_task(job.name, total=job.steps, news="")
         news = f"generation {status['generation']}, {world_size} workers, {status['phase']}"
         self.progress.update(self.bars[job.name], completed=step, news=news)
         is_mark = step // SAY_EVERY != job.step // SAY_EVERY
         if not self.console.is_terminal and (is_new or is_mark):
-            self.say(f"{job.name}: step {step}/{STEPS}, {news}")
+            self.say(f"{job.name}: step {step}/{job.steps}, {news}")
         job.step, job.world_size, job.generation = step, world_size, int(status["generation"])
 
     def say(self, text: str) -> None:
@@ -133,11 +163,12 @@ def kill(job: Job, status: JSON, screen: Screen) -> None:
     screen.say(f"-> SIGKILL {victim['id']} (rank {victim['rank']}, pid {victim['pid']}) now")
 
 
-def run_both(storage: Path, is_diverging: bool, screen: Screen) -> tuple[Job, Job]:
+def run_both(storage: Path, plan: Plan, screen: Screen) -> tuple[Job, Job]:
     """The faulty job; and the calm one beside it as soon as the faulty one has healed."""
     deadline = time.monotonic() + TIMEOUT_S
     with ExitStack() as stack:
-        faulty = Job.start("faulty", CHARLM, f"2..{MAX_WORKERS}", storage)
+        workers, steps = f"2..{plan.num_workers}", plan.steps
+        faulty = Job.start("faulty", CHARLM, workers, storage, steps=steps, parallel=plan.parallel)
         stack.callback(faulty.end)
         calm: Job | None = None
         is_killed = False
@@ -147,16 +178,18 @@ def run_both(storage: Path, is_diverging: bool, screen: Screen) -> tuple[Job, Jo
             for job in (faulty, calm):
                 if job is not None and (status := job.status()):
                     screen.show(job, status)
-                    is_full = status["phase"] == "running" and job.world_size == MAX_WORKERS
-                    if not is_killed and is_full and job.step >= KILL_AT:
+                    is_full = status["phase"] == "running" and job.world_size == plan.num_workers
+                    if not is_killed and is_full and job.step >= plan.kill_at:
                         kill(job, status, screen)
                         is_killed = True
                 if job is not None:
                     job.check()
-            if calm is None and (has_healed(faulty, is_killed) or not faulty.is_running()):
-                target = ONE_BIT_OFF if is_diverging else CHARLM
+            if calm is None and (
+                (is_killed and has_healed(faulty, plan)) or not faulty.is_running()
+            ):
+                target = ONE_BIT_OFF if plan.is_diverging else CHARLM
                 screen.say(f"-> the calm job starts: {target}")
-                calm = Job.start("calm", target, "1", storage)
+                calm = Job.start("calm", target, "1", storage, steps=steps, parallel="ddp")
                 stack.callback(calm.end)
             time.sleep(POLL_S)
         if not is_killed:
@@ -164,13 +197,13 @@ def run_both(storage: Path, is_diverging: bool, screen: Screen) -> tuple[Job, Jo
         return faulty, calm
 
 
-def has_healed(job: Job, is_killed: bool) -> bool:
+def has_healed(job: Job, plan: Plan) -> bool:
     """Every worker is back, and a step was committed by all of them."""
-    if not is_killed or job.world_size < MAX_WORKERS or job.generation < 2:
+    if job.world_size < plan.num_workers or job.generation < 2:
         return False
     lines = job.metrics()
-    return lines[-1]["world_size"] == MAX_WORKERS and any(
-        line["world_size"] < MAX_WORKERS and line["step"] > KILL_AT for line in lines
+    return lines[-1]["world_size"] == plan.num_workers and any(
+        line["world_size"] < plan.num_workers and line["step"] > plan.kill_at for line in lines
     )
 
 
@@ -217,7 +250,7 @@ def loss_curve(faulty: list[JSON], calm: list[JSON]) -> str:
     figure.width, figure.height = 60, 12
     figure.with_colors = False
     figure.x_label, figure.y_label = "step", "loss"
-    figure.set_x_limits(0, STEPS)
+    figure.set_x_limits(0, faulty[-1]["step"])
     figure.register_label_formatter(float, short_number)
     for lines in (faulty, calm):
         shown = [line for line in lines if line["loss"] is not None]
@@ -236,6 +269,8 @@ def show_results(faulty: Job, calm: Job, screen: Screen) -> bool:
     (faulty.directory.parent / "loss.txt").write_text(curve)
     screen.say(curve)
     screen.console.print(membership_table(lines))
+    for generation, layout in faulty.layouts().items():
+        screen.say(f"layout of generation {generation}: {layout}")
     screen.console.print(recovery_table(result["recoveries"]))
     badput = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result["badput"].items())
     screen.say(f"goodput {100 * result['goodput']:.1f} % (not training: {badput})")
@@ -255,12 +290,16 @@ def show_results(faulty: Job, calm: Job, screen: Screen) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m elastic.demo", description=__doc__)
     parser.add_argument("--diverge", action="store_true", help="change one bit: must say NO")
+    parser.add_argument("--parallel", default="ddp", help="of the faulty job, such as pp:2")
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
+    plan = Plan(arguments.steps, arguments.parallel, arguments.diverge)
     storage = Path(tempfile.mkdtemp(prefix="elastic-demo-"))
     screen = Screen(Console())
     screen.say(
-        f"A character transformer on the source of Python's standard library, {STEPS} steps.\n"
-        f"faulty: 2..{MAX_WORKERS} workers, one of them is SIGKILLed at step {KILL_AT}\n"
+        f"A character transformer on the source of Python's standard library, {plan.steps} steps.\n"
+        f"faulty: {plan.parallel}, 2..{plan.num_workers} workers, one of them is SIGKILLed at step "
+        f"{plan.kill_at}\n"
         f"calm:   1 worker, nothing happens to it\nrun directories: {storage}"
     )
     begun_at = time.monotonic()
@@ -269,7 +308,7 @@ def main() -> int:
         with ExitStack() as stack:
             if screen.console.is_terminal:
                 stack.enter_context(screen.progress)
-            faulty, calm = run_both(storage, arguments.diverge, screen)
+            faulty, calm = run_both(storage, plan, screen)
         is_equal = show_results(faulty, calm, screen)
     except DemoFailed as failure:
         screen.say(f"The demo failed: {failure}")

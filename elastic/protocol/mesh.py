@@ -10,17 +10,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeAlias
 
 from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.schedule import SCHEDULES, num_ranks_of, stages_at
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: as in torchtitan, whose `ep` lies across dp_shard, cp and tp."""
 DATA_WORDS = ("ddp", "fsdp", "fsdp-grad-op", "hsdp")
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""torch's names."""
 _SPELLINGS = {name.lower(): name for name in (*SCHEDULES, "LoopedBFS")}
 """In any case, as torch takes them."""
-BUILT_SCHEDULES = ("GPipe", "Interleaved1F1B", "1F1B")
-"""Those of them that there are; the default is the last."""
 AVAILABLE = "ddp, fsdp, fsdp-grad-op, hsdp:S, pp:S, package.module:function"
 """What is built, and a strategy of one's own; the grammar also knows what is to come."""
 MODEL_AXES = ("pp", "tp", "cp", "ep")
@@ -66,8 +63,8 @@ class Parallel:
     """Stages of a pipeline; default 1: none. With "ddp" only. A rank has one of them, or as many as
     the schedule gives it: then so many ranks."""
     schedule: str = ""
-    """Of the pipeline, in torch's words: "GPipe", "1F1B" or "Interleaved1F1B", where a rank has two
-    stages; default "": 1F1B."""
+    """Of the pipeline, in torch's words: "GPipe", "1F1B", or "Interleaved1F1B" and "ZBVZeroBubble",
+    where a rank has two stages; default "": 1F1B."""
     tp: int = 1
     """Ranks that share each matrix; default 1. Not available yet."""
     cp: int = 1
@@ -153,8 +150,6 @@ class Parallel:
             return ""
         if self.data != "ddp" or self.strategy:
             return f": pp:S goes alone, such as pp:{self.pp}"
-        if self.schedule and self.schedule not in BUILT_SCHEDULES:
-            return f": of the schedules there are {', '.join(BUILT_SCHEDULES)}"
         return ""
 
     @property
@@ -178,11 +173,6 @@ class Parallel:
         return self.pp * self.cp * self.tp
 
     @property
-    def stages_per_rank(self) -> int:
-        """Of a pipeline of several ranks; the one of a single rank is one stage."""
-        return 2 if self.schedule == "Interleaved1F1B" else 1
-
-    @property
     def fewest_ranks(self) -> int:
         """That can compute a micro-batch: fewer ranks than stages make a pipeline of fewer."""
         return self.cp * self.tp
@@ -190,13 +180,8 @@ class Parallel:
 
 DDP = Parallel()
 Cuts: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of each pipeline the borders of its stages: stage s has the blocks from number s to s + 1. Its
-ranks have them in turn: with p ranks the first one has the stages 0, p, 2 p and so on."""
-
-
-def num_ranks_of(num_stages: int, stages_per_rank: int) -> int:
-    """Of a pipeline. A single rank has no neighbour to take turns with: one stage."""
-    return 1 if num_stages == 1 else num_stages // stages_per_rank
+"""Of each pipeline the borders of its stages: stage s has the blocks from number s to s + 1. Which
+rank has which stages follows from the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +235,7 @@ class Mesh:
         return self.dp_degree * self.parallel.ranks_per_microbatch
 
     def _num_ranks(self, cuts: tuple[int, ...]) -> int:
-        return num_ranks_of(len(cuts) - 1, self.parallel.stages_per_rank)
+        return num_ranks_of(len(cuts) - 1, self.parallel.schedule)
 
     def blocks(self, rank: int) -> tuple[int, ...]:
         """Of a model in stages, those that `rank` holds; none if it stands by."""
@@ -258,7 +243,7 @@ class Mesh:
         for cuts in self.cuts:
             count = self._num_ranks(cuts)
             if at < count:
-                stages = range(at, len(cuts) - 1, count)
+                stages = stages_at(at, len(cuts) - 1, self.parallel.schedule)
                 return tuple(b for s in stages for b in range(cuts[s], cuts[s + 1]))
             at -= count
         return ()

@@ -1,8 +1,8 @@
 """The plan of a pipeline: how many pipelines so many ranks form, how deep each is, where its blocks
 are cut into stages, and how many micro-batches it computes. Pure, and the same on all who ask.
 
-Costs are per block, in any unit. A pipeline of p ranks with v stages each takes (v m + p - 1) times
-its largest stage for m micro-batches, at least p; a step takes what its slowest pipeline takes.
+Costs are per block, in any unit. A pipeline takes a number of times its largest stage that follows
+from its schedule (schedule.py); a step takes what its slowest pipeline takes.
 Pipelines of several depths lie side by side, so that whoever survives a loss has work to do.
 
 Which rank has which place is elastic/control/planning.py's; what a stage does, workers/parallel's.
@@ -14,7 +14,16 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from elastic.protocol.membership import counted
-from elastic.protocol.mesh import num_ranks_of
+from elastic.protocol.schedule import (
+    least_wait,
+    most_in,
+    num_ranks_of,
+    num_stages_of,
+    num_thirds,
+    place_of,
+    stages_at,
+    stages_per_rank,
+)
 
 MOST_IDLE = 0.3
 """An idle share above this is worth a warning."""
@@ -30,7 +39,7 @@ class Stages:
     """The micro-batches that it computes."""
     largest: float
     """Cost of its most expensive stage."""
-    stages_per_rank: int = 1
+    schedule: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -39,16 +48,16 @@ class Stages:
     @property
     def depth(self) -> int:
         """Its ranks."""
-        return num_ranks_of(self.num_stages, self.stages_per_rank)
+        return num_ranks_of(self.num_stages, self.schedule)
 
     @property
     def time(self) -> float:
         """Of a step, in units of cost."""
-        return num_turns(len(self.ids), self.depth, self.stages_per_rank) * self.largest
+        return num_thirds(len(self.ids), self.depth, self.schedule) * self.largest / 3
 
-    def stages_at(self, place: int) -> range:
+    def stages_at(self, place: int) -> tuple[int, ...]:
         """Those of one of its ranks."""
-        return range(place, self.num_stages, self.depth)
+        return stages_at(place, self.num_stages, self.schedule)
 
     def blocks(self, stage: int) -> range:
         return range(self.cuts[stage], self.cuts[stage + 1])
@@ -58,21 +67,7 @@ class Stages:
 
     def place_of(self, stage: int) -> int:
         """The rank of the pipeline that has a stage."""
-        return stage % self.depth
-
-
-def num_turns(num_microbatches: int, depth: int, stages_per_rank: int = 1) -> int:
-    """So many times its largest stage a pipeline of `depth` ranks takes: a micro-batch comes back
-    to a rank, for the next of its stages, when all of them have had it."""
-    again = stages_per_rank - 1 if depth > 1 else 0
-    return again * max(num_microbatches, depth) + num_microbatches + depth - 1
-
-
-def _most_in(num: int, depth: int, stages_per_rank: int) -> int:
-    """Micro-batches whose `num_turns` are at most `num`; below 1: none."""
-    again = stages_per_rank - 1 if depth > 1 else 0
-    many = (num - depth + 1) // (again + 1)
-    return many if many >= depth or not again else num - depth + 1 - again * depth
+        return place_of(stage, self.num_stages, self.schedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +162,12 @@ class PipelinePlan:
             words += f"; {num_standbys} {'stands' if num_standbys == 1 else 'stand'} by"
         return words
 
-    def warnings(self, wanted_depth: int, stages_per_rank: int = 1) -> list[str]:
+    def warnings(self, wanted_depth: int, schedule: str = "") -> list[str]:
         """What a user should know before a run, one line each."""
         found: list[str] = []
-        if wanted_depth * stages_per_rank > len(self.costs):
-            each = f" ({stages_per_rank} on a rank)" if stages_per_rank > 1 else ""
+        on_rank = stages_per_rank(schedule)
+        if wanted_depth * on_rank > len(self.costs):
+            each = f" ({on_rank} on a rank)" if on_rank > 1 else ""
             found.append(
                 f"pp:{wanted_depth}: the model has {counted(len(self.costs), 'block')}, so a "
                 f"pipeline has at most as many stages{each}, and the rest of the ranks stands by"
@@ -197,15 +193,16 @@ def _listed(numbers: Sequence[int], noun: str, nouns: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """So many pipelines of one depth."""
+    """So many pipelines of one depth. Times are in thirds of a cost here and below, so that they
+    are whole numbers where costs are."""
 
     count: int
     depth: int
     largest: float
-    stages_per_rank: int
+    schedule: str
 
-    def num_turns(self, num_microbatches: int) -> int:
-        return num_turns(num_microbatches, self.depth, self.stages_per_rank)
+    def num_thirds(self, num_microbatches: int) -> int:
+        return num_thirds(num_microbatches, self.depth, self.schedule)
 
     def capacity(self, time: float) -> int:
         """Micro-batches that all of them can do in `time`, which is a multiple of a stage's."""
@@ -213,12 +210,12 @@ class _Side:
 
     def most(self, time: float) -> int:
         """Micro-batches of one of them; below 1: it cannot do any."""
-        rounds = int(time / self.largest)
-        while (rounds + 1) * self.largest <= time:  # a quotient of floats may be off by one
-            rounds += 1
-        while rounds * self.largest > time:
-            rounds -= 1
-        return _most_in(rounds, self.depth, self.stages_per_rank)
+        thirds = int(time / self.largest)
+        while (thirds + 1) * self.largest <= time:  # a quotient of floats may be off by one
+            thirds += 1
+        while thirds * self.largest > time:
+            thirds -= 1
+        return most_in(thirds, self.depth, self.schedule)
 
 
 def plan_pipeline(
@@ -226,25 +223,26 @@ def plan_pipeline(
     num_ranks: int,
     costs: Sequence[float],
     num_microbatches: int,
-    stages_per_rank: int = 1,
+    schedule: str = "",
 ) -> PipelinePlan:
     """The fastest plan with depths from `wanted_depth` to less than twice that (deeper ones could
     be two), of at most two different depths; with fewer ranks than that, one pipeline of all.
 
     Of equally fast ones that with fewer pipelines, then that with fewer stages. A pipeline has at
     least one micro-batch, and a stage at least one block. ValueError for costs that are none.
-    stages_per_rank: of a pipeline of several ranks, which then is what depth counts.
+    Depth counts ranks where the schedule gives each of them several stages.
     """
     if not costs or any(not 0 < cost < inf for cost in costs):
         raise ValueError(f"every block costs more than 0, got {list(costs)}")
     costs = tuple(costs)
-    deepest = max(1, len(costs) // stages_per_rank)
+    deepest = max(1, len(costs) // stages_per_rank(schedule))
     lowest = min(wanted_depth, num_ranks, deepest)
     highest = min(max(2 * wanted_depth - 1, lowest), num_ranks, deepest)
-    of_stages = largest_stages(costs, min(highest * stages_per_rank, len(costs)))
-    kinds = {1: (of_stages[0], 1)}
-    for depth in range(2, highest + 1):
-        kinds[depth] = (of_stages[depth * stages_per_rank - 1], stages_per_rank)
+    of_stages = largest_stages(costs, num_stages_of(highest, schedule))
+    kinds = {
+        depth: (of_stages[num_stages_of(depth, schedule) - 1], schedule)
+        for depth in range(1, highest + 1)
+    }
     best: tuple[float, int, int, int] | None = None
     chosen: list[_Side] = []
     for bound, mix in sorted(_mixes(lowest, highest, num_ranks, kinds, num_microbatches)):
@@ -262,19 +260,19 @@ def plan_pipeline(
     return PipelinePlan(num_ranks, costs, tuple(_pipelines(chosen, costs, num_microbatches)))
 
 
-_Kind = tuple[int, int, float, int]
-"""Count, depth, largest stage, stages per rank: as `_Side`."""
+_Kind = tuple[int, int, float, str]
+"""Count, depth, largest stage, schedule: as `_Side`."""
 
 
 def _mixes(
     lowest: int,
     highest: int,
     num_ranks: int,
-    kinds: dict[int, tuple[float, int]],
+    kinds: dict[int, tuple[float, str]],
     num_microbatches: int,
 ) -> Iterator[tuple[float, tuple[_Kind, ...]]]:
     """(no less time than, each kind) of all mixes that one of them is the fastest of. kinds: by
-    depth the largest stage, and the stages per rank.
+    depth the largest stage, and the schedule.
 
     Of two depths a and b, a step of b pipelines fewer of the one for a more of the other leaves the
     ranks as they are, and what all can do in a given time changes evenly: the fastest is at an end.
@@ -286,9 +284,8 @@ def _mixes(
         yield _bound(sides, num_microbatches), sides
     for a in range(lowest, highest + 1):
         for b in range(a + 1, highest + 1):
-            (largest_a, each_a), (largest_b, each_b) = kinds[a], kinds[b]
-            rate = num_ranks * max(1 / (a * each_a * largest_a), 1 / (b * each_b * largest_b))
-            if num_microbatches / rate > quickest * (1 + 1e-9):
+            each = (depth * _thirds_each((1, depth, *kinds[depth])) for depth in (a, b))
+            if num_microbatches / num_ranks * min(each) > quickest * (1 + 1e-9):
                 continue
             most = num_ranks // b
             for count in {*range(1, min(a, most) + 1), *range(max(1, most - a), most + 1)}:
@@ -302,23 +299,34 @@ def _mixes(
 
 def _bound(sides: tuple[_Kind, ...], num_microbatches: int) -> float:
     """The time if micro-batches could be divided: no share of whole ones takes less."""
-    ready = sorted((depth - 1) * largest for _, depth, largest, _ in sides)
-    ordered = sorted(sides, key=lambda side: (side[1] - 1) * side[2])
+    ordered = sorted(sides, key=_thirds_waited)
     time, rate, waited = inf, 0.0, 0.0
-    for number, (count, depth, largest, each) in enumerate(ordered):
-        rate += count / (each * largest)
-        waited += count * (depth - 1) / each
+    for number, side in enumerate(ordered):
+        rate += side[0] / _thirds_each(side)
+        waited += side[0] * _thirds_waited(side) / _thirds_each(side)
         time = (num_microbatches + waited) / rate
-        if number + 1 == len(ready) or time <= ready[number + 1]:
+        if number + 1 == len(ordered) or time <= _thirds_waited(ordered[number + 1]):
             break
     return time
+
+
+def _thirds_waited(side: _Kind) -> float:
+    """What each rank waits at least."""
+    _, depth, largest, schedule = side
+    return least_wait(depth, schedule) * largest
+
+
+def _thirds_each(side: _Kind) -> float:
+    """What another micro-batch takes at least."""
+    _, depth, largest, schedule = side
+    return 3 * num_stages_of(depth, schedule) / depth * largest
 
 
 def _shortest(sides: list[_Side], num_microbatches: int) -> float:
     """The least time in which all of them together can do all micro-batches."""
     found = inf
     for side in sides:  # it is a multiple of one kind's largest stage
-        low, high = side.depth - 1, side.num_turns(num_microbatches)
+        low, high = 0, side.num_thirds(num_microbatches)
         while low < high:
             middle = (low + high) // 2
             if sum(s.capacity(middle * side.largest) for s in sides) >= num_microbatches:
@@ -352,9 +360,9 @@ def _pipelines(
     shares = _shares(ordered, time, num_microbatches)
     at = 0
     for side, of_side in zip(ordered, shares, strict=True):
-        cuts = cuts_of(costs, side.depth * side.stages_per_rank)
+        cuts = cuts_of(costs, num_stages_of(side.depth, side.schedule))
         for share in of_side:
-            yield Stages(cuts, range(at, at + share), side.largest, side.stages_per_rank)
+            yield Stages(cuts, range(at, at + share), side.largest, side.schedule)
             at += share
 
 
@@ -366,7 +374,7 @@ def _shares(sides: list[_Side], time: float, num_microbatches: int) -> list[list
     while spare:
         # The time that the slowest pipeline of a kind takes now.
         ends = [
-            side.num_turns(-(-total // side.count)) * side.largest if total > side.count else 0.0
+            side.num_thirds(-(-total // side.count)) * side.largest if total > side.count else 0.0
             for total, side in zip(totals, sides, strict=True)
         ]
         last = max(range(len(sides)), key=lambda i: (ends[i], -i))

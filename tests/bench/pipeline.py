@@ -1,37 +1,57 @@
-"""Two stages against torch.distributed.pipelining's 1F1B under torchrun, in alternating pairs; and
-what a step of sleeping blocks takes against the closed form.
+"""Two stages against torch.distributed.pipelining's 1F1B under torchrun, in alternating pairs; what
+a step of sleeping blocks takes against the closed form, and with fewer ranks against the plan; what
+the user's loss costs on a stage beside its blocks; and what a plan takes.
 
 About 19 million parameters, 8 micro-batches, one thread each. `every step` keeps copies of each
 step in another process, as is the default; `none` keeps none in the steps that are measured.
-    python -m tests.bench.pipeline --pairs 9
-A SIGKILL of a rank: `python -m tests.bench.fsdp_recovery --parallel pp:2`.
+    python -m tests.bench.pipeline --pairs 9 [--only throughput,peer,closed,losses,loss,plan]
+A SIGKILL of a rank: `python -m tests.bench.fsdp_recovery --parallel pp:2`, and of one pipeline of
+four `--parallel pp:4`; nothing is saved to storage there.
 """
 
 import argparse
 import json
+import os
+import random
+import signal
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count, pairwise, product
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from elastic.protocol.pipeline import plan_pipeline
+from elastic.protocol.schedule import SCHEDULES
 from tests.bench.harness import (
+    POLL_S,
     REPOSITORY,
     alternating,
     console,
     elastic_run,
+    end,
     environment,
+    lines_of,
     machine,
     record,
     report,
     storage_directory,
 )
 from tests.bench.torchrun_fsdp import MODEL, WARMUP_STEPS
-from tests.workers.test_pipeline_bubble import closed_form_s, step_s
+from tests.workers.test_pipeline_bubble import CASE, Sleeper, closed_form_s, step_s
+from workers.parallel.pipeline.chain import find_chain
+from workers.parallel.pipeline.stage import StageModel
+from workers.workloads.charlm import CharLM
 
 WORLD = 2
 GLOBAL_BATCH, MICRO_BATCH = 32, 4
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+LOSS_RUNS, PEERS_PATIENCE_S = 50, 600.0
 SNAPSHOTS = {"every step": 1, "none": 1000}
 
 
@@ -81,6 +101,47 @@ def throughput(pairs: int, steps: int) -> dict[str, str]:
     return results
 
 
+def peers_kill(world: int = 4, kill_at: int = 15) -> dict[str, str]:
+    """SIGKILL of a rank of torch's pipeline of four under torchrun, which starts all of them again
+    from the newest of the checkpoints of every tenth step: to the first step that had not been
+    done, less a median one."""
+    with storage_directory() as storage:
+        command = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
+        command += ["--nproc-per-node", str(world), "--max-restarts", "1"]
+        command += ["-m", "tests.bench.torchrun_pp", "--steps", str(kill_at + 10)]
+        command += ["--global-batch", "16", "--micro-batch", "2", "--place", str(storage)]
+        with (storage / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(), cwd=REPOSITORY, text=True
+            )
+        try:
+            before = steps_of_peer(storage, process, kill_at)
+            killed_at = time.time()
+            os.kill(int((storage / "rank-1").read_text()), signal.SIGKILL)
+            done = before[-1]["step"]
+            lines = steps_of_peer(storage, process, done + 1)
+        finally:
+            end(process)
+    step_s = statistics.median(b["time"] - a["time"] for a, b in pairwise(before))
+    new = next(line for line in lines if line["step"] > done and line["time"] > killed_at)
+    redone = sum(line["step"] <= done for line in lines[len(before) :])
+    seconds = new["time"] - killed_at - step_s
+    return {"torchrun's restart after a SIGKILL": f"{seconds:.1f} s, {redone} steps redone"}
+
+
+def steps_of_peer(storage: Path, process: subprocess.Popen[str], step: int) -> list[dict]:
+    """Its lines, once there is one of this step."""
+    deadline = time.monotonic() + PEERS_PATIENCE_S
+    while time.monotonic() < deadline:
+        lines = lines_of(storage / "steps.jsonl")
+        if any(line["step"] >= step for line in lines):
+            return lines
+        if process.poll() is not None:
+            raise RuntimeError(f"torchrun failed: {(storage / 'log').read_text()[-2000:]}")
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no step {step} in {PEERS_PATIENCE_S} s")
+
+
 def closed_forms() -> dict[str, str]:
     results: dict[str, str] = {}
     for depth, num_microbatches, schedule in product((2, 4), (4, 8, 16), SCHEDULES):
@@ -94,15 +155,81 @@ def closed_forms() -> dict[str, str]:
     return results
 
 
+def after_losses() -> dict[str, str]:
+    """Twelve blocks that sleep, 16 micro-batches: the throughput of what is left of 8 and of 4
+    ranks, as a share of that of all; nobody takes the place of the lost."""
+    case = replace(CASE, build=lambda: nn.Sequential(*(Sleeper() for _ in range(12))))
+    results: dict[str, str] = {}
+    for whole, left in ((8, (7, 6, 5)), (4, (3,))):
+        full_s = step_s(2, "", 16, whole, case)
+        full = plan_pipeline(2, whole, (1,) * 12, 16)
+        for num_ranks in left:
+            share = full_s / step_s(2, "", 16, num_ranks, case)
+            planned = full.time / plan_pipeline(2, num_ranks, (1,) * 12, 16).time
+            results[f"{num_ranks} of {whole}"] = f"{share:.3f} (plan {planned:.3f})"
+    return results
+
+
+def cost_of_a_loss() -> dict[str, str]:
+    """Of CharLM's loss on a stage of one of six blocks, beside what that block takes."""
+    torch.set_num_threads(1)
+    workload = CharLM(**MODEL)
+    model, dataset = workload.build_model(), workload.dataset()
+    rows = [dataset[i] for i in range(MICRO_BATCH)]
+    batch = [torch.stack(part) for part in zip(*rows, strict=True)]
+    chain = find_chain(model, workload, lambda: workload.loss(model, batch))
+    stage = StageModel(model, chain, range(2, 3))
+    arrived = torch.randn(MICRO_BATCH, batch[0].shape[1], MODEL["width"])
+
+    def on_stage() -> None:
+        stage.begin(lambda like: [arrived.clone()])
+        workload.loss(model, batch)
+        stage.end()
+
+    block: Any = model.get_submodule(chain.names[2])
+    took = [median_ms(on_stage) - median_ms(lambda: block(arrived)) for _ in range(3)]
+    return {"the user's loss on a stage": f"{statistics.median(took):.2f} ms beside its blocks"}
+
+
+def median_ms(run: Callable[[], Any]) -> float:
+    """CPU time."""
+    found: list[float] = []
+    for _ in range(LOSS_RUNS):
+        began = time.process_time()
+        run()
+        found.append(1000 * (time.process_time() - began))
+    return statistics.median(found[LOSS_RUNS // 5 :])
+
+
+def cost_of_a_plan() -> dict[str, str]:
+    dice = random.Random(0)
+    costs = tuple(dice.randint(10**9, 10**12) for _ in range(200))
+    found: list[str] = []
+    for wanted in (2, 4, 8, 16):
+        took = median_ms(lambda w=wanted: plan_pipeline(w, 10_000, costs, 20_000))
+        found.append(f"pp:{wanted} {took:.1f} ms")
+    return {"plan of 10,000 ranks, 200 blocks": ", ".join(found)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=9, help="0: only sleeping blocks")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--only", default="throughput,closed,losses,loss,plan")
     parser.add_argument("--steps", type=int, default=15)
     arguments = parser.parse_args()
     about = machine(WORLD)
     console.print(about)
-    results = throughput(arguments.pairs, arguments.steps) if arguments.pairs else {}
-    results |= closed_forms()
+    parts: dict[str, Callable[[], dict[str, str]]] = {
+        "throughput": lambda: throughput(arguments.pairs, arguments.steps),
+        "peer": peers_kill,
+        "closed": closed_forms,
+        "losses": after_losses,
+        "loss": cost_of_a_loss,
+        "plan": cost_of_a_plan,
+    }
+    results: dict[str, str] = {}
+    for name in arguments.only.split(","):
+        results |= parts[name]()
     report("Pipelines, median of pairs", list(results), [list(results.values())])
     record("pipeline", about=about, setting=f"{arguments.pairs} pairs", results=results)
     return 0

@@ -100,11 +100,6 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
             {"parallel": "pp:2,fsdp"},
             "parallel='fsdp,pp:2' is not available yet: pp:S goes alone, such as pp:2",
         ),
-        (
-            {"parallel": "pp:2/ZBVZeroBubble"},
-            "parallel='pp:2/ZBVZeroBubble' is not available yet: of the schedules there are GPipe, "
-            "Interleaved1F1B, 1F1B",
-        ),
         ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
         ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),
         ({"parallel": "hsdp:0"}, "parallel='hsdp:0': give hsdp:S, where S is the number of ranks"),

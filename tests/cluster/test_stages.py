@@ -71,7 +71,10 @@ def test_blocks_that_nobody_else_has_come_from_a_holder_and_evaluations_agree(st
     assert any(layout.startswith("1 pipeline of 1 stage,") for layout in planned(run))
 
 
-def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(start):
+@pytest.mark.parametrize(
+    "schedule", ["ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)]
+)
+def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(start, schedule):
     """A micro-batch comes twice on each rank, as it was loaded."""
     options = {"job": "staged", "steps": 20, "eval_every": 5, "set": ["depth=8"]}
     with start("TakingApart", name="whole", workers=1, **options) as whole:
@@ -80,7 +83,7 @@ def test_ranks_with_two_stages_each_recover_and_evaluate_with_the_bits_of_ddp(st
         undisturbed["result"]["weights_sha256"],
         [s["sha256"] for s in whole.lines("samples.jsonl")],
     )
-    options |= {"parallel": "pp:2/Interleaved1F1B", "set": ["depth=8", "sleep=0.1"]}
+    options |= {"parallel": f"pp:2/{schedule}", "set": ["depth=8", "sleep=0.1"]}
     with start("TakingApart", workers="2..3", **options) as run:
         at = run.wait_for_step(lambda s: s["step"] > 3 and s["world_size"] == 3)
         blocks = [w["blocks"] for w in at["workers"]]

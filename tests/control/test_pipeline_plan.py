@@ -14,8 +14,17 @@ from elastic.protocol.pipeline import (
     Seat,
     cuts_of,
     largest_stages,
-    num_turns,
     plan_pipeline,
+)
+from elastic.protocol.schedule import (
+    INTERLEAVED,
+    SCHEDULES,
+    ZERO_BUBBLE,
+    most_in,
+    num_stages_of,
+    num_thirds,
+    place_of,
+    stages_at,
 )
 
 
@@ -37,17 +46,17 @@ def depths_of(num_ranks: int, lowest: int, highest: int) -> Iterator[tuple[int, 
 
 
 def best_time(
-    wanted: int, num_ranks: int, costs: tuple[int, ...], num_microbatches: int, each: int
+    wanted: int, num_ranks: int, costs: tuple[int, ...], num_microbatches: int, schedule: str
 ) -> float:
     """By trying all depths, all cuts and, micro-batch by micro-batch, all useful shares."""
-    deepest = max(1, len(costs) // each)
+    deepest = max(1, len(costs) // (num_stages_of(2, schedule) // 2))
     lowest = min(wanted, num_ranks, deepest)
     highest = min(max(2 * wanted - 1, lowest), num_ranks, deepest)
     least = {
-        d: min(largest(costs, cuts) for cuts in all_cuts(len(costs), d * each if d > 1 else 1))
+        d: min(largest(costs, cuts) for cuts in all_cuts(len(costs), num_stages_of(d, schedule)))
         for d in range(lowest, highest + 1)
     }
-    time_of = lambda m, d: num_turns(m, d, each) * least[d]  # noqa: E731
+    time_of = lambda m, d: num_thirds(m, d, schedule) * least[d] / 3  # noqa: E731
     found = float("inf")
     for depths in depths_of(num_ranks, lowest, highest):
         if not depths:
@@ -84,32 +93,57 @@ def check(plan: PipelinePlan, num_microbatches: int) -> None:
         assert len(holders) == len(plan.pipelines)
 
 
-@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("schedule", ["1F1B", INTERLEAVED, ZERO_BUBBLE])
 @pytest.mark.parametrize("seed", range(60))
-def test_no_plan_is_faster(seed: int, each: int):
-    """each: stages of a rank."""
+def test_no_plan_is_faster(seed: int, schedule: str):
     dice = random.Random(seed)
     costs = tuple(dice.randint(1, 9) for _ in range(dice.randint(1, 7)))
     num_ranks, wanted = dice.randint(1, 10), dice.randint(1, 5)
     num_microbatches = dice.randint(1, 20)
-    plan = plan_pipeline(wanted, num_ranks, costs, num_microbatches, each)
+    plan = plan_pipeline(wanted, num_ranks, costs, num_microbatches, schedule)
     check(plan, num_microbatches)
-    assert plan.time == best_time(wanted, num_ranks, costs, num_microbatches, each)
+    assert plan.time == best_time(wanted, num_ranks, costs, num_microbatches, schedule)
 
 
-def test_a_rank_has_every_so_many_stages():
-    plan = plan_pipeline(2, 3, (1,) * 8, 8, 2)
-    held = [(0, 1, 4, 5), (2, 3, 6, 7), ()]
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_so_many_micro_batches_fit_into_a_time(schedule: str):
+    for depth in range(1, 7):
+        takes = [num_thirds(count, depth, schedule) for count in range(40)]
+        assert takes[1:] == sorted(set(takes[1:]))
+        for thirds in range(takes[1], takes[39]):
+            fits = max(count for count in range(40) if takes[count] <= thirds)
+            assert most_in(thirds, depth, schedule) == fits
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held", "idle"),
+    [
+        (INTERLEAVED, [(0, 1, 4, 5), (2, 3, 6, 7), ()], "0.06"),
+        (ZERO_BUBBLE, [(0, 1, 6, 7), (2, 3, 4, 5), ()], "0.02"),
+    ],
+)
+def test_a_rank_has_two_stages(schedule: str, held: list[tuple[int, ...]], idle: str):
+    plan = plan_pipeline(2, 3, (1,) * 8, 8, schedule)
     assert [plan.blocks(position) for position in range(3)] == held
-    words = "1 pipeline of 4 stages on 2 ranks, 8 micro-batches; 0.06 idle; 1 stands by"
+    words = f"1 pipeline of 4 stages on 2 ranks, 8 micro-batches; {idle} idle; 1 stands by"
     assert str(plan) == words
-    mesh = Mesh(Parallel.of("pp:2/Interleaved1F1B"), 3, (), plan.cuts)
+    mesh = Mesh(Parallel.of(f"pp:2/{schedule}"), 3, (), plan.cuts)
     assert ([mesh.blocks(rank) for rank in range(3)], mesh.num_active) == (held, 2)
-    alone = plan_pipeline(2, 1, (1,) * 8, 8, 2)
+    alone = plan_pipeline(2, 1, (1,) * 8, 8, schedule)
     assert alone.blocks(0) == tuple(range(8))
     assert replace(mesh, world_size=1, cuts=alone.cuts).blocks(0) == alone.blocks(0)
-    warning = plan_pipeline(5, 5, (1,) * 8, 8, 2).warnings(5, 2)[0]
+    warning = plan_pipeline(5, 5, (1,) * 8, 8, schedule).warnings(5, schedule)[0]
     assert "has 8 blocks, so a pipeline has at most as many stages (2 on a rank)" in warning
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_has_one_rank(schedule: str):
+    for depth in range(1, 7):
+        count = num_stages_of(depth, schedule)
+        places = [place_of(stage, count, schedule) for stage in range(count)]
+        for place in range(depth):
+            stages = stages_at(place, count, schedule)
+            assert list(stages) == [s for s in range(count) if places[s] == place]
 
 
 @pytest.mark.parametrize("seed", range(20))

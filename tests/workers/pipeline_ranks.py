@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from elastic.protocol.mesh import Parallel
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
+from elastic.protocol.schedule import stages_per_rank
 from tests.workers.pipeline_models import Case
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.neighbours import Neighbours
@@ -52,14 +52,17 @@ class Trained:
 
     def plan(self, wanted_depth: int, num_ranks: int, schedule: str = "") -> PipelinePlan:
         """Of 0: a pipeline of three and one of two, which have one micro-batch and the others."""
-        each = Parallel(pp=2, schedule=schedule).stages_per_rank
+        each = stages_per_rank(schedule)
         if not wanted_depth:
             costs, count = self.chain.costs, len(self.batches)
             three = (*range(3 * each), len(costs))
             two = (*range(0, 4 * each, 2)[: 2 * each], len(costs))
-            sides = (Stages(three, range(1), 1, each), Stages(two, range(1, count), 1, each))
+            sides = (
+                Stages(three, range(1), 1, schedule),
+                Stages(two, range(1, count), 1, schedule),
+            )
             return PipelinePlan(num_ranks, costs, sides)
-        return plan_pipeline(wanted_depth, num_ranks, self.chain.costs, len(self.batches), each)
+        return plan_pipeline(wanted_depth, num_ranks, self.chain.costs, len(self.batches), schedule)
 
     def train(
         self,
@@ -93,7 +96,6 @@ class Trained:
             passes = self.passes = StagePasses(
                 models, self.chain, stages, self.neighbours,
                 parameters=self.parameters, buffers=self.buffers, reducer=self.reducer,
-                schedule=schedule,
             )  # fmt: skip
         for _ in range(num_steps):
             self.reducer.begin()

@@ -4,9 +4,11 @@ what a step reports is what it reports under ddp."""
 import multiprocessing
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
 from tests.workers.pipeline_models import WIDTH, Counting
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.session_rig import Rig
@@ -77,11 +79,14 @@ def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
     return rig.strategy.weights_sha256(), evaluated, about
 
 
-def test_a_step_in_two_stages_on_each_rank_reports_what_ddp_does():
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
+def test_a_step_in_two_stages_on_each_rank_reports_what_ddp_does(schedule: str):
+    """With ZBVZeroBubble the first rank has the loss."""
+
     def body(ranks: Ranks) -> Any:
         process: Any = multiprocessing.current_process()
         process._config["daemon"] = False  # it has a loader process, which dies with it
-        return trained("pp:2/Interleaved1F1B", ranks.form(1, [0, 1]))
+        return trained(f"pp:2/{schedule}", ranks.form(1, [0, 1]))
 
     sha256, evaluated, told = trained("ddp")
     first, second = run_ranks(2, body)

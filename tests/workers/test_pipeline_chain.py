@@ -1,13 +1,14 @@
 """The probe: of all kinds of models it finds the chain of blocks, and what is none is told."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from elastic.protocol.errors import WrongInput
+from elastic.protocol.errors import UserError, WrongInput
 from tests.workers.pipeline_models import CASES, WIDTH, Gate, Residual, square
 from workers.parallel.pipeline.absent import (
     Absent,
@@ -18,6 +19,7 @@ from workers.parallel.pipeline.absent import (
     watched_by,
 )
 from workers.parallel.pipeline.chain import Chain, block_names, find_chain
+from workers.parallel.pipeline.stage import StageModel
 
 CPU = torch.device("cpu")
 
@@ -302,6 +304,28 @@ def test_what_is_no_chain_is_refused_with_what_to_do(kind: type[Residual], says:
     assert "\n" not in str(caught.value)
     assert not any(isinstance(p, Absent) for p in model.parameters())
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+class Sometimes(Residual):
+    """A batch of three rows does not come through every block."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == 2 and len(x) == 3 else block(x)
+        return self.last(self.norm(x))
+
+
+@pytest.mark.parametrize("blocks", [range(4), range(1, 4)])
+def test_a_block_that_a_later_micro_batch_skips_is_told_by_name(blocks: range):
+    model = Sometimes(Gate)
+    stage = StageModel(model, probe(model), blocks)
+    says = "blocks.2 runs 0 times on this micro-batch, and once on the one that the pipeline"
+    for rows in (4, 3):
+        stage.begin(lambda like, rows=rows: [torch.ones(rows, WIDTH)])
+        square(model, torch.ones(rows, WIDTH))
+        with pytest.raises(UserError, match=says) if rows == 3 else nullcontext():
+            stage.end()
 
 
 def test_a_penalty_on_the_weights_is_refused_with_its_line():

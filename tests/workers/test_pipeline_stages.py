@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic.protocol.schedule import INTERLEAVED, ZERO_BUBBLE
 from tests.workers.pipeline_models import CASES
 from tests.workers.pipeline_ranks import Trained, groups_in, plain
 from tests.workers.ranks import Ranks, run_ranks
@@ -14,7 +15,6 @@ from workers.distributed.process_group import Alone
 from workers.train_state.digest import weights_sha256
 
 STEPS = 2
-INTERLEAVED = "Interleaved1F1B"
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,16 @@ def check(results: list[dict[str, str]], num_cases: int) -> None:
 
 
 def test_two_stages_of_every_model_have_the_bits_of_the_whole_one():
+    """Those that have four blocks also on ranks of two stages, with backwards in halves."""
     names = list(CASES)
-    check(run_ranks(2, lambda ranks: bits_of(ranks, [(2, 2, "")], names)), len(names))
+    longer = [name for name in names if len(Trained(CASES[name]).chain.names) >= 4]
+    assert len(longer) > 15
+
+    def body(ranks: Ranks) -> dict[str, str]:
+        found = bits_of(ranks, [(2, 2, "")], names)
+        return found | bits_of(ranks, [(2, 2, ZERO_BUBBLE)], longer, first=1)
+
+    check(run_ranks(2, body), len(names) + len(longer))
 
 
 SOME = ["in place", "llama, tied", "llama, dropout", "resnet", "t5"]
@@ -96,19 +104,20 @@ def test_pipelines_side_by_side_and_of_mixed_depth_have_the_bits_of_none(names: 
     check(results, len(worlds) * len(names))
 
 
-def test_ranks_that_have_two_stages_each_have_the_bits_of_none():
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
+def test_ranks_that_have_two_stages_each_have_the_bits_of_none(schedule: str):
     """Of two and of three ranks the first one has both blocks that use a matrix."""
-    worlds = [(2, 2, INTERLEAVED), (4, 2, INTERLEAVED)]
+    worlds = [(2, 2, schedule), (4, 2, schedule)]
     names = ["deep", "in place", "llama, tied", "llama, dropout", "resnet"]
 
     def body(ranks: Ranks) -> dict[str, str]:
         found = bits_of(ranks, worlds, names)
-        deeper = [(3, 3, INTERLEAVED), (5, 0, INTERLEAVED)]
+        deeper = [(3, 3, schedule), (5, 0, schedule)]
         return found | bits_of(ranks, deeper, ["deep"], first=len(worlds))
 
     results = run_ranks(5, body)
     check(results, len(worlds) * len(names) + 2)
-    assert f"deep/5 as [3, 2]/{INTERLEAVED}" in results[0]
+    assert f"deep/5 as [3, 2]/{schedule}" in results[0]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])

@@ -156,7 +156,7 @@ def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_
 def test_a_run_that_goes_on_under_other_strategies_has_the_bits_of_one_undisturbed_rank(tmp_path):
     """Each part of it resumes from the last one's checkpoint, trains on and saves."""
     name, place = "resnet", str(tmp_path)
-    parts = [("pp:3", 3), ("fsdp", 2), ("ddp", 2), ("pp:2/Interleaved1F1B", 3)]
+    parts = [("pp:3", 3), ("fsdp", 2), ("ddp", 2), ("pp:2/ZBVZeroBubble", 3)]
     undisturbed = made("ddp", name)
     train(undisturbed, Alone(), name, len(parts))
 

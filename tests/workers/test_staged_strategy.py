@@ -125,6 +125,7 @@ def train(
         ("resnet", "pp:2", [3]),
         ("deep", "pp:2/Interleaved1F1B", [3]),
         ("resnet", "pp:2/Interleaved1F1B", [2]),
+        ("deep", "pp:2/ZBVZeroBubble", [3]),
     ],
 )
 def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(

@@ -205,14 +205,18 @@ def watched_by(watch: Watch) -> Iterator[None]:
         _watch = before
 
 
-def refuse_draw_by_values(func: Any, args: Any, kwargs: Any) -> None:
-    """NotHere for an operation that may draw other random numbers for zeros than for the values."""
-    name = func._schema.name.removeprefix("aten::")
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """As rrelu in an evaluation, and attention without dropout."""
     known = func._schema.arguments
     given = {a.name: a.default_value for a in known if a.has_default_value()}
     given |= {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
-    draws_nothing = given.get("training") is False  # as rrelu in an evaluation
-    if name.rstrip("_") not in _DRAW_BY_SHAPE and not draws_nothing:
+    return given.get("training") is False or given.get("dropout_p") == 0
+
+
+def refuse_draw_by_values(func: Any, args: Any, kwargs: Any) -> None:
+    """NotHere for an operation that may draw other random numbers for zeros than for the values."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.rstrip("_") not in _DRAW_BY_SHAPE and not _draws_nothing(func, args, kwargs):
         refuse(
             f"calls {name} on a tensor that is on another stage, and how many random numbers it "
             "draws may depend on the values"
@@ -225,6 +229,8 @@ class Drawing(Watch):
 
     def on_draw(self, func: Any, args: Any, kwargs: Any) -> None:
         refuse_draw_by_values(func, args, kwargs)
+        if _draws_nothing(func, args, kwargs):
+            return
         func(
             *tree_map_only(Absent, _zeros_like, args), **tree_map_only(Absent, _zeros_like, kwargs)
         )

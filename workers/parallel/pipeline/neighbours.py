@@ -25,7 +25,7 @@ _KINDS = ("activation", "gradient", "shared", "sum")
 
 
 class Arriving:
-    """Tensors on their way to this rank."""
+    """Tensors on their way to this rank; there once `wait` has returned."""
 
     def __init__(self, by: "Neighbours", works: Sequence[TorchWork], into: list[Tensor]) -> None:
         self._by, self._works, self._into = by, works, into
@@ -51,18 +51,28 @@ class Neighbours:
         self._num_ranks = len(set(ranks))
         self._on_lost, self._gathering = on_lost, gathering
         self._sending: list[tuple[TorchWork, Tensor]] = []
+        self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
+        """Between two stages of this rank, until both have asked for it."""
         self.sent_bytes = 0
+
+    def begin(self) -> None:
+        """An attempt at a step."""
+        self._handed = {}
 
     def send(self, tensors: Sequence[Tensor], stage: int, kind: str, microbatch_id: int) -> None:
         """They are on their way when this returns, and must not be changed before `settle`."""
-        turn = self._turn(stage if kind == "activation" else stage + 1)
+        border = stage if kind == "activation" else stage + 1
+        if self._is_mine(stage):
+            self._hand(kind, microbatch_id, border).extend(_plain(t) for t in tensors)
+            return
+        turn = self._turn(border)
         for index, tensor in enumerate(tensors):
             if tensor.numel():
                 self._send(tensor, stage, _tag(kind, microbatch_id, index, turn))
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        plain = tensor.detach().contiguous()
+        plain = _plain(tensor)
         self.sent_bytes += plain.nbytes
         work = self._do(lambda: self._group.send([plain], self._ranks[stage], tag))
         self._sending.append((work, plain))
@@ -70,6 +80,16 @@ class Neighbours:
     def _turn(self, border: int) -> int:
         """Which of the borders between two ranks; border: the stage behind it."""
         return border // self._num_ranks
+
+    def _is_mine(self, stage: int) -> bool:
+        return self._ranks[stage] == self._group.rank()
+
+    def _hand(self, kind: str, microbatch_id: int, border: int) -> list[Tensor]:
+        """The same list for who sends and who receives, in either order."""
+        key = (kind, microbatch_id, border)
+        if key in self._handed:
+            return self._handed.pop(key)
+        return self._handed.setdefault(key, [])
 
     def send_shared(self, gradient: Tensor, stage: int, index: int, microbatch_id: int) -> None:
         """Of the shared parameter of this number. Not to be changed before `settle`."""
@@ -87,8 +107,11 @@ class Neighbours:
         self, like: Sequence[Tensor], stage: int, kind: str, microbatch_id: int
     ) -> Arriving:
         """Tensors of these shapes and dtypes; an absent one will do."""
+        border = stage + 1 if kind == "activation" else stage
+        if self._is_mine(stage):
+            return Arriving(self, [], self._hand(kind, microbatch_id, border))
         into = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in like]
-        turn = self._turn(stage + 1 if kind == "activation" else stage)
+        turn = self._turn(border)
         rank, works = self._ranks[stage], list[TorchWork]()
         for index, tensor in enumerate(into):
             if tensor.numel():
@@ -111,6 +134,10 @@ class Neighbours:
             return act()
         except PeerLost as error:
             self._on_lost(error)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous()
 
 
 def tag_of_sum(index: int) -> int:

@@ -7,6 +7,7 @@ What a stage computes of a forward is stage.py's, the order schedule.py's.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.pipeline import Stages
 from workers.parallel.pipeline.absent import Absent
+from workers.parallel.pipeline.backward import StageBackward
 from workers.parallel.pipeline.chain import Chain
 from workers.parallel.pipeline.neighbours import Arriving, Neighbours
 from workers.parallel.pipeline.reducer import PipelineReducer
@@ -38,17 +40,21 @@ class StagePasses:
         parameters: Mapping[str, nn.Parameter],
         buffers: TrackedBuffers,
         reducer: PipelineReducer,
-        schedule: str,
+        has_halves: bool = True,
         sum_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
     ) -> None:
-        """models: by stage, those of this rank. parameters: all that are trained. sum_dtype: see
+        """models: by stage, those of this rank. parameters: all that are trained. has_halves: a
+        backward may be computed in two, where the schedule has it so. sum_dtype: see
         `Casting.dtype_of`."""
         self._sum_dtype = sum_dtype
+        self._begin = partial(
+            StageBackward, parameters=list(parameters.values()), has_halves=has_halves
+        )
         self._mine, self._stages = tuple(models.items()), stages
         self._neighbours = neighbours
         self._buffers, self._reducer = buffers, reducer
         place = stages.place_of(self._mine[0][0])
-        self._order = actions(schedule, stages.depth, place, len(stages.ids))
+        self._order = actions(stages.schedule, stages.depth, place, len(stages.ids))
         self._todo: deque[Action] = deque()
         self._at = next(a for a in reversed(self._order) if a.kind == "forward")
         """Whose forward runs now, or has run last."""
@@ -68,6 +74,7 @@ class StagePasses:
 
     def begin(self, step: int) -> None:
         self._todo, self._flight, self._summed = deque(self._order), {}, {}
+        self._neighbours.begin()
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._stages.ids[a.index] for a in self._order if a.kind == "forward"]
@@ -114,33 +121,43 @@ class StagePasses:
             )
         self._flight[microbatch_id, stage] = flight
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
-        while self._todo and self._todo[0].kind == "backward":
-            action = self._todo.popleft()
-            of, (stage, model) = self._stages.ids[action.index], self._mine[action.turn]
-            self._reducer.before_backward(not self._todo)
-            held, self.in_backward = self._flight.pop((of, stage)), of
-            self._backward(of, stage, held)
-            self._reducer.after_backward_of(model.blocks, of, held.buffers)
+        while self._todo and self._todo[0].kind != "forward":
+            self._backward(self._todo.popleft())
         if not self._todo:
             self._neighbours.settle()
 
-    def _backward(self, microbatch_id: int, stage: int, held: "_InFlight") -> None:
-        crossing = held.crossing
-        if held.loss is not None:
-            torch.autograd.backward(held.loss)
-        elif held.gradients is not None:
-            gradients = held.gradients.wait()
-            pairs = [
-                (t, g)
-                for t, g in zip(crossing.sent_with_gradient, gradients, strict=True)
-                if t.requires_grad
-            ]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        if stage > 0:
-            back = [torch.zeros_like(t) if t.grad is None else t.grad for t in crossing.received]
-            self._neighbours.send(back, stage - 1, "gradient", microbatch_id)
-        self._add_shared(microbatch_id, stage)
+    def _backward(self, action: Action) -> None:
+        """All of it, or a half."""
+        of, (stage, model) = self._stages.ids[action.index], self._mine[action.turn]
+        held, self.in_backward = self._flight[of, stage], of
+        if action.kind == "weights":
+            assert held.backward is not None
+            self._reducer.before_backward(not self._todo)
+            held.backward.weights()
+        else:
+            held.backward = self._begin_backward(held)
+            if action.kind == "inputs":
+                held.backward.inputs()
+            else:
+                self._reducer.before_backward(not self._todo)
+                held.backward.whole()
+            if stage > 0:
+                received = held.crossing.received
+                back = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
+                self._neighbours.send(back, stage - 1, "gradient", of)
+        if action.kind != "inputs":
+            self._add_shared(of, stage)
+            self._reducer.after_backward_of(model.blocks, of, held.buffers)
+            del self._flight[of, stage]
+
+    def _begin_backward(self, held: "_InFlight") -> StageBackward:
+        """Once its gradients have come from the stage behind."""
+        results, gradients = [held.loss] if held.loss is not None else [], None
+        if held.gradients is not None:
+            sent, given = held.crossing.sent_with_gradient, held.gradients.wait()
+            pairs = [(t, g) for t, g in zip(sent, given, strict=True) if t.requires_grad]
+            results, gradients = [t for t, _ in pairs], [g for _, g in pairs]
+        return self._begin(results, gradients, held.crossing.received)
 
     def _add_shared(self, microbatch_id: int, stage: int) -> None:
         """The first stage that uses a parameter has the sum of what all of them have: of two, that
@@ -185,3 +202,4 @@ class _InFlight:
     def __init__(self, crossing: Crossing, loss: Tensor | None, buffers: list[Tensor]) -> None:
         self.crossing, self.loss, self.buffers = crossing, loss, buffers
         self.gradients: Arriving | None = None
+        self.backward: StageBackward | None = None

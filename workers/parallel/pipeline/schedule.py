@@ -1,24 +1,27 @@
 """What a rank of a pipeline does in which order: forwards and backwards of its stages, as torch's
 own schedules have them, also for numbers of micro-batches and ranks that torch refuses.
 
-How long it takes is elastic/protocol/pipeline.py's.
+Which stages a rank has, and how long a step takes, is elastic/protocol/schedule.py's.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.mesh import BUILT_SCHEDULES
+from elastic.protocol.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE, stages_per_rank
 
-DEFAULT, INTERLEAVED = BUILT_SCHEDULES[-1], "Interleaved1F1B"
+Kind = Literal["forward", "backward", "inputs", "weights"]
+"""A backward may be in two halves: the gradients of what the stage received, and then those of its
+parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    kind: Literal["forward", "backward"]
+    kind: Kind
     index: int
     """Of the micro-batch among those of the pipeline."""
     turn: int = 0
@@ -26,11 +29,8 @@ class Action:
 
 
 def check_schedule(schedule: str, device: torch.device) -> None:
-    """WrongInput for one that is torch's and not here yet."""
-    built = ", ".join(BUILT_SCHEDULES)
-    if (schedule or DEFAULT) not in BUILT_SCHEDULES:
-        raise WrongInput(f"schedule {schedule!r} is not available yet: choose one of {built}")
-    if schedule == INTERLEAVED and device.type == "cuda":
+    """WrongInput for one that the device does not allow."""
+    if stages_per_rank(schedule) > 1 and device.type == "cuda":
         raise WrongInput(
             f"schedule {schedule!r} has messages of several stages between two ranks, which NCCL "
             f"does not tell apart: on GPUs choose 1F1B or GPipe"
@@ -44,9 +44,9 @@ def actions(schedule: str, depth: int, place: int, num_microbatches: int) -> lis
     """
     if schedule == INTERLEAVED and depth > 1:
         return _interleaved(depth, place, num_microbatches)
-    ahead = num_microbatches
-    if (schedule or DEFAULT) == "1F1B":
-        ahead = min(depth - place, num_microbatches)
+    if schedule == ZERO_BUBBLE and depth > 1:
+        return _zero_bubble(depth, place, num_microbatches)
+    ahead = num_microbatches if schedule == GPIPE else min(depth - place, num_microbatches)
     forwards = [Action("forward", i) for i in range(num_microbatches)]
     return _alternating(forwards, [Action("backward", i) for i in range(num_microbatches)], ahead)
 
@@ -63,6 +63,31 @@ def _interleaved(depth: int, place: int, num_microbatches: int) -> list[Action]:
         at += size
     first = -(-num_microbatches // num_rounds)
     return _alternating(forwards, backwards, first + 2 * (depth - 1 - place) + 1)
+
+
+def _zero_bubble(depth: int, place: int, num_microbatches: int) -> list[Action]:
+    """Down the stages and back, so that the first rank has the loss. Weights fill the end."""
+    most = max(num_microbatches, 2 * depth - 1)  # what is too many is left out in the end
+    ahead = depth - place
+    down, back = _Part("forward", 0), _Part("forward", 1)
+    inputs, weights = [_Part("inputs", i) for i in (0, 1)], [_Part("weights", i) for i in (0, 1)]
+    first, second = ([inputs[i], weights[i]] for i in (0, 1))
+    parts = [down] * (2 * ahead - 1) + [back, down] * place + [back, *second] * ahead
+    parts += [down, *first, back, *second] * (most - depth - ahead + 1)
+    parts += [*first, back, *second] * (ahead - 1)
+    parts += inputs * place + first * ahead + [weights[1]] * place + [weights[0]] * place
+    found, done = list[Action](), Counter[_Part]()
+    for part in parts:
+        found.append(Action(part.kind, done[part], part.turn))
+        done[part] += 1
+    return [action for action in found if action.index < num_microbatches]
+
+
+class _Part(NamedTuple):
+    """Of a step, of the next micro-batch that has not had it."""
+
+    kind: Kind
+    turn: int
 
 
 def _alternating(

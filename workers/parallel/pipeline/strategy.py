@@ -187,8 +187,8 @@ class Staged:
             self._share_chain(group, said)
         names, costs = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self._known_chain.names, (names, self._known_chain.names)
-        each = self._spec.parallel.stages_per_rank
-        return plan_pipeline(self._depth, group.size(), costs, self._spec.num_microbatches, each)
+        schedule, count = self._spec.parallel.schedule, self._spec.num_microbatches
+        return plan_pipeline(self._depth, group.size(), costs, count, schedule)
 
     def _share_chain(self, group: AnyGroup, said: list[Any]) -> None:
         """Give the chain to those that could not compute a micro-batch, as where the whole model
@@ -222,7 +222,7 @@ class Staged:
                 continue
             borders = tuple(b for r in plan.stages(position) for b in (r.start, r.stop))
             stages.append(Stage(seat.pipeline, seat.stage, borders))
-        warnings = tuple(plan.warnings(self._depth, self._spec.parallel.stages_per_rank))
+        warnings = tuple(plan.warnings(self._depth, self._spec.parallel.schedule))
         moved = self.shards.moved_bytes
         layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
         return Planned(generation, layout, warnings, tuple(stages), moved)
@@ -263,7 +263,7 @@ class Staged:
             parameters=self.train_state.parameters,
             buffers=self.train_state.buffers,
             reducer=reducer,
-            schedule=self._spec.parallel.schedule,
+            has_halves=not self._spec.activation_checkpointing,
             sum_dtype=self.train_state.casting.dtype_of,
         )
 
