@@ -40,16 +40,13 @@ OF_RAY = (
     *("elastic.on_ray.feed.client", "elastic.on_ray.feed.actor", "elastic.on_ray.backup.servers"),
 )
 MAX_ORDER_BYTES = 1 << 20
-IDLE_S = 120.0
+IDLE_S = 30.0
 """A server with Ray ends after so long without a child."""
 LOOK_S = 2.0
 START_S = 60.0
 """For one to import Ray, on a machine that is busy."""
-NOT_IMPORTED = {
-    *("PYTEST_CURRENT_TEST", "PYTHONPATH", "RAY_JOB_ID", "RAY_RAYLET_PID"),
-    *("RAY_OVERRIDE_NODE_ID_FOR_TESTING", "RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME"),
-}
-"""Variables that nothing reads while Ray is imported, and every job or node has others."""
+OF_ONE_TEST = "PYTEST_CURRENT_TEST"
+"""The one variable that no program reads, and every test has another one."""
 NETWORK = "FORK_NETWORK"
 """The environment variable that names the file of the network namespace where programs run."""
 CLONE_NEWNET = 0x40000000
@@ -223,7 +220,7 @@ def send_to_ray(
     address: str, order: Order, files: tuple[int, int, int]
 ) -> tuple[socket.socket, int]:
     """As `send`, to the server that has imported Ray in this environment, started if need be."""
-    about = sorted((k, v) for k, v in order.env.items() if k not in NOT_IMPORTED)
+    about = sorted((k, v) for k, v in order.env.items() if k != OF_ONE_TEST)
     of_env = f"{address}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
     deadline, is_asked = time.monotonic() + START_S, False
     while True:
