@@ -155,6 +155,8 @@ class Call:
             stack.enter_context(self.loop.installed(self))
             self._tell("called", began)
             value = self.loop.function()
+        if self.loaders is not None:
+            self.loaders.end()
         self._end(value)
 
     def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:

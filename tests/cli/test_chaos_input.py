@@ -13,7 +13,7 @@ from elastic.protocol.errors import WrongInput
 KILL = "faults: [{what: kill, when: {%s}}]"
 SCENARIOS = {
     "what: [kill]": "what is ['kill'], must be one of",
-    "what: {a: [b]}": "must be one of kill, stop, term, drain",
+    "what: {a: [b]}": "must be one of kill, stop, slow, term, drain",
     "what: kill, when: {step: 1" + "0" * 30 + "}": "must be a whole number from 1",
     "what: kill, when: {step: 0x" + "f" * 9000 + "}": "step is a huge int",
     "what: kill, when: {after_s: 1" + "0" * 400 + "}": "must be a number above 0",
@@ -23,7 +23,7 @@ SCENARIOS = {
     "what: kill, when: {trace: " + "t" * 300 + "}": "there is no trace 'ttt",
     "what: kill, when: {trace: [a]}": "trace is ['a'], must be text",
     "what: kill, when: {phase: [running]}": "phase is ['running'], must be one of",
-    "what: kill, 7: 8": "7 is none of for_s, what, when, whom",
+    "what: kill, 7: 8": "7 is none of for_s, slower, what, when, whom",
     "what: " + "[" * 3000 + "]" * 3000: "more than 16 deep",
     "what: &a [*a]": "*a is an alias: write it out",
     "what: !!int ''": "is no YAML: ",

@@ -233,8 +233,10 @@ class Loaders:
             return None
         return opened.indices()
 
-    def num_left_over(self) -> int:
-        return sum(dealer.num_left_over() for dealer in self._dealers.values())
+    def end(self) -> None:
+        """The script has returned: what a loader would have dealt in another pass is told."""
+        if left := sum(dealer.num_left_over() for dealer in self._dealers.values()):
+            log.warning("%d samples of lost ranks were used in no pass: none followed", left)
 
 
 def deliver(batches: Any) -> None:
