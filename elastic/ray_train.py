@@ -84,6 +84,7 @@ def fit(trainer: Any) -> Any:
 
 def run_trainer(trainer: Any) -> OwnResult:
     """Raises what `run_config` raises."""
+    from elastic.cli.worker_output import WorkerOutput
     from elastic.on_ray.train_api import answering, ray_version
     from workers.script_loop import ScriptLoop
     from workers.scripts.reports import Retention
@@ -119,7 +120,7 @@ def run_trainer(trainer: Any) -> OwnResult:
     )
     check_settings(asked)
     print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
-    return run_script(asked, loop)
+    return run_script(asked, loop, WorkerOutput(loop.place))
 
 
 def check_settings(asked: ScriptRun) -> None:
