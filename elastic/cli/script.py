@@ -43,7 +43,8 @@ def run_script(script: str, arguments: list[str]) -> int:
         return FAILED
     if not ray_train.num_fits:
         raise WrongInput(
-            f"{script} called no TorchTrainer.fit(); a Workload is named as {script}:Class"
+            f"{script} called no TorchTrainer.fit(); for a script that torchrun starts use "
+            f"`elastic torchrun`; a Workload is named as {script}:Class"
         )
     return 0
 

@@ -249,7 +249,7 @@ def plan_pipeline(
         if best is not None and bound > best[0] * (1 + 1e-9):
             break
         sides = [_Side(*side) for side in mix]
-        time = _shortest(sides, num_microbatches)
+        time = _shortest(sides, num_microbatches, bound)
         used = _used(sides, time, num_microbatches)
         depths = [side.depth for side in used]
         num_stages = sum(side.count * side.depth for side in used)
@@ -280,8 +280,9 @@ def _mixes(
     quickest = inf
     for depth in range(lowest, highest + 1):
         sides = ((num_ranks // depth, depth, *kinds[depth]),)
-        quickest = min(quickest, _shortest([_Side(*sides[0])], num_microbatches))
-        yield _bound(sides, num_microbatches), sides
+        bound = _bound(sides, num_microbatches)
+        quickest = min(quickest, _shortest([_Side(*sides[0])], num_microbatches, bound))
+        yield bound, sides
     for a in range(lowest, highest + 1):
         for b in range(a + 1, highest + 1):
             each = (depth * _thirds_each((1, depth, *kinds[depth])) for depth in (a, b))
@@ -322,19 +323,25 @@ def _thirds_each(side: _Kind) -> float:
     return 3 * num_stages_of(depth, schedule) / depth * largest
 
 
-def _shortest(sides: list[_Side], num_microbatches: int) -> float:
-    """The least time in which all of them together can do all micro-batches."""
+def _shortest(sides: list[_Side], num_microbatches: int, bound: float) -> float:
+    """The least time in which all of them together can do all micro-batches. bound: `_bound`'s."""
+
+    def is_enough(time: float) -> bool:
+        return sum(side.capacity(time) for side in sides) >= num_microbatches
+
     found = inf
-    for side in sides:  # it is a multiple of one kind's largest stage
-        low, high = 0, side.num_thirds(num_microbatches)
+    for side in sides:  # it is a multiple of one kind's largest stage, and soon after the bound
+        low, step = int(bound * (1 - 1e-9) / side.largest), 1
+        high = low
+        while not is_enough(high * side.largest):
+            low, high, step = high + 1, high + step, 2 * step
         while low < high:
             middle = (low + high) // 2
-            if sum(s.capacity(middle * side.largest) for s in sides) >= num_microbatches:
+            if is_enough(middle * side.largest):
                 high = middle
             else:
                 low = middle + 1
-        if sum(s.capacity(low * side.largest) for s in sides) >= num_microbatches:
-            found = min(found, low * side.largest)
+        found = min(found, low * side.largest)
     return found
 
 
@@ -355,7 +362,7 @@ def _pipelines(
 ) -> Iterator[Stages]:
     """Deeper ones first. Each gets its share of the shortest time; where that is more than there
     are, the pipelines of one kind have them evenly."""
-    time = _shortest(sides, num_microbatches)
+    time = _shortest(sides, num_microbatches, 0.0)
     ordered = sorted(sides, key=lambda side: -side.depth)
     shares = _shares(ordered, time, num_microbatches)
     at = 0

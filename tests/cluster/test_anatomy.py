@@ -22,7 +22,7 @@ def test_four_micro_batches_on_three_ranks_leave_a_third_of_the_time_idle(start)
     with start("Toy", workers=3, **options) as run:
         run.wait_for(lambda s: s["step"] >= 5)
         status = elastic(run.env, "status", run.directory)
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert end["status"] == 0, end["err"]
     assert status.returncode == 0, status.stderr
     assert [part for part in PARTS if f"{part} " in status.stdout] == list(PARTS)

@@ -72,7 +72,7 @@ def test_a_stopped_run_loses_nothing_and_a_finished_one_can_be_extended(start, r
     with start("Toy", workers=2, **OPTIONS) as run:
         run.wait_for(lambda s: s["step"] > EVERY)
         run.process.send_signal(signal.SIGINT)
-        stopped = run.finish()
+        stopped = run.finish(asleep=True)
     assert stopped["result"]["outcome"] == "stopped"
     assert catalogue(run).steps()[-1] == stopped["result"]["steps"]
     assert checkpoint_sha256(catalogue(run)) == stopped["result"]["weights_sha256"]

@@ -122,7 +122,7 @@ def test_a_successor_obeys_ctrl_c_and_the_run_resumes(start, reference):
         _, pid = kill_controller(run)
         await_successor(run, pid)
         run.process.send_signal(signal.SIGINT)
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert end["result"]["outcome"] == "stopped"
     with start("Toy", workers=2, **options) as again:
         end = again.finish()

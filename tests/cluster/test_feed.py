@@ -252,7 +252,7 @@ def random_part(run: LiveRun, draw: random.Random, stop: int) -> dict:
         run.wait_or_end(lambda s, at=status["step"]: s["step"] > at)
     if stop < STEPS:
         run.process.send_signal(signal.SIGTERM)
-    return run.finish()
+    return run.finish(asleep=stop < STEPS)
 
 
 def assert_no_trace(fed, planned, seed, num_stops):

@@ -20,7 +20,7 @@ from tests.cluster.live import JOBS, Ended, elastic, environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-STEPS = 100
+STEPS, SAVED_EVERY = 100, 5
 JOB = """
 import os
 
@@ -79,7 +79,7 @@ class Laptop:
                 "arguments": {"sleep": 0.3, "until": str(self.until)},
                 **{"steps": STEPS, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"},
             },
-            "storage": {"place": str(self.storage), "name": "run", "checkpoint_every": 5},
+            "storage": {"place": str(self.storage), "name": "run", "checkpoint_every": SAVED_EVERY},
         }
         path = self.folder / "elastic.yaml"
         path.write_text(yaml.safe_dump(job | sections))
@@ -160,6 +160,7 @@ def test_a_job_is_followed_left_stopped_lost_with_its_cluster_and_resumed_from_o
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out.count("\n")) == (0, 1), (out, err)
     assert json.loads(out)["weights_sha256"] == reference(steps=STEPS)[0]
+    assert json.loads(out)["lost_steps"] < 2 * SAVED_EVERY, "it did not begin again"
     seen = laptop.say("watch", str(laptop.place))
     assert (seen.returncode, f"succeeded: {STEPS} of {STEPS} steps" in seen.stdout) == (0, True)
 

@@ -54,8 +54,8 @@ def test_private_names_of_a_sharded_tensor_are_in_its_room_and_in_one_file():
 
 
 def test_what_is_imported_elsewhere_from_private_torch_is_known():
-    """Names for batch normalisation and half precision, which replicated runs have, too, and for
-    the tensors in what a module is called with."""
+    """Names for batch normalisation and half precision, which replicated runs have, too, for the
+    tensors in what a module is called with, and for what stands in for DistributedDataParallel."""
     trees = "workers/parallel/pipeline/trees.py"
     found: set[tuple[str, str]] = set()
     for path in (ROOT / "workers").rglob("*.py"):
@@ -70,6 +70,8 @@ def test_what_is_imported_elsewhere_from_private_torch_is_known():
             (trees, f"torch.utils._pytree.tree_{what}")
             for what in ("flatten", "map_only", "unflatten")
         ),
+        ("workers/scripts/in_place/ddp.py", "torch.utils._pytree.tree_leaves"),
+        ("workers/scripts/in_place/seams.py", "torch.distributed.utils._to_kwargs"),
         ("workers/step/buffers.py", "torch.nn.modules.batchnorm._NormBase"),
         ("workers/step/precision.py", "torch.distributed.utils._apply_to_tensors"),
         ("workers/step/precision.py", "torch.nn.modules.batchnorm._NormBase"),

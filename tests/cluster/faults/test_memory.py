@@ -42,7 +42,7 @@ def test_a_worker_out_of_memory_costs_no_step_and_is_explained(
     settings = [f"marker='{tmp_path}'", f"group='{group}'", "sleep=0.02"]
     options = {"workers": "2..3", "steps": STEPS, "eval_every": 1, "detect_s": 10.0}
     with start("Hungry", job="hanging", set=settings, **options) as run:
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0
     (recovery,) = end["result"]["recoveries"]

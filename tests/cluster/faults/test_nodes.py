@@ -51,7 +51,7 @@ def test_a_node_that_goes_costs_no_step(hosts, fault, tmp_path, reference, capsy
     with hosts.run(f"{JOBS / 'toy.py'}:Toy", tmp_path, "run", **OPTIONS) as run:
         status = run.wait_for(lambda s: s["world_size"] == 3 and s["step"] > 20)
         at = fault(hosts, hosts.host_of(status["workers"][0]["node_ip"]))
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert end["status"] == 0, end["err"]
     after = next(m for m in run.lines("metrics.jsonl") if m["world_size"] == 2 and m["time"] > at)
     with capsys.disabled():
@@ -78,7 +78,7 @@ def test_a_host_that_its_peers_cannot_reach_is_the_one_that_goes(hosts, tmp_path
         except Forbidden as reason:
             pytest.skip(f"no path was cut: {reason}")
         left = run.wait_for(lambda s: s["world_size"] == 2 and s["phase"] == "running")
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert hosts.address(host) not in {w["node_ip"] for w in left["workers"]}
     assert_same_bits(run, end, reference(steps=STEPS), STEPS)
     assert end["result"]["lost_steps"] == 0

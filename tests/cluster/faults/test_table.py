@@ -54,7 +54,7 @@ def run_with(faults, strategy, start, tmp_path):
     settings = [f"folder={str(struck)!r}", f"faults={faults!r}", "sleep=0.01"]
     options = {"workers": "2..3", "detect_s": 3.0, "parallel": strategy, **OPTIONS}
     with start("Faulty", job="faulty", set=settings, **options) as run:
-        end = run.finish()
+        end = run.finish(asleep=True)
     assert len(list(struck.iterdir())) == len(faults), "else the test does not test what it says"
     return end, run
 
