@@ -16,6 +16,7 @@ from tests.cluster.test_stop import NODE
 pytestmark = pytest.mark.cluster
 
 ROWS, BATCH, MORE = 100, 24, "p1.parquet"
+BESIDE = ("dropping.py", "fed.py", "toy.py")
 JOB = f"""
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     earlier = shipped_in(session)
     job = tmp_path / "job"
     (job / "set").mkdir(parents=True)
-    shutil.copy(JOBS / "fed.py", job)
+    for name in BESIDE:
+        shutil.copy(JOBS / name, job)
     (job / "job.py").write_text(JOB)
     rows = np.arange(ROWS)
     for name, part in (("set/p0.parquet", rows[:60]), (MORE, rows[60:])):
@@ -64,7 +66,9 @@ def test_relative_paths_are_the_same_data_in_another_package_and_elsewhere(
     assert list(plan["files"]) == [MORE, "set/p0.parquet"]
     packages = shipped_in(session) - earlier
     shipped = [sorted(path.name for path in package.iterdir()) for package in packages]
-    assert shipped == [["fed.py", "job.py", MORE, "set"]] * 2, "one of each start, without runs"
+    assert shipped == [sorted([*BESIDE, "job.py", MORE, "set"])] * 2, (
+        "one of each start, without runs"
+    )
 
     job.rename(tmp_path / "elsewhere")
     done = elastic(run.env, "data", "check", "runs/run", folder=tmp_path / "elsewhere")
