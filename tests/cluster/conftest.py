@@ -13,7 +13,7 @@ from tests.cluster.fork_server import ADDRESS, ForkServer
 from tests.cluster.forked_nodes import ForkedNodes
 from tests.cluster.hosts import Forbidden
 from tests.cluster.live import JOBS, LiveRun, environment
-from tests.cluster.shared_head import HEAD, UNPREPARED, SharedHead
+from tests.cluster.shared_head import UNPREPARED, SharedHead
 
 SHARED_STEPS, HASHED_EVERY = 100, 10
 SLOWEST = (
@@ -144,7 +144,8 @@ def set_environment(patch: pytest.MonkeyPatch, temp: Path) -> None:
 
 def new_head(num_cpus: int, object_store_memory: int = 10**8) -> ForkedNodes:
     options = {"num_cpus": num_cpus, "object_store_memory": object_store_memory}
-    return ForkedNodes(initialize_head=True, head_node_args=HEAD | options)
+    head = {"include_dashboard": False, **options}
+    return ForkedNodes(initialize_head=True, head_node_args=head)
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from tests.object_store import CREDENTIALS
 NUM_CPUS = 12
 """More than the workers, and what a run starts beside them, of any test."""
 PATIENCE_S = 20.0
-HEAD = {"include_dashboard": False, "no_monitor": True}
-"""Neither a page nor an autoscaler."""
 UNPREPARED = {"RAY_prestart_worker_first_driver": "0"}
 """No worker is started before it is asked for: without the folder of TARGET no run could use it."""
 RAY_DATA = "ray::_"
@@ -34,7 +32,8 @@ class SharedHead:
             env = environment(self._temp) | CREDENTIALS | UNPREPARED
             for name, value in env.items():
                 patch.setenv(name, value)
-            options = HEAD | {"num_cpus": NUM_CPUS, "object_store_memory": 200 * 2**20}
+            options = {"num_cpus": NUM_CPUS, "object_store_memory": 200 * 2**20}
+            options |= {"include_dashboard": False, "no_monitor": True}
             self._cluster = ForkedNodes(initialize_head=True, head_node_args=options)
         self.address: str = self._cluster.address
 
