@@ -92,6 +92,7 @@ class Course:
         """In the order of today's ranks."""
         self.models: list[ReferenceType[Learns]] = []
         self.loaders: list[Stands] = []
+        self._num_losses = 0
         self.losses: dict[int, list[tuple[int, Loss]]] = {}
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
@@ -230,6 +231,8 @@ class Course:
         return Standing(
             call=self.call,
             member=self.member,
+            members=self.members,
+            num_losses=self._num_losses,
             num_done=now.num_done,
             doing=standing.COLLECTIVE if now.num_collectives else now.doing,
             result=now.result,
@@ -240,7 +243,7 @@ class Course:
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
         standings = [Standing.of(s) if s else None for s in said]
-        verdict = judge(self.num_ranks, self.members, standings)
+        verdict = judge(self.num_ranks, standings)
         if isinstance(verdict, CallAgain):
             log.warning('call=%s called again reason="%s"', self.call, verdict.why)
             self._end()
@@ -252,7 +255,7 @@ class Course:
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)
         self.is_rank_asked &= verdict.members == self.members
-        self.members = verdict.members
+        self.members, self._num_losses = verdict.members, self._num_losses + 1
         self.group.replace(group)
         if verdict.num_done > now.num_done:
             now.num_done, now.result = verdict.num_done, verdict.result
