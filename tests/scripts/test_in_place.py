@@ -64,7 +64,7 @@ def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path):
     losses = []
     for in_place in (True, False):
         place = tmp_path / f"in_place_{in_place}"
-        run = started(place, in_place=in_place, workers=2)
+        run = started(place, in_place=in_place, workers=2, validates=True)
         assert run.wait() == "succeeded", run.failure
         losses.append(sorted([line["loss"] for line in lines] for lines in steps(place)))
         assert all(e["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES for e in ends(place))

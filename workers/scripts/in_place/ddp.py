@@ -32,14 +32,19 @@ class Replica:
         self._is_expected = False
         """The last forward was to be synchronised."""
         self._weights: list[float] = []
-        """Of the batches since the last unit."""
+        """Of the batches of the forwards since the last unit."""
+        self._coming: list[float] = []
+        """Of the batches since the last forward with gradients."""
+        self._measured: list[float] = []
+        """Of the newest batch, which has had a forward without gradients."""
         self.weight = 1.0
         """What this member's part of the unit counts: 1 for a batch of the script's own size."""
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._hear_gradient, index))
 
     def add_samples(self, weight: float) -> None:
-        self._weights.append(weight)
+        self._measured = []
+        self._coming.append(weight)
 
     def take_weights(self) -> None:
         """Those of the batches so far; without a new one they are the last ones'."""
@@ -50,6 +55,10 @@ class Replica:
         self.course.check()
         if torch.is_grad_enabled():
             self._backward.forget()
+            self._weights += self._coming or self._measured
+            self._coming, self._measured = [], []
+        elif not self._measured:
+            self._measured, self._coming = self._coming[-1:], self._coming[:-1]
 
     def after_forward(self, output: Any, *, is_synchronised: bool) -> None:
         """A backward through this output ends with a unit, if it is to be synchronised."""

@@ -102,8 +102,8 @@ class Pass:
         """The iteration that is loaded next."""
         self._loading: deque[int | None] = deque()
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
-        self._held: deque[int] = deque()
-        """Drawn by a loader around this one, which has not delivered them."""
+        self._held: deque[tuple[int, bool]] = deque()
+        """Drawn by a loader around this one, which has not delivered them; and whether to train."""
         self.drawn = self.delivered = self.counted = -1
         self.is_training = True
         self.holds_back = False
@@ -128,7 +128,7 @@ class Pass:
             if iteration is not None:
                 break
         self.drawn, self.is_training = iteration, torch.is_grad_enabled()
-        self._held.append(iteration)
+        self._held.append((iteration, self.is_training))
         if not self.holds_back:
             self.deliver()
         return batch
@@ -136,9 +136,10 @@ class Pass:
     def deliver(self) -> None:
         """The script has the next batch that was drawn."""
         if self._held:
-            self.delivered = self._held.popleft()
+            self.delivered, is_training = self._held.popleft()
             size = len(self._plan.share(self.delivered, self._course.member))
-            self._course.add_samples(size / self._plan.shape.batch_size)
+            if is_training:
+                self._course.add_samples(size / self._plan.shape.batch_size)
 
     def indices(self) -> Iterator[list[int]]:
         """Of the dataset, for what is loaded next."""

@@ -1,0 +1,75 @@
+"""Which of a script's batches a unit is made of; of a lone rank, without a controller."""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elastic.protocol.errors import StepCancelled
+from workers.distributed.process_group import Alone, Group
+from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.ddp import Replica, replica_of
+from workers.scripts.in_place.loader import Loaders
+from workers.scripts.in_place.seams import standing_in
+
+SAMPLES, BATCH = 12, 3
+
+
+class Listening:
+    """The call of a lone rank: it keeps what it is told."""
+
+    has_changed = False
+
+    def __init__(self) -> None:
+        self.denied = ""
+        self.levels: list[int] = []
+
+    def regroup(self, error: Any) -> Group | None:
+        raise AssertionError("a lone rank lost a peer")
+
+    def deny(self, why: str) -> None:
+        self.denied = why
+        raise StepCancelled
+
+    def say_level(self, level: int, reason: str) -> None:
+        self.levels.append(level)
+
+    def unwind(self) -> NoReturn:
+        raise StepCancelled
+
+
+@pytest.fixture
+def course() -> Iterator[Course]:
+    group = DefaultGroup(Alone("units"))
+    course = group.course = Course("units", group, Listening())
+    with as_default(group), standing_in(course, Loaders(course)):
+        yield course
+
+
+def loader_of(**settings: Any) -> Any:
+    dataset = TensorDataset(torch.randn(SAMPLES, 2))
+    settings = {"sampler": DistributedSampler(dataset)} | settings
+    return DataLoader(dataset, BATCH, **settings)
+
+
+def replica(model: Any) -> Replica:
+    found = replica_of(model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the loop", "in the loop"])
+def test_a_pass_without_gradients_counts_for_no_unit(course, is_inside):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for (inputs,) in loader_of():
+        with torch.set_grad_enabled(is_inside):
+            for (others,) in loader_of():
+                with torch.no_grad():
+                    model(others)
+        model(inputs).sum().backward()
+        assert replica(model).weight == 1.0
