@@ -73,3 +73,17 @@ def test_a_pass_without_gradients_counts_for_no_unit(course, is_inside):
                     model(others)
         model(inputs).sum().backward()
         assert replica(model).weight == 1.0
+
+
+def test_a_batch_drawn_after_the_forward_is_not_of_its_unit(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    batches = iter(loader_of())
+    (inputs,) = next(batches)
+    loss = model(inputs).sum()
+    (ahead,) = next(batches)
+    loss.backward()
+    (loader,) = course.stand().passes
+    assert (loader.drawn, loader.counted) == (1, 0)
+    model(ahead).sum().backward()
+    (loader,) = course.stand().passes
+    assert (loader.drawn, loader.counted) == (1, 1)

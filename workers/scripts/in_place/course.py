@@ -55,6 +55,7 @@ class Stands(Protocol):
 
     def stand(self) -> InPass: ...
     def lose(self, number: int, loss: Loss) -> None: ...
+    def begin_forward(self) -> None: ...
     def count(self, *, is_training: bool) -> None: ...
 
 
@@ -127,8 +128,14 @@ class Course:
             if (learns := model()) is not None:
                 learns.add_samples(weight)
 
+    def begin_forward(self) -> None:
+        """With gradients: what was delivered until now may be of the next unit."""
+        for loader in self.loaders:
+            loader.begin_forward()
+
     def count_samples(self) -> None:
-        """A unit has ended: what was delivered has counted, the part of every member."""
+        """A unit has ended: what was delivered before its forward has counted, the part of every
+        member."""
         for loader in self.loaders:
             loader.count(is_training=True)
         if self._suspicion:

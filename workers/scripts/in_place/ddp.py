@@ -55,6 +55,7 @@ class Replica:
         self.course.check()
         if torch.is_grad_enabled():
             self._backward.forget()
+            self.course.begin_forward()
             self._weights += self._coming or self._measured
             self._coming, self._measured = [], []
         elif not self._measured:

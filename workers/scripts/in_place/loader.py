@@ -70,9 +70,18 @@ class Dealer:
         if self._pass is not None and number == self._number:
             self._pass.lose(loss)
 
+    def begin_forward(self) -> None:
+        """What comes to the script from now on is not of this forward."""
+        if self._pass is not None:
+            self._pass.forwarded = self._pass.delivered
+
     def count(self, *, is_training: bool) -> None:
         """is_training: a unit has ended; else a collective outside of training."""
-        if self._pass is not None and (is_training or not self._pass.is_training):
+        if self._pass is None:
+            return
+        if is_training:
+            self._pass.counted = self._pass.forwarded
+        elif not self._pass.is_training:
             self._pass.counted = self._pass.delivered
 
     def num_left_over(self) -> int:
@@ -104,7 +113,7 @@ class Pass:
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
         self._held: deque[tuple[int, bool]] = deque()
         """Drawn by a loader around this one, which has not delivered them; and whether to train."""
-        self.drawn = self.delivered = self.counted = -1
+        self.drawn = self.delivered = self.forwarded = self.counted = -1
         self.is_training = True
         self.holds_back = False
         """A loader around this one says what it delivers."""
