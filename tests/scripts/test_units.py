@@ -14,7 +14,7 @@ from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.ddp import Replica, replica_of
-from workers.scripts.in_place.loader import Loaders
+from workers.scripts.in_place.loader import Loaders, is_dealt
 from workers.scripts.in_place.seams import standing_in
 
 SAMPLES, BATCH = 12, 3
@@ -49,6 +49,10 @@ def course() -> Iterator[Course]:
     course = group.course = Course("units", group, Listening())
     with as_default(group), standing_in(course, Loaders(course)):
         yield course
+
+
+def listening(course: Course) -> Any:
+    return course._regrouping
 
 
 def loader_of(**settings: Any) -> Any:
@@ -87,3 +91,25 @@ def test_a_batch_drawn_after_the_forward_is_not_of_its_unit(course):
     model(ahead).sum().backward()
     (loader,) = course.stand().passes
     assert (loader.drawn, loader.counted) == (1, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["before a loss", "after a loss"])
+def test_after_a_loss_nothing_is_trained_by_a_loader_that_cannot_be_dealt(course, num_ranks):
+    course.num_ranks = num_ranks
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    (inputs,) = next(iter(loader_of(sampler=None)))
+    if num_ranks == 1:
+        model(inputs).sum().backward()
+        assert (listening(course).denied, course.stand().refusal != "") == ("", True)
+        return
+    with pytest.raises(StepCancelled):
+        model(inputs).sum().backward()
+    assert "no DistributedSampler" in listening(course).denied
+
+
+def test_a_sampler_made_for_the_ranks_of_before_is_dealt(course):
+    course.seats |= {(4, 3), (3, 2)}
+    dataset = TensorDataset(torch.randn(SAMPLES, 2))
+    for size, rank, is_known in ((4, 3, True), (3, 2, True), (5, 4, False)):
+        sampler = DistributedSampler(dataset, size, rank)
+        assert is_dealt(loader_of(sampler=sampler), course) is is_known

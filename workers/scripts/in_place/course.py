@@ -91,6 +91,8 @@ class Course:
         """When the call began."""
         self.members = tuple(range(self.num_ranks))
         """In the order of today's ranks."""
+        self.seats = {(self.num_ranks, self.member)}
+        """How many ranks a sampler may have been made for, and for which one of them."""
         self.models: list[ReferenceType[Learns]] = []
         self.loaders: list[Stands] = []
         self._num_losses = 0
@@ -139,6 +141,8 @@ class Course:
         for loader in self.loaders:
             loader.count(is_training=True)
         if self._suspicion:
+            if len(self.members) < self.num_ranks:
+                self.deny(f"{self._suspicion}, and a rank is lost")
             self.refuse(self._suspicion)
         elif not self._has_trained:
             self._has_trained = True
@@ -264,5 +268,6 @@ class Course:
         self.is_rank_asked &= verdict.members == self.members
         self.members, self._num_losses = verdict.members, self._num_losses + 1
         self.group.replace(group)
+        self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}
         if verdict.num_done > now.num_done:
             now.num_done, now.result = verdict.num_done, verdict.result

@@ -29,8 +29,7 @@ def is_dealt(loader: Any, course: Course) -> bool:
     among the ranks of the call."""
     return (
         type(loader.sampler) is DistributedSampler
-        and loader.sampler.num_replicas in (course.num_ranks, len(course.members))
-        and loader.sampler.rank in (course.member, course.group.rank())
+        and (loader.sampler.num_replicas, loader.sampler.rank) in course.seats
         and type(loader.batch_sampler) is BatchSampler
         and loader.batch_sampler.sampler is loader.sampler
         and getattr(loader, "in_order", True)
