@@ -68,8 +68,6 @@ class ScriptLoop:
     ray_version: str = ""
     installed: Callable[["Call"], AbstractContextManager[Any]] = lambda call: nullcontext()
     """Within, the functions that the script calls answer from this call."""
-    saves: bool = True
-    """It may bring checkpoints with its reports."""
     goes_in_place: bool = False
     """After a loss a call goes on where it can (workers/scripts/in_place), instead of being called
     again."""
@@ -279,12 +277,6 @@ class Call:
         """Among the members that are there now."""
         return self.place.rank if self.group is None else self.group.rank()
 
-    def ask_rank(self) -> int:
-        """The same, for the script, which decides by it who saves."""
-        if self.course is not None:
-            self.course.is_rank_asked = True
-        return self.rank
-
     def _gather(self, value: Any) -> dict[int, Any]:
         """The JSON values of all, by the ranks that they had when the call began, in the order of
         today's. A collective."""
@@ -300,13 +292,12 @@ class Call:
         metrics = plain(metrics)
         bringing = self._gather(source is not None)
         if not any(bringing.values()):
-            self._check_saver()
             if self.rank == 0:
                 self._log(metrics, None)
             return None
         who = {member for member, brings in bringing.items() if brings}
         name, files = self._bring(source, name, who)
-        self._told.newest, self._told.newest_at = name, self._told.num_reports
+        self._told.newest = name
 
         def publish() -> None:
             names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
@@ -340,14 +331,6 @@ class Call:
             here = {path for m in gathered for path in (named[m][1] if m in named else ())}
             if not (who <= named.keys() and wanted <= here):
                 self._call_again("a report lacks the files of a lost rank")
-
-    def _check_saver(self) -> None:
-        """The rank that has saved until now may be lost, and no other know that it is its turn."""
-        course = self.course
-        if course is None or course.is_rank_asked or 0 in course.members:
-            return
-        if self.loop.saves and self._told.newest_at == self._told.num_reports - 1:
-            self._call_again("rank 0 is lost, and nobody has asked whether it saves instead")
 
     def _call_again(self, why: str) -> NoReturn:
         log.warning('generation=%d called again reason="%s"', self.generation, why)

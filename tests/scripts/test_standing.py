@@ -66,6 +66,11 @@ def test_ranks_that_know_of_different_losses_are_called_again():
     assert judge(3, [standing(0, 5, num_losses=1), standing(2, 5)]) == again
 
 
+def test_without_rank_0_which_may_be_who_saves_the_script_is_called_again():
+    lost = CallAgain("rank 0, which may be who saves, was lost")
+    assert judge(3, [standing(1, 5, UNIT), standing(2, 5, UNIT)]) == lost
+
+
 def test_the_rest_of_a_pass_is_dealt_from_where_the_furthest_is():
     first = standing(0, 5, UNIT, passes=(InPass(2, 6, 5), InPass(1, 9, 9)))
     second = standing(2, 5, passes=(InPass(2, 7, 5),))

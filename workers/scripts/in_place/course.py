@@ -100,8 +100,6 @@ class Course:
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
         """Why this call cannot go on in place; empty: it can."""
-        self.is_rank_asked = True
-        """Since the last loss, the script has asked for its rank."""
         self._has_trained = False
         self._suspicion = ""
         """Will be a refusal if anything is trained."""
@@ -265,7 +263,6 @@ class Course:
         now = self.operations
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)
-        self.is_rank_asked &= verdict.members == self.members
         self.members, self._num_losses = verdict.members, self._num_losses + 1
         self.group.replace(group)
         self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}

@@ -91,6 +91,8 @@ def judge(num_ranks: int, standings: Sequence[Standing | None]) -> Verdict:
         return CallAgain("ranks know of different losses")
     if len(said) * MAX_GROWTH < num_ranks:
         return CallAgain(f"{len(said)} of {num_ranks} ranks are left: batches would grow too large")
+    if all(s.member for s in said):
+        return CallAgain("rank 0, which may be who saves, was lost")
     furthest = max(s.num_done for s in said)
     result = next(s.result for s in said if s.num_done == furthest)
     if any(s.num_done < furthest - 1 for s in said):
