@@ -108,7 +108,8 @@ class Call:
         num_calls: int,
         not_in_place: str,
     ) -> None:
-        """not_in_place: why it cannot go on after a loss; empty: nothing is known against it."""
+        """not_in_place: why it cannot go on after a loss, which then holds for all ranks; empty:
+        nothing is known against it."""
         self.not_in_place = not_in_place
         self.loop, self._session, self._num_calls = loop, session, num_calls
         self._member = session._member
@@ -133,9 +134,11 @@ class Call:
         if is_lowest:
             self.reports.sweep()
         newest = self.reports.newest() if is_lowest else None
-        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest])
-        _, master, self._told.newest = said[0]
-        self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
+        refusal = self.not_in_place or trial.refusal()
+        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest, refusal])
+        _, master, self._told.newest, _ = said[0]
+        self.place = Place.of(inner.rank(), [node for node, *_ in said], master)
+        self.not_in_place = next((why for *_, why in said if why), "")
         self.group = DefaultGroup(
             inner, waiting=self._roll_call.waiting, on_refusal=self._unwinding.tell
         )
@@ -146,8 +149,8 @@ class Call:
             stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
-            if refusal := self.not_in_place or trial.refusal():
-                self.say_level(0, refusal)
+            if self.not_in_place:
+                self.say_level(0, self.not_in_place)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
