@@ -344,7 +344,7 @@ class Call:
             {
                 "report": self._told.num_reports,
                 "generation": self.generation,
-                "world_size": self.place.world_size,
+                "world_size": self.place.world_size if self.group is None else self.group.size(),
                 "metrics": metrics,
                 "checkpoint": name,
             }
