@@ -139,7 +139,8 @@ def level_line(trainer: Any, least: int, most: int) -> str:
         return (
             f"{function} runs at level 1, commit in place, on {most} workers (at least {least}): "
             "after a loss (rank 0's excepted) it goes on where it is, if its model is in "
-            "DistributedDataParallel and its data in a DistributedSampler's; else it is called again"
+            "DistributedDataParallel and its data in a DistributedSampler's; else it is called "
+            "again"
         )
     return (
         f"{function} runs at level 0, restart in place, on {most} workers (at least {least}): "
