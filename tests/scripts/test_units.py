@@ -1,6 +1,8 @@
 """Which of a script's batches a unit is made of; of a lone rank, without a controller."""
 
+import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -113,3 +115,32 @@ def test_a_sampler_made_for_the_ranks_of_before_is_dealt(course):
     for size, rank, is_known in ((4, 3, True), (3, 2, True), (5, 4, False)):
         sampler = DistributedSampler(dataset, size, rank)
         assert is_dealt(loader_of(sampler=sampler), course) is is_known
+
+
+def test_a_second_gradient_after_the_first_was_sent_calls_the_script_again(course):
+    net = nn.Linear(2, 1)
+    model = DistributedDataParallel(net)
+    for index, parameter in enumerate(net.parameters()):
+        again = partial(replica(model).unit.hear_gradient, index)
+        parameter.register_post_accumulate_grad_hook(lambda _, again=again: again())
+    with pytest.raises(StepCancelled):
+        model(torch.randn(BATCH, 2)).sum().backward()
+    assert "second gradient" in listening(course).denied
+
+
+def test_autograd_grad_is_no_unit(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    inputs = torch.randn(BATCH, 2, requires_grad=True)
+    output = model(inputs).sum()
+    before = course.operations.num_done
+    torch.autograd.grad(output, inputs, retain_graph=True)
+    assert course.operations.num_done == before
+    output.backward()
+    assert course.operations.num_done == before + 1
+
+
+def test_models_that_are_gone_do_not_count(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    del model
+    gc.collect()
+    assert course.num_models == 0

@@ -23,6 +23,9 @@ from workers.scripts.in_place.standing import CallAgain, InPass, Standing, judge
 
 log = logging.getLogger(__name__)
 
+CALLED = {standing.UNIT: "backward()", standing.BARRIER: "torch.distributed's barrier"}
+"""What the script has called; other operations are within a call that says its own name."""
+
 
 class Regrouping(Protocol):
     """What a course asks of its call."""
@@ -70,6 +73,8 @@ class Operations:
     """What all members of a call do alike, as far as this one is."""
 
     num_done: int = 0
+    num_losses: int = 0
+    """How often the members have regrouped."""
     doing: str = ""
     """One of standing.py's; empty: none."""
     num_collectives: int = 0
@@ -95,7 +100,6 @@ class Course:
         """How many ranks a sampler may have been made for, and for which one of them."""
         self.models: list[ReferenceType[Learns]] = []
         self.loaders: list[Stands] = []
-        self._num_losses = 0
         self.losses: dict[int, list[tuple[int, Loss]]] = {}
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
@@ -106,6 +110,11 @@ class Course:
         self.operations = Operations()
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
+
+    @property
+    def num_models(self) -> int:
+        """That the script has now."""
+        return sum(model() is not None for model in self.models)
 
     def refuse(self, why: str) -> None:
         """From now on a loss has the script called again."""
@@ -162,7 +171,7 @@ class Course:
         self.check()
         now = self.operations
         now.doing, number = what, now.num_done
-        with self.group.waiting(what):
+        with self.group.waiting(CALLED.get(what, what)):
             while now.num_done == number:
                 try:
                     found = attempt()
@@ -241,13 +250,13 @@ class Course:
             call=self.call,
             member=self.member,
             members=self.members,
-            num_losses=self._num_losses,
+            num_losses=now.num_losses,
             num_done=now.num_done,
             doing=standing.COLLECTIVE if now.num_collectives else now.doing,
             result=now.result,
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
-            or ("" if self.models else "no model is in DistributedDataParallel"),
+            or ("" if self.num_models else "no model is in DistributedDataParallel"),
         )
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
@@ -263,7 +272,8 @@ class Course:
         now = self.operations
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)
-        self.members, self._num_losses = verdict.members, self._num_losses + 1
+        self.members = verdict.members
+        now.num_losses += 1
         self.group.replace(group)
         self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}
         if verdict.num_done > now.num_done:
