@@ -104,7 +104,6 @@ def run_trainer(trainer: Any) -> OwnResult:
         ray_version=ray_version(),
         installed=answering,
         goes_in_place=may_go_on_in_place(),
-        saves=may_save(trainer),
     )
     refuse_unpicklable(trainer, loop)
     asked = ScriptRun(
@@ -139,24 +138,15 @@ def level_line(trainer: Any, least: int, most: int) -> str:
     if may_go_on_in_place():
         return (
             f"{function} runs at level 1, commit in place, on {most} workers (at least {least}): "
-            "after a loss it goes on where it is, if its model is in DistributedDataParallel and "
-            "its data in a DistributedSampler's; else it is called again"
+            "after a loss (rank 0's excepted) it goes on where it is, if its model is in "
+            "DistributedDataParallel and its data in a DistributedSampler's; else it is called "
+            "again"
         )
     return (
         f"{function} runs at level 0, restart in place, on {most} workers (at least {least}): "
         "after a loss it is called again in the same processes, from its newest reported "
         f"checkpoint; {NOT_HIGHER}"
     )
-
-
-def may_save(trainer: Any) -> bool:
-    """Whether the training function may bring checkpoints: its code says the word, or lies in a
-    module of its own."""
-    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
-
-    function = trainer.train_loop_per_worker
-    is_sent_whole = getattr(function, "__module__", "") == "__main__"
-    return not is_sent_whole or b"Checkpoint" in cloudpickle.dumps(function)
 
 
 def num_workers(scaling: Any) -> tuple[int, int]:

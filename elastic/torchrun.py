@@ -153,7 +153,6 @@ def run(request: Request, on_progress: Progress) -> Result:
         max_failures=request.max_restarts,
         installed=started_by_torchrun,
         goes_in_place=may_go_on_in_place(),
-        saves=False,
     )
     check_settings(asked)
     for note in request.notes:

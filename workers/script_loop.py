@@ -68,8 +68,6 @@ class ScriptLoop:
     ray_version: str = ""
     installed: Callable[["Call"], AbstractContextManager[Any]] = lambda call: nullcontext()
     """Within, the functions that the script calls answer from this call."""
-    saves: bool = True
-    """It may bring checkpoints with its reports."""
     goes_in_place: bool = False
     """After a loss a call goes on where it can (workers/scripts/in_place), instead of being called
     again."""
@@ -110,7 +108,8 @@ class Call:
         num_calls: int,
         not_in_place: str,
     ) -> None:
-        """not_in_place: why it cannot go on after a loss; empty: nothing is known against it."""
+        """not_in_place: why it cannot go on after a loss, which then holds for all ranks; empty:
+        nothing is known against it."""
         self.not_in_place = not_in_place
         self.loop, self._session, self._num_calls = loop, session, num_calls
         self._member = session._member
@@ -135,9 +134,11 @@ class Call:
         if is_lowest:
             self.reports.sweep()
         newest = self.reports.newest() if is_lowest else None
-        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest])
-        _, master, self._told.newest = said[0]
-        self.place = Place.of(inner.rank(), [node for node, _, _ in said], master)
+        refusal = self.not_in_place or trial.refusal()
+        said = self._introduce(inner, [spec.node or spec.host, spec.host, newest, refusal])
+        _, master, self._told.newest, _ = said[0]
+        self.place = Place.of(inner.rank(), [node for node, *_ in said], master)
+        self.not_in_place = next((why for *_, why in said if why), "")
         self.group = DefaultGroup(
             inner, waiting=self._roll_call.waiting, on_refusal=self._unwinding.tell
         )
@@ -148,8 +149,8 @@ class Call:
             stack.enter_context(no_start_method())
             stack.enter_context(environment_set(environment))
             stack.enter_context(as_default(self.group))
-            if refusal := self.not_in_place or trial.refusal():
-                self.say_level(0, refusal)
+            if self.not_in_place:
+                self.say_level(0, self.not_in_place)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
@@ -279,12 +280,6 @@ class Call:
         """Among the members that are there now."""
         return self.place.rank if self.group is None else self.group.rank()
 
-    def ask_rank(self) -> int:
-        """The same, for the script, which decides by it who saves."""
-        if self.course is not None:
-            self.course.is_rank_asked = True
-        return self.rank
-
     def _gather(self, value: Any) -> dict[int, Any]:
         """The JSON values of all, by the ranks that they had when the call began, in the order of
         today's. A collective."""
@@ -300,13 +295,12 @@ class Call:
         metrics = plain(metrics)
         bringing = self._gather(source is not None)
         if not any(bringing.values()):
-            self._check_saver()
             if self.rank == 0:
                 self._log(metrics, None)
             return None
         who = {member for member, brings in bringing.items() if brings}
         name, files = self._bring(source, name, who)
-        self._told.newest, self._told.newest_at = name, self._told.num_reports
+        self._told.newest = name
 
         def publish() -> None:
             names = [entry["checkpoint_dir_name"] for entry in self.reports.entries()]
@@ -341,14 +335,6 @@ class Call:
             if not (who <= named.keys() and wanted <= here):
                 self._call_again("a report lacks the files of a lost rank")
 
-    def _check_saver(self) -> None:
-        """The rank that has saved until now may be lost, and no other know that it is its turn."""
-        course = self.course
-        if course is None or course.is_rank_asked or 0 in course.members:
-            return
-        if self.loop.saves and self._told.newest_at == self._told.num_reports - 1:
-            self._call_again("rank 0 is lost, and nobody has asked whether it saves instead")
-
     def _call_again(self, why: str) -> NoReturn:
         log.warning('generation=%d called again reason="%s"', self.generation, why)
         raise self._lost(PeerLost(why))
@@ -358,7 +344,7 @@ class Call:
             {
                 "report": self._told.num_reports,
                 "generation": self.generation,
-                "world_size": self.place.world_size,
+                "world_size": self.place.world_size if self.group is None else self.group.size(),
                 "metrics": metrics,
                 "checkpoint": name,
             }

@@ -34,7 +34,7 @@ REST_OF_REPORT = (
 
 class Context(LocalTrainContext):
     """`ray.train.get_context()`: constant within a call of the script, except for the rank where
-    the call goes on after a loss: who asks for it when it saves is to know whose turn it is."""
+    the call goes on after a loss."""
 
     def __init__(self, call: "Call") -> None:
         place = call.place
@@ -50,7 +50,7 @@ class Context(LocalTrainContext):
         self._call = call
 
     def get_world_rank(self) -> int:
-        return self._call.ask_rank()
+        return self._call.rank
 
     def get_storage(self) -> StorageContext:
         return StorageContext(

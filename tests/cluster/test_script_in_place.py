@@ -1,5 +1,5 @@
-"""`ELASTIC_SCRIPT_LEVEL=1 elastic run train.py`: a script of Ray Train's as it is, on Ray, whose
-rank 0 is killed in the middle, goes on in place."""
+"""`ELASTIC_SCRIPT_LEVEL=1 elastic run train.py`: a script of Ray Train's as it is, on Ray, one
+of whose ranks is killed in the middle, goes on in place."""
 
 import inspect
 import json
@@ -33,7 +33,7 @@ print("epoch", result.metrics, "returned", result.return_value)
 """
 
 
-def test_a_script_of_ray_train_goes_on_after_the_loss_of_rank_0(shared_head, ray_temp, tmp_path):
+def test_a_script_of_ray_train_goes_on_after_a_loss(shared_head, ray_temp, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(inspect.getsource(counting) + MAIN)
     command = [sys.executable, "-m", "elastic", "run", str(script), str(tmp_path)]
@@ -47,7 +47,8 @@ def test_a_script_of_ray_train_goes_on_after_the_loss_of_rank_0(shared_head, ray
     while len(reports := read(tmp_path / "run" / "reports.jsonl")) < 1:
         assert time.monotonic() < deadline, process.communicate(timeout=5)
         time.sleep(0.05)  # polling, bounded by the deadline
-    os.kill(reports[0]["metrics"]["pid"], signal.SIGKILL)
+    pids = {int(file.name.removeprefix("called-")) for file in tmp_path.glob("called-*")}
+    os.kill(min(pids - {reports[0]["metrics"]["pid"]}), signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, "returned counted" in out) == (0, True), (out, err)
     assert "count_uses runs at level 1, commit in place, on 3 workers (at least 2)" in err

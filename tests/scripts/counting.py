@@ -78,6 +78,8 @@ def count_uses(settings: dict[str, Any]) -> str:
             )
             sizes = []
             time.sleep(settings.get("sleep_s", 0.0))
+        if settings.get("validates"):
+            validate(model, ray.train.torch.prepare_data_loader(DataLoader(dataset, BATCH)))
         end_here(settings, member, epoch, "report")
         metrics = {"epoch": epoch, "loss": loss.item(), "pid": os.getpid()}
         saved = None
@@ -93,6 +95,16 @@ def count_uses(settings: dict[str, Any]) -> str:
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
     )
     return "counted"
+
+
+def validate(model: Any, loader: Any) -> None:
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        for (samples,) in loader:
+            model(samples)
+    model.train()
 
 
 def counting_net(settings: dict[str, Any]) -> Any:

@@ -156,14 +156,14 @@ def test_batches_of_loader_processes_that_are_dealt_again_are_dropped():
         net, num_steps = Uses(), 0
         model = DistributedDataParallel(net)
         for (samples,) in loader_of(num_workers=1):
-            if (index, num_steps) == (0, 1):
+            if (index, num_steps) == (1, 1):
                 kill()
             model(samples).backward()
             net.count()
             num_steps += 1
         return used([net]), num_steps
 
-    assert in_place(0, script) == [([[1.0] * SAMPLES], 4)] * 2
+    assert in_place(1, script) == [([[1.0] * SAMPLES], 4)] * 2
 
 
 def test_the_last_share_of_a_pass_is_used_in_the_next():
@@ -189,12 +189,12 @@ def test_buffers_are_the_lowest_ranks():
         model = DistributedDataParallel(net)
         torch.manual_seed(index)
         for step in range(4):
-            if (index, step) == (0, 2):
+            if (index, step) == (1, 2):
                 kill()
             model(torch.randn(4, 3)).square().sum().backward()
         return [buffer.tolist() for buffer in net.buffers()]
 
-    first, second = in_place(0, script)
+    first, second = in_place(1, script)
     assert first == second
 
 
@@ -232,8 +232,8 @@ def test_a_loader_that_cannot_be_dealt_calls_the_script_again():
         model = DistributedDataParallel(net)
         for (samples,) in DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH):
             model(samples).backward()
-            if index == 0:
+            if index == 1:
                 kill()
         return "went on"
 
-    assert in_place(0, script) == ["called again"] * 2
+    assert in_place(1, script) == ["called again"] * 2

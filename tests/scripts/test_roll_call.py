@@ -131,3 +131,13 @@ def test_what_fails_only_when_it_is_called_again_is_told_so():
     assert "called twice in one process: RuntimeError: context has already been set" in str(again)
     assert raised(error, has_moved=False, has_moved_before=False) is error, "of its first call"
     assert raised(error, has_moved=True, has_moved_before=True) is error
+
+
+def test_what_the_script_has_called_is_told_and_not_what_that_waits_in():
+    said: list[ScriptMove] = []
+    told = RollCall(said.append, lambda: (0, 0), every_s=0.01)
+    with told, told.waiting("report()"), told.waiting("exchange"):
+        deadline = time.monotonic() + 30
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)  # polling, bounded by the deadline
+    assert said[0].waits_in == "report() number 1"

@@ -50,8 +50,6 @@ class Told:
     num_reports: int = 0
     newest: str | None = None
     """The checkpoint that counts, by its name."""
-    newest_at: int = 0
-    """Which of this call's reports brought it; 0: none of them."""
 
 
 @dataclass(frozen=True, slots=True)

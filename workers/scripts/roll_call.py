@@ -58,13 +58,17 @@ class RollCall:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Within, this rank waits for the others: in the next call of what all call alike."""
+        """Within, this rank waits for the others: in the next call of what all call alike. What the
+        script has called itself is told, and not what that waits in."""
+        if self._waits is not None:
+            yield
+            return
         number = self._counts[what] = self._counts.get(what, 0) + 1
-        before, self._waits = self._waits, (f"{what} number {number}", time.monotonic())
+        self._waits = f"{what} number {number}", time.monotonic()
         try:
             yield
         finally:
-            self._waits = before
+            self._waits = None
             if self._said_wait:
                 self._say("", 0.0)
 

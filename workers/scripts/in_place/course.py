@@ -23,6 +23,9 @@ from workers.scripts.in_place.standing import CallAgain, InPass, Standing, judge
 
 log = logging.getLogger(__name__)
 
+CALLED = {standing.UNIT: "backward()", standing.BARRIER: "torch.distributed's barrier"}
+"""What the script has called; other operations are within a call that says its own name."""
+
 
 class Regrouping(Protocol):
     """What a course asks of its call."""
@@ -55,6 +58,7 @@ class Stands(Protocol):
 
     def stand(self) -> InPass: ...
     def lose(self, number: int, loss: Loss) -> None: ...
+    def begin_forward(self) -> None: ...
     def count(self, *, is_training: bool) -> None: ...
 
 
@@ -69,6 +73,8 @@ class Operations:
     """What all members of a call do alike, as far as this one is."""
 
     num_done: int = 0
+    num_losses: int = 0
+    """How often the members have regrouped."""
     doing: str = ""
     """One of standing.py's; empty: none."""
     num_collectives: int = 0
@@ -90,20 +96,25 @@ class Course:
         """When the call began."""
         self.members = tuple(range(self.num_ranks))
         """In the order of today's ranks."""
+        self.seats = {(self.num_ranks, self.member)}
+        """How many ranks a sampler may have been made for, and for which one of them."""
         self.models: list[ReferenceType[Learns]] = []
         self.loaders: list[Stands] = []
         self.losses: dict[int, list[tuple[int, Loss]]] = {}
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
         """Why this call cannot go on in place; empty: it can."""
-        self.is_rank_asked = True
-        """Since the last loss, the script has asked for its rank."""
         self._has_trained = False
         self._suspicion = ""
         """Will be a refusal if anything is trained."""
         self.operations = Operations()
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
+
+    @property
+    def num_models(self) -> int:
+        """That the script has now."""
+        return sum(model() is not None for model in self.models)
 
     def refuse(self, why: str) -> None:
         """From now on a loss has the script called again."""
@@ -126,11 +137,19 @@ class Course:
             if (learns := model()) is not None:
                 learns.add_samples(weight)
 
+    def begin_forward(self) -> None:
+        """With gradients: what was delivered until now may be of the next unit."""
+        for loader in self.loaders:
+            loader.begin_forward()
+
     def count_samples(self) -> None:
-        """A unit has ended: what was delivered has counted, the part of every member."""
+        """A unit has ended: what was delivered before its forward has counted, the part of every
+        member."""
         for loader in self.loaders:
             loader.count(is_training=True)
         if self._suspicion:
+            if len(self.members) < self.num_ranks:
+                self.deny(f"{self._suspicion}, and a rank is lost")
             self.refuse(self._suspicion)
         elif not self._has_trained:
             self._has_trained = True
@@ -152,7 +171,7 @@ class Course:
         self.check()
         now = self.operations
         now.doing, number = what, now.num_done
-        with self.group.waiting(what):
+        with self.group.waiting(CALLED.get(what, what)):
             while now.num_done == number:
                 try:
                     found = attempt()
@@ -230,17 +249,19 @@ class Course:
         return Standing(
             call=self.call,
             member=self.member,
+            members=self.members,
+            num_losses=now.num_losses,
             num_done=now.num_done,
             doing=standing.COLLECTIVE if now.num_collectives else now.doing,
             result=now.result,
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
-            or ("" if self.models else "no model is in DistributedDataParallel"),
+            or ("" if self.num_models else "no model is in DistributedDataParallel"),
         )
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
         standings = [Standing.of(s) if s else None for s in said]
-        verdict = judge(self.num_ranks, self.members, standings)
+        verdict = judge(self.num_ranks, standings)
         if isinstance(verdict, CallAgain):
             log.warning('call=%s called again reason="%s"', self.call, verdict.why)
             self._end()
@@ -251,8 +272,9 @@ class Course:
         now = self.operations
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)
-        self.is_rank_asked &= verdict.members == self.members
         self.members = verdict.members
+        now.num_losses += 1
         self.group.replace(group)
+        self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}
         if verdict.num_done > now.num_done:
             now.num_done, now.result = verdict.num_done, verdict.result

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.standing import UNIT
-from workers.scripts.in_place.unit import Unit
+from workers.scripts.in_place.unit import SecondGradient, Unit
 
 
 class Replica:
@@ -32,14 +32,22 @@ class Replica:
         self._is_expected = False
         """The last forward was to be synchronised."""
         self._weights: list[float] = []
-        """Of the batches since the last unit."""
+        """Of the batches of the forwards since the last unit."""
+        self._coming: list[float] = []
+        """Of the batches since the last forward with gradients."""
+        self._measured: list[float] = []
+        """Of the newest batch, which has had a forward without gradients."""
+        self._has_gradient = False
+        """The backward at hand has brought one."""
         self.weight = 1.0
         """What this member's part of the unit counts: 1 for a batch of the script's own size."""
+        me = weakref.ref(self)  # what a parameter's hook holds is never collected
         for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._hear_gradient, index))
+            parameter.register_post_accumulate_grad_hook(partial(tell_gradient, me, index))
 
     def add_samples(self, weight: float) -> None:
-        self._weights.append(weight)
+        self._measured = []
+        self._coming.append(weight)
 
     def take_weights(self) -> None:
         """Those of the batches so far; without a new one they are the last ones'."""
@@ -50,6 +58,11 @@ class Replica:
         self.course.check()
         if torch.is_grad_enabled():
             self._backward.forget()
+            self.course.begin_forward()
+            self._weights += self._coming or self._measured
+            self._coming, self._measured = [], []
+        elif not self._measured:
+            self._measured, self._coming = self._coming[-1:], self._coming[:-1]
 
     def after_forward(self, output: Any, *, is_synchronised: bool) -> None:
         """A backward through this output ends with a unit, if it is to be synchronised."""
@@ -59,20 +72,32 @@ class Replica:
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._begin_backward)
 
+    def begin_unit(self) -> None:
+        self.take_weights()
+        self._has_gradient = False
+        self.unit.begin(self.course.group.inner, self.weight)
+
     def _begin_backward(self, _: Tensor) -> None:
         self._backward.take(self)
 
     def _hear_gradient(self, index: int, _: Tensor) -> None:
         if self._is_expected and not self._backward.is_under_way:
             self._backward.take(self)  # an output in which no tensor was found
+        self._has_gradient = True
         if self._backward.is_of(self):
             self.unit.hear_gradient(index)
 
     def end_backward(self) -> None:
-        """The gradients become the means over the members."""
+        """The gradients become the means over the members. If there was none, it was a
+        `torch.autograd.grad()` of the script's."""
+        if not self._has_gradient:
+            return
         course, buffers = self.course, self._buffers()
         reduce = self.unit.reduce
-        course.do(UNIT, lambda: reduce(course.group.inner, self.weight, buffers))
+        try:
+            course.do(UNIT, lambda: reduce(course.group.inner, self.weight, buffers))
+        except SecondGradient as error:
+            course.deny(str(error))
         self.unit.take(course.operations.result, buffers)
         course.count_samples()
 
@@ -97,7 +122,7 @@ class Backward:
 
     def is_of(self, replica: Replica) -> bool:
         """Its buckets may be launched: among several models nobody knows in which order."""
-        return self._taken == [replica] and len(replica.course.models) == 1
+        return self._taken == [replica] and replica.course.num_models == 1
 
     def take(self, replica: Replica) -> None:
         if replica in self._taken:
@@ -105,8 +130,7 @@ class Backward:
         if not self._taken:
             self._queue_callback(self._end)
         self._taken.append(replica)
-        replica.take_weights()
-        replica.unit.begin(replica.course.group.inner, replica.weight)
+        replica.begin_unit()
 
     def forget(self) -> None:
         """A forward has begun: what an exception has ended is over."""
@@ -117,6 +141,11 @@ class Backward:
         taken, self._taken = self._taken, []
         for replica in sorted(taken, key=lambda r: r.number):
             replica.end_backward()
+
+
+def tell_gradient(replica: "weakref.ref[Replica]", index: int, gradient: Tensor) -> None:
+    if (found := replica()) is not None:
+        found._hear_gradient(index, gradient)
 
 
 def replica_of(module: nn.Module) -> Replica | None:

@@ -29,8 +29,7 @@ def is_dealt(loader: Any, course: Course) -> bool:
     among the ranks of the call."""
     return (
         type(loader.sampler) is DistributedSampler
-        and loader.sampler.num_replicas in (course.num_ranks, len(course.members))
-        and loader.sampler.rank in (course.member, course.group.rank())
+        and (loader.sampler.num_replicas, loader.sampler.rank) in course.seats
         and type(loader.batch_sampler) is BatchSampler
         and loader.batch_sampler.sampler is loader.sampler
         and getattr(loader, "in_order", True)
@@ -70,9 +69,18 @@ class Dealer:
         if self._pass is not None and number == self._number:
             self._pass.lose(loss)
 
+    def begin_forward(self) -> None:
+        """What comes to the script from now on is not of this forward."""
+        if self._pass is not None:
+            self._pass.forwarded = self._pass.delivered
+
     def count(self, *, is_training: bool) -> None:
         """is_training: a unit has ended; else a collective outside of training."""
-        if self._pass is not None and (is_training or not self._pass.is_training):
+        if self._pass is None:
+            return
+        if is_training:
+            self._pass.counted = self._pass.forwarded
+        elif not self._pass.is_training:
             self._pass.counted = self._pass.delivered
 
     def num_left_over(self) -> int:
@@ -102,9 +110,9 @@ class Pass:
         """The iteration that is loaded next."""
         self._loading: deque[int | None] = deque()
         """Iterations that are being loaded, in order; None: of a share that was dealt again."""
-        self._held: deque[int] = deque()
-        """Drawn by a loader around this one, which has not delivered them."""
-        self.drawn = self.delivered = self.counted = -1
+        self._held: deque[tuple[int, bool]] = deque()
+        """Drawn by a loader around this one, which has not delivered them; and whether to train."""
+        self.drawn = self.delivered = self.forwarded = self.counted = -1
         self.is_training = True
         self.holds_back = False
         """A loader around this one says what it delivers."""
@@ -128,7 +136,7 @@ class Pass:
             if iteration is not None:
                 break
         self.drawn, self.is_training = iteration, torch.is_grad_enabled()
-        self._held.append(iteration)
+        self._held.append((iteration, self.is_training))
         if not self.holds_back:
             self.deliver()
         return batch
@@ -136,9 +144,10 @@ class Pass:
     def deliver(self) -> None:
         """The script has the next batch that was drawn."""
         if self._held:
-            self.delivered = self._held.popleft()
+            self.delivered, is_training = self._held.popleft()
             size = len(self._plan.share(self.delivered, self._course.member))
-            self._course.add_samples(size / self._plan.shape.batch_size)
+            if is_training:
+                self._course.add_samples(size / self._plan.shape.batch_size)
 
     def indices(self) -> Iterator[list[int]]:
         """Of the dataset, for what is loaded next."""

@@ -34,6 +34,10 @@ class Standing:
     call: str
     """The same on all members of the call."""
     member: int
+    members: tuple[int, ...]
+    """Those that it has dealt with until now."""
+    num_losses: int
+    """How often the members have regrouped, as far as it has followed."""
     num_done: int
     """Operations that have ended here; all members do the same ones in the same order."""
     doing: str
@@ -48,7 +52,8 @@ class Standing:
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Standing":
         passes = tuple(InPass(**of_loader) for of_loader in fields["passes"])
-        return cls(**{**fields, "passes": passes})
+        members = tuple(fields["members"])
+        return cls(**{**fields, "members": members, "passes": passes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +79,20 @@ class CallAgain:
 Verdict: TypeAlias = GoOn | CallAgain
 
 
-def judge(num_ranks: int, before: tuple[int, ...], standings: Sequence[Standing | None]) -> Verdict:
-    """num_ranks: when the call began. before: the members until now. standings: of the new
-    generation's, by rank; None: of one that begins the call."""
+def judge(num_ranks: int, standings: Sequence[Standing | None]) -> Verdict:
+    """num_ranks: when the call began. standings: of the new generation's, by rank; None: of one
+    that begins the call."""
     said = [standing for standing in standings if standing is not None]
     if len(said) < len(standings) or len({s.call for s in said}) > 1:
         return CallAgain("a newcomer begins with the others")
     if refusals := [s.refusal for s in said if s.refusal]:
         return CallAgain(refusals[0])
+    if len({(s.members, s.num_losses) for s in said}) > 1:
+        return CallAgain("ranks know of different losses")
     if len(said) * MAX_GROWTH < num_ranks:
         return CallAgain(f"{len(said)} of {num_ranks} ranks are left: batches would grow too large")
+    if all(s.member for s in said):
+        return CallAgain("rank 0, which may be who saves, was lost")
     furthest = max(s.num_done for s in said)
     result = next(s.result for s in said if s.num_done == furthest)
     if any(s.num_done < furthest - 1 for s in said):
@@ -96,12 +105,12 @@ def judge(num_ranks: int, before: tuple[int, ...], standings: Sequence[Standing 
     if len(doing) > 1:
         return CallAgain(f"ranks were in different operations: {', '.join(sorted(doing))}")
     members = tuple(s.member for s in said)
-    return GoOn(members, furthest, result, losses_of(before, said))
+    return GoOn(members, furthest, result, losses_of(said))
 
 
-def losses_of(before: tuple[int, ...], said: Sequence[Standing]) -> tuple[tuple[int, Loss], ...]:
+def losses_of(said: Sequence[Standing]) -> tuple[tuple[int, Loss], ...]:
     """By loader, of the pass in which the furthest member is."""
-    after = tuple(s.member for s in said)
+    before, after = said[0].members, tuple(s.member for s in said)
     found: list[tuple[int, Loss]] = []
     for loader in range(max(len(s.passes) for s in said)):
         of_loader = [s.passes[loader] for s in said if loader < len(s.passes)]

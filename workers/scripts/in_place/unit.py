@@ -63,6 +63,10 @@ class Attempt:
     """Of a launch in the middle of the backward: it is raised at its end."""
 
 
+class SecondGradient(RuntimeError):
+    """A parameter got one in a backward after its first was sent."""
+
+
 class Unit:
     """Of one model. All members launch its buckets in one order."""
 
@@ -84,7 +88,7 @@ class Unit:
         if attempt is None or attempt.failure is not None:
             return
         if index in attempt.heard and self._is_launched(attempt, index):
-            attempt.failure = RuntimeError(
+            attempt.failure = SecondGradient(
                 "a parameter got a second gradient in one backward after the first was sent; use "
                 "checkpoint(use_reentrant=False)"
             )

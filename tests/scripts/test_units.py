@@ -1,0 +1,146 @@
+"""Which of a script's batches a unit is made of; of a lone rank, without a controller."""
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from elastic.protocol.errors import StepCancelled
+from workers.distributed.process_group import Alone, Group
+from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.ddp import Replica, replica_of
+from workers.scripts.in_place.loader import Loaders, is_dealt
+from workers.scripts.in_place.seams import standing_in
+
+SAMPLES, BATCH = 12, 3
+
+
+class Listening:
+    """The call of a lone rank: it keeps what it is told."""
+
+    has_changed = False
+
+    def __init__(self) -> None:
+        self.denied = ""
+        self.levels: list[int] = []
+
+    def regroup(self, error: Any) -> Group | None:
+        raise AssertionError("a lone rank lost a peer")
+
+    def deny(self, why: str) -> None:
+        self.denied = why
+        raise StepCancelled
+
+    def say_level(self, level: int, reason: str) -> None:
+        self.levels.append(level)
+
+    def unwind(self) -> NoReturn:
+        raise StepCancelled
+
+
+@pytest.fixture
+def course() -> Iterator[Course]:
+    group = DefaultGroup(Alone("units"))
+    course = group.course = Course("units", group, Listening())
+    with as_default(group), standing_in(course, Loaders(course)):
+        yield course
+
+
+def listening(course: Course) -> Any:
+    return course._regrouping
+
+
+def loader_of(**settings: Any) -> Any:
+    dataset = TensorDataset(torch.randn(SAMPLES, 2))
+    settings = {"sampler": DistributedSampler(dataset)} | settings
+    return DataLoader(dataset, BATCH, **settings)
+
+
+def replica(model: Any) -> Replica:
+    found = replica_of(model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the loop", "in the loop"])
+def test_a_pass_without_gradients_counts_for_no_unit(course, is_inside):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for (inputs,) in loader_of():
+        with torch.set_grad_enabled(is_inside):
+            for (others,) in loader_of():
+                with torch.no_grad():
+                    model(others)
+        model(inputs).sum().backward()
+        assert replica(model).weight == 1.0
+
+
+def test_a_batch_drawn_after_the_forward_is_not_of_its_unit(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    batches = iter(loader_of())
+    (inputs,) = next(batches)
+    loss = model(inputs).sum()
+    (ahead,) = next(batches)
+    loss.backward()
+    (loader,) = course.stand().passes
+    assert (loader.drawn, loader.counted) == (1, 0)
+    model(ahead).sum().backward()
+    (loader,) = course.stand().passes
+    assert (loader.drawn, loader.counted) == (1, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["before a loss", "after a loss"])
+def test_after_a_loss_nothing_is_trained_by_a_loader_that_cannot_be_dealt(course, num_ranks):
+    course.num_ranks = num_ranks
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    (inputs,) = next(iter(loader_of(sampler=None)))
+    if num_ranks == 1:
+        model(inputs).sum().backward()
+        assert (listening(course).denied, course.stand().refusal != "") == ("", True)
+        return
+    with pytest.raises(StepCancelled):
+        model(inputs).sum().backward()
+    assert "no DistributedSampler" in listening(course).denied
+
+
+def test_a_sampler_made_for_the_ranks_of_before_is_dealt(course):
+    course.seats |= {(4, 3), (3, 2)}
+    dataset = TensorDataset(torch.randn(SAMPLES, 2))
+    for size, rank, is_known in ((4, 3, True), (3, 2, True), (5, 4, False)):
+        sampler = DistributedSampler(dataset, size, rank)
+        assert is_dealt(loader_of(sampler=sampler), course) is is_known
+
+
+def test_a_second_gradient_after_the_first_was_sent_calls_the_script_again(course):
+    net = nn.Linear(2, 1)
+    model = DistributedDataParallel(net)
+    for index, parameter in enumerate(net.parameters()):
+        again = partial(replica(model).unit.hear_gradient, index)
+        parameter.register_post_accumulate_grad_hook(lambda _, again=again: again())
+    with pytest.raises(StepCancelled):
+        model(torch.randn(BATCH, 2)).sum().backward()
+    assert "second gradient" in listening(course).denied
+
+
+def test_autograd_grad_is_no_unit(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    inputs = torch.randn(BATCH, 2, requires_grad=True)
+    output = model(inputs).sum()
+    before = course.operations.num_done
+    torch.autograd.grad(output, inputs, retain_graph=True)
+    assert course.operations.num_done == before
+    output.backward()
+    assert course.operations.num_done == before + 1
+
+
+def test_models_that_are_gone_do_not_count(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    del model
+    gc.collect()
+    assert course.num_models == 0
