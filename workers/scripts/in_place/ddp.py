@@ -41,7 +41,7 @@ class Replica:
         """The backward at hand has brought one."""
         self.weight = 1.0
         """What this member's part of the unit counts: 1 for a batch of the script's own size."""
-        me = weakref.ref(self)  # what a parameter's hook holds is never collected
+        me: weakref.ref[Replica] = weakref.ref(self)  # what a hook holds is never collected
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(tell_gradient, me, index))
 
