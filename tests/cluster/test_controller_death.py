@@ -98,7 +98,7 @@ def test_a_rendezvous_and_controllers_that_are_frozen_or_terminated_are_started_
     start, reference
 ):
     """The rendezvous as a worker is lost: without it no generation forms."""
-    options = {"workers": "2..3", "steps": STEPS, "detect_s": 1}
+    options = {"workers": "2..3", "steps": STEPS, "detect_s": 2.0}  # a lease of 20 s
     with start("Toy", **options, set=["sleep=0.1"]) as run:
         status = run.wait_for(lambda s: s["step"] > 20 and s["world_size"] == 3)
         rendezvous = sibling(status["controller"]["pid"], b"ray::RendezvousActor")

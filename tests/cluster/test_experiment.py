@@ -17,7 +17,7 @@ STEPS = 60
 def test_a_sweep_is_carried_out_compared_and_not_repeated(
     shared_head, reference, ray_temp, tmp_path
 ):
-    run = {"target": f"{JOBS}/toy.py:Toy", "arguments": {"sleep": 0.02}, "steps": STEPS}
+    run = {"target": f"{JOBS}/toy.py:Toy", "arguments": {"sleep": 0.1}, "steps": STEPS}
     job = {
         "resources": {"workers": "2..3", "address": shared_head.address},
         "run": {**run, "global_batch": 48, "micro_batch": 6, "reduction": "bitwise"},
