@@ -25,7 +25,7 @@ def test_it_loses_a_worker_resumes_at_another_size_and_has_the_bits_of_ddp(start
         stopped = run.finish(asleep=True)
     assert stopped["result"]["outcome"] == "stopped"
     assert stopped["result"]["lost_steps"] == 0
-    with start("Toy", workers=2, set=["sleep=0.03"], **options) as run:
+    with start("Toy", workers=2, set=["sleep=0.1"], **options) as run:
         end = run.finish()
     assert_same_bits(run, end, reference(STEPS), STEPS)
 
