@@ -10,6 +10,7 @@ Which rank has which place is elastic/control/planning.py's; what a stage does, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -285,7 +286,7 @@ def _mixes(
         yield bound, sides
     for a in range(lowest, highest + 1):
         for b in range(a + 1, highest + 1):
-            each = (depth * _thirds_each((1, depth, *kinds[depth])) for depth in (a, b))
+            each = (depth * _pace(depth, *kinds[depth])[1] for depth in (a, b))
             if num_microbatches / num_ranks * min(each) > quickest * (1 + 1e-9):
                 continue
             most = num_ranks // b
@@ -300,27 +301,22 @@ def _mixes(
 
 def _bound(sides: tuple[_Kind, ...], num_microbatches: int) -> float:
     """The time if micro-batches could be divided: no share of whole ones takes less."""
-    ordered = sorted(sides, key=_thirds_waited)
+    ordered = sorted((*_pace(*side[1:]), side[0]) for side in sides)
     time, rate, waited = inf, 0.0, 0.0
-    for number, side in enumerate(ordered):
-        rate += side[0] / _thirds_each(side)
-        waited += side[0] * _thirds_waited(side) / _thirds_each(side)
+    for number, (waits, each, count) in enumerate(ordered):
+        rate += count / each
+        waited += count * waits / each
         time = (num_microbatches + waited) / rate
-        if number + 1 == len(ordered) or time <= _thirds_waited(ordered[number + 1]):
+        if number + 1 == len(ordered) or time <= ordered[number + 1][0]:
             break
     return time
 
 
-def _thirds_waited(side: _Kind) -> float:
-    """What each rank waits at least."""
-    _, depth, largest, schedule = side
-    return least_wait(depth, schedule) * largest
-
-
-def _thirds_each(side: _Kind) -> float:
-    """What another micro-batch takes at least."""
-    _, depth, largest, schedule = side
-    return 3 * num_stages_of(depth, schedule) / depth * largest
+@lru_cache(maxsize=1024)
+def _pace(depth: int, largest: float, schedule: str) -> tuple[float, float]:
+    """What each rank waits at least, and what another micro-batch takes at least."""
+    each = 3 * num_stages_of(depth, schedule) / depth * largest
+    return least_wait(depth, schedule) * largest, each
 
 
 def _shortest(sides: list[_Side], num_microbatches: int, bound: float) -> float:
