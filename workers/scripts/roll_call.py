@@ -20,6 +20,7 @@ from elastic.protocol.messages.to_controller import ScriptMove
 LOOK_EVERY_S = 5.0
 """Whoever waits for so long says it."""
 SAID_EVERY_S = 15.0
+ENDS_S = 5.0
 ROOT = Path(__file__).resolve().parents[2]
 OF_OTHERS = (
     *(f"{ROOT / room}{os.sep}" for room in ("elastic", "workers")),
@@ -54,7 +55,7 @@ class RollCall:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(ENDS_S)  # it is a daemon: what it is in may not answer
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
