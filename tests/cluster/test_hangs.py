@@ -17,6 +17,9 @@ DETECT_S = 3.0
 LOADED_S = 15.0
 """For a hang to be seen and explained beside other work; idle it takes DETECT_S and a second."""
 
+TOO_LATE = "its pulse has not answered in"
+"""Stacks are waited for 0.5 s, whatever else the machine does: the recovery goes first."""
+
 
 @pytest.fixture
 def start_hanging(start):
@@ -88,8 +91,10 @@ def test_workers_that_hang_are_found_explained_and_replaced(
     assert all(DETECT_S < r["detect_s"] < LOADED_S for r in recoveries[::2])
     assert recoveries[1]["total_s"] > DETECT_S, "one recovery of both"
     stacks = stacks_in(run)
-    for place in ("in sleep_for_ever", "in hold_the_gil", "was stopped by a signal (state T)"):
-        assert place in stacks
+    places = ("in sleep_for_ever", "in hold_the_gil", "was stopped by a signal (state T)")
+    missing = [place for place in places if place not in stacks]
+    assert len(missing) <= min(1, stacks.count(TOO_LATE)), (missing, stacks)
+    assert "process state T" in stacks
     assert stacks.count("# this is w") == 8, "every live member of every generation that hung"
     where = re.compile(r"s,? in \w+ of step \d+.*; stacks in logs/stacks-g\d+-\*\.txt\)")
     assert len(losses_in(run)) == 3
