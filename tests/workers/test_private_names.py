@@ -55,8 +55,10 @@ def test_private_names_of_a_sharded_tensor_are_in_its_room_and_in_one_file():
 
 def test_what_is_imported_elsewhere_from_private_torch_is_known():
     """Names for batch normalisation and half precision, which replicated runs have, too, for the
-    tensors in what a module is called with, and for what stands in for DistributedDataParallel."""
+    tensors in what a module is called with, for what is done with them, and for what stands in for
+    DistributedDataParallel."""
     trees = "workers/parallel/pipeline/trees.py"
+    remembered = "workers/parallel/pipeline/remembered.py"
     found: set[tuple[str, str]] = set()
     for path in (ROOT / "workers").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -70,6 +72,8 @@ def test_what_is_imported_elsewhere_from_private_torch_is_known():
             (trees, f"torch.utils._pytree.tree_{what}")
             for what in ("flatten", "map_only", "unflatten")
         ),
+        (remembered, "torch._ops.OpOverload"),
+        (remembered, "torch.utils._python_dispatch.TorchDispatchMode"),
         ("workers/scripts/in_place/ddp.py", "torch.utils._pytree.tree_leaves"),
         ("workers/scripts/in_place/seams.py", "torch.distributed.utils._to_kwargs"),
         ("workers/step/buffers.py", "torch.nn.modules.batchnorm._NormBase"),

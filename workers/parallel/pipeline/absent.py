@@ -7,10 +7,11 @@ its line. Which parameters are absent is chain.py's and stage.py's business.
 
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class Absent(Tensor):
 
     name: str = ""
     """Of the parameter or buffer whose place it takes; empty: it was computed."""
+    described: "_Described"
 
     @staticmethod
     def __new__(
@@ -64,8 +66,11 @@ class Absent(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Absent":
+        shape, strides = tuple(shape), tuple(strides)
         make = cast(Any, Tensor)._make_wrapper_subclass
-        return make(cls, tuple(shape), strides=tuple(strides), dtype=dtype, device=device)
+        made = make(cls, shape, strides=strides, dtype=dtype, device=device)
+        made.described = (shape, strides, dtype)
+        return made
 
     __torch_function__ = cast(Any, torch)._C._disabled_torch_function_impl
 
@@ -92,17 +97,16 @@ class Absent(Tensor):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default:
             refuse("asks for a value of a tensor that is on another stage")
-        written = _written(func, args, kwargs)
+        traits = _traits.get(func) or _traits.setdefault(func, _Traits.of(func))
+        written = traits.written(args, kwargs) if traits.writes else []
         real = [t for t in written if not isinstance(t, Absent)]
         if real:
             _watch.on_write(real)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if traits.draws:
             _watch.on_draw(func, args, kwargs)
         result = _results(func, args, kwargs)
         _watch.on_operation(func, args, kwargs, result)
-        if not written:
-            return result
-        return written[0] if isinstance(result, Tensor) and _is_in_place(func) else result
+        return written[0] if traits.is_in_place and isinstance(result, Tensor) else result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an absent tensor has no values to be saved")
@@ -194,6 +198,16 @@ class Watch:
 _watch = Watch()
 
 
+def watching() -> Watch:
+    """Who watches now."""
+    return _watch
+
+
+def draw(func: Any, args: Any, kwargs: Any) -> None:
+    """What the operation drew is drawn once more, if that counts."""
+    _watch.on_draw(func, args, kwargs)
+
+
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
     """For the block's length; of this process, which runs one forward at a time."""
@@ -213,13 +227,21 @@ def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     return given.get("training") is False or given.get("dropout_p") == 0
 
 
+def is_draw_by_shape(func: Any) -> bool:
+    """It draws as many random numbers for zeros as for any other values."""
+    return _name_of(func).rstrip("_") in _DRAW_BY_SHAPE
+
+
+def _name_of(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
+
+
 def refuse_draw_by_values(func: Any, args: Any, kwargs: Any) -> None:
     """NotHere for an operation that may draw other random numbers for zeros than for the values."""
-    name = func._schema.name.removeprefix("aten::")
-    if name.rstrip("_") not in _DRAW_BY_SHAPE and not _draws_nothing(func, args, kwargs):
+    if not is_draw_by_shape(func) and not _draws_nothing(func, args, kwargs):
         refuse(
-            f"calls {name} on a tensor that is on another stage, and how many random numbers it "
-            "draws may depend on the values"
+            f"calls {_name_of(func)} on a tensor that is on another stage, and how many random "
+            "numbers it draws may depend on the values"
         )
 
 
@@ -257,27 +279,43 @@ class EmptyIsAbsent(TorchFunctionMode):
 
 
 # --- how an operation is done without values -----------------------------------------------------
+_Described: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides, dtype."""
 _known: dict[Any, Any] = {}
 
 
 def _results(func: Any, args: Any, kwargs: Any) -> Any:
     """What the operation returns: absent where it returns a tensor."""
-    flat, spec = tree_flatten((args, kwargs))
-    device = next(t.device for t in flat if isinstance(t, Absent))
-    key: Any = (func, spec, *map(_described, flat))
+    asked = kwargs.get("device")
+    device = torch.device(asked) if asked is not None else _device_of((args, kwargs))
+    assert device is not None
+    key: Any = (func, _described(args), _described(kwargs) if kwargs else None)
     try:
         found = _known.get(key)
     except TypeError:  # an argument that has no hash
         key = found = None
     if found is None:
+        flat, spec = tree_flatten((args, kwargs))
         found = tree_map_only(Tensor, _Shape, _on_meta(func, flat, spec))
         if key is not None:
             if len(_known) >= MOST_KNOWN:
                 _known.clear()
             _known[key] = found
-    asked = kwargs.get("device")
-    device = torch.device(asked) if asked is not None else device
+    if type(found) is _Shape:
+        return found.made(device)
     return tree_map_only(_Shape, lambda shape: shape.made(device), found)
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """Of the first absent tensor."""
+    if isinstance(value, Absent):
+        return value.device
+    if isinstance(value, dict):
+        value = cast(dict[str, Any], value).values()
+    elif not isinstance(value, tuple | list):
+        return None
+    found = map(_device_of, cast(Iterable[Any], value))
+    return next((device for device in found if device is not None), None)
 
 
 def _on_meta(func: Any, flat: list[Any], spec: Any) -> Any:
@@ -318,34 +356,55 @@ class _Shape:
 
 
 def _described(value: Any) -> Any:
+    """All of an argument that the shapes of an operation's results may depend on."""
+    if isinstance(value, Absent):
+        return value.described
     if isinstance(value, Tensor):
-        return (tuple(value.shape), value.stride(), value.dtype)
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(_described, cast(Sequence[Any], value)))
+    if isinstance(value, dict):
+        named = cast(dict[str, Any], value)
+        return tuple((name, _described(of_name)) for name, of_name in named.items())
     return (type(value), value)
 
 
-_writes: dict[Any, tuple[tuple[int, str], ...]] = {}
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """Of an operation."""
 
+    writes: tuple[tuple[int, str], ...]
+    """Arguments: positions and names."""
+    statistics: tuple[int, ...]
+    """Positions of those that it writes if it trains."""
+    draws: bool
+    """Random numbers."""
+    is_in_place: bool
+    """It returns what it writes."""
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the operation writes."""
-    places = _writes.get(func)
-    if places is None:
-        arguments = func._schema.arguments
-        places = _writes[func] = tuple(
+    @classmethod
+    def of(cls, func: Any) -> "_Traits":
+        schema = func._schema
+        statistics = _RUNNING_STATISTICS.get(func, ())
+        writes = tuple(
             (i, argument.name)
-            for i, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            for i, argument in enumerate(schema.arguments)
+            if i in statistics or (argument.alias_info is not None and argument.alias_info.is_write)
         )
-    statistics = _RUNNING_STATISTICS.get(func, ())
-    if not places and not statistics:
-        return []
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
-    if statistics and args[5]:  # it trains
-        found += [args[i] for i in statistics]
-    return tensors_in(found)
+        info = schema.returns[0].alias_info if len(schema.returns) == 1 else None
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        return cls(writes, statistics, draws, info is not None and info.is_write)
+
+    def written(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that the operation writes."""
+        if self.statistics and not args[5]:  # it does not train
+            return []
+        return tensors_in([args[i] if i < len(args) else kwargs.get(n) for i, n in self.writes])
 
 
-def _is_in_place(func: Any) -> bool:
-    returns = func._schema.returns
-    info = returns[0].alias_info if len(returns) == 1 else None
-    return info is not None and info.is_write
+_traits: dict[Any, _Traits] = {}
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the operation writes."""
+    return _Traits.of(func).written(args, kwargs)

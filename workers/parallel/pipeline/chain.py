@@ -445,19 +445,24 @@ def _swap_parameters(
         if name not in stands:
             stands[name] = absent_parameter(parameter, name, device)
         module._parameters[key] = stands[name]
-    refresh_recurrent(model)
+    recurrent = recurrent_in(model)
+    refresh(recurrent)
 
     def restore() -> None:
         for module, key, parameter in places:
             module._parameters[key] = parameter
-        refresh_recurrent(model)
+        refresh(recurrent)
 
     return restore
 
 
-def refresh_recurrent(model: nn.Module) -> None:
-    """Recurrent layers keep a list of their own."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            names = cast(list[str], module._flat_weights_names)
-            module._flat_weights = [getattr(module, name) for name in names]
+def recurrent_in(model: nn.Module) -> list[nn.RNNBase]:
+    """Layers that keep a list of their parameters of their own."""
+    return [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+
+def refresh(layers: Iterable[nn.RNNBase]) -> None:
+    """Of `recurrent_in`: their lists are as their parameters."""
+    for layer in layers:
+        names = cast(list[str], layer._flat_weights_names)
+        layer._flat_weights[:] = [getattr(layer, name) for name in names]

@@ -17,11 +17,11 @@ from elastic.protocol.errors import UserError
 from workers.parallel.pipeline.absent import (
     Absent,
     Drawing,
-    EmptyIsAbsent,
     absent_like,
     watched_by,
 )
-from workers.parallel.pipeline.chain import Chain, refresh_recurrent, wrap_forward
+from workers.parallel.pipeline.chain import Chain, recurrent_in, refresh, wrap_forward
+from workers.parallel.pipeline.remembered import RememberedBlock
 from workers.parallel.pipeline.trees import tree_flatten, tree_unflatten
 
 Receive = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -55,7 +55,7 @@ class StageModel:
         self._chain, self.blocks = chain, blocks
         self.buffers = {n for n, block in chain.buffers.items() if block in blocks}
         """That its blocks write."""
-        self._model, self._whole = model, whole or {}
+        self._whole, self._recurrent = whole or {}, recurrent_in(model)
         self._blocks = [model.get_submodule(name) for name in chain.names]
         here = set(chain.parameters_of(blocks))
         parameters = {id(p): name for name, p in model.named_parameters()}
@@ -74,6 +74,19 @@ class StageModel:
             if chain.buffers[name] not in blocks
         ]
         self._stands: dict[tuple[str, torch.dtype], Absent] = {}
+        self._placed: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Where a stand-in is during a forward, and for what."""
+        self._remembered = {
+            number: RememberedBlock(block)
+            for number, block in enumerate(self._blocks)
+            if number not in blocks
+        }
+        self._forwards = [block.forward for block in self._blocks]
+        self._as_here = [
+            self._computed(number) if number in blocks else self._skipped(number)
+            for number in range(len(self._blocks))
+        ]
+        """What each block does on this stage, instead of its forward."""
         self._ran: list[int] = []
         self._undo: list[Callable[[], None]] = []
         self._draws = ExitStack()
@@ -95,19 +108,19 @@ class StageModel:
         self._ran, self._crossing = [], Crossing()
         for held, key, name in (*self._parameters, *self._buffers):
             self._put(held, key, name)
-        refresh_recurrent(self._model)
-        for number, block in enumerate(self._blocks):
-            self._undo.append(wrap_forward(block, self._as_here(number, block.forward)))
+        refresh(self._recurrent)
+        self._forwards = [block.forward for block in self._blocks]
+        for block, forward in zip(self._blocks, self._as_here, strict=True):
+            self._undo.append(wrap_forward(block, forward))
 
     def _put(self, held: dict[str, Any], key: str, name: str) -> None:
         real: Tensor = held[key]
-        like = self._whole.get(name, real)
         stand = self._stands.get((name, real.dtype))
-        if stand is None or stand.shape != like.shape:
-            like = torch.empty_like(like, dtype=real.dtype, device="meta")
+        if stand is None or (name not in self._whole and stand.shape != real.shape):
+            like = torch.empty_like(self._whole.get(name, real), dtype=real.dtype, device="meta")
             stand = self._stands[name, real.dtype] = absent_like(like, real.device, name)
         held[key] = stand
-        self._undo.append(lambda: held.__setitem__(key, real))
+        self._placed.append((held, key, real))
 
     def end(self) -> Crossing:
         """Of the forward; the model is as before. Raises UserError if a local block did not run
@@ -129,30 +142,31 @@ class StageModel:
         if self._undo:
             while self._undo:
                 self._undo.pop()()
-            refresh_recurrent(self._model)
+            while self._placed:
+                held, key, real = self._placed.pop()
+                held[key] = real
+            refresh(self._recurrent)
 
     # --- blocks -------------------------------------------------------------------------------
-    def _as_here(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What a block does on this stage."""
-        here = self.blocks
-        if number in here:
-            return self._computed(number, forward)
+    def _skipped(self, number: int) -> Callable[..., Any]:
+        """Of a block of another stage."""
+        here, remembered = self.blocks, self._remembered[number]
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if number == here.stop:
                 self._draws.close()  # nothing on this stage depends on what is drawn from here on
                 args, kwargs = self._take(args, kwargs)
-            with torch.no_grad(), EmptyIsAbsent():
-                return forward(*args, **kwargs)
+            with torch.no_grad():
+                return remembered.run(self._forwards[number], args, kwargs)
 
         return skip
 
-    def _computed(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _computed(self, number: int) -> Callable[..., Any]:
         def compute(*args: Any, **kwargs: Any) -> Any:
             self._ran.append(number)
             if number == self.blocks.start and number > 0:
                 args, kwargs = self._inject(args, kwargs)
-            return forward(*args, **kwargs)
+            return self._forwards[number](*args, **kwargs)
 
         return compute
 
