@@ -14,20 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic.protocol.schedule import SCHEDULES, stages_per_rank
 from tests.workers.pipeline_models import Case
 from tests.workers.pipeline_ranks import Trained, groups_in
 from tests.workers.ranks import Ranks, run_ranks
 from workers.distributed.store import StoreClient
+from workers.parallel.pipeline.absent import Absent
 
 RANKS, BLOCKS, MICROBATCHES = 4, 8, 8
-FORWARD_S, BACKWARD_S = 0.08, 0.16
-"""Of a block."""
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
+PART_S = 0.08
+"""Of a block's forward, and of each half of its backward."""
 WIDTH, ROW, GAP, LEFT = 900, 22, 34, 70
-COLORS = {"forward": ("#4477aa", "#88bbdd"), "backward": ("#cc6644", "#eebb99")}
+COLORS = {
+    "forward": ("#4477aa", "#88bbdd"),
+    "inputs": ("#cc6644", "#eebb99"),
+    "weights": ("#998833", "#ddcc77"),
+}
 """Of the stages of a rank."""
 Span = tuple[str, int, float, float]
 """Kind, block, begin, end."""
+
+
+def sleep_as(kind: str, block: int) -> None:
+    began = time.monotonic()
+    time.sleep(PART_S)
+    Timed.record(kind, block, began)
 
 
 class Timed(torch.autograd.Function):
@@ -36,16 +47,27 @@ class Timed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: int) -> Tensor:
-        began, ctx.block = time.monotonic(), block
-        time.sleep(FORWARD_S)
-        Timed.record("forward", block, began)
+        ctx.block = block
+        sleep_as("forward", block)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        began = time.monotonic()
-        time.sleep(BACKWARD_S)
-        Timed.record("backward", ctx.block, began)
+        sleep_as("inputs", ctx.block)
+        return gradient, None
+
+
+class TimedBehind(torch.autograd.Function):
+    """On the way to the gradient of a parameter alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, block: int) -> Tensor:
+        ctx.block = block
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sleep_as("weights", ctx.block)
         return gradient, None
 
 
@@ -55,8 +77,10 @@ class Sleeper(nn.Module):
         self.linear, self.number = nn.Linear(4, 4), number
 
     def forward(self, x: Tensor) -> Any:
-        x = self.linear(x)
-        return Timed.apply(x, self.number) if type(x) is Tensor else x
+        if isinstance(self.linear.weight, Absent):
+            return self.linear(x)
+        weight = TimedBehind.apply(self.linear.weight, self.number)
+        return Timed.apply(nn.functional.linear(x, weight, self.linear.bias), self.number)
 
 
 CASE = Case(
@@ -107,10 +131,10 @@ def drawn(found: dict[str, list[list[Span]]]) -> str:
             y = top + GAP + rank * ROW - 4
             lines.append(f'<text x="10" y="{y + 14}">rank {rank}</text>')
             own = sorted({block for _, block, _, _ in spans})
-            is_second = {block: block > own[0] + i for i, block in enumerate(own)}
+            in_first = own[: len(own) // stages_per_rank(name)]
             for kind, block, begin, end in spans:
                 x, wide = LEFT + (begin - begins[name]) * scale, (end - begin) * scale
-                color = COLORS[kind][is_second[block]]
+                color = COLORS[kind][block not in in_first]
                 lines.append(
                     f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW - 4}" '
                     f'fill="{color}" stroke="white" stroke-width="0.5"/>'

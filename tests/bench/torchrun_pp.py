@@ -55,6 +55,11 @@ def loss_of(scores: Tensor, following: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
+def starts() -> int:
+    """How often torchrun has started all ranks again."""
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
 class Saves:
     """The state of all stages; and a line for each step, and the process of each rank, for who
     looks on."""
@@ -92,7 +97,8 @@ class Saves:
             dcp.save(self._state(), checkpoint_id=str(self._place / f"step-{number:06}"))
         if dist.get_rank() == 0:
             with (self._place / "steps.jsonl").open("a") as file:
-                file.write(json.dumps({"step": number, "time": time.time()}) + "\n")
+                line = {"step": number, "time": time.time(), "start": starts()}
+                file.write(json.dumps(line) + "\n")
 
 
 def step_seconds(arguments: argparse.Namespace) -> list[float]:

@@ -61,14 +61,16 @@ def build(
 def train(
     strategy: Staged,
     group: Any,
-    name: str,
+    of: str | Case,
     num_steps: int,
     after_step: Any = None,
     *,
     see: Callable[[Passes], None] = lambda passes: None,
 ) -> None:
-    """As a session does it, with a vote of what was used. see: given the passes."""
-    state, batches, case = strategy.train_state, CASES[name].batches(), CASES[name]
+    """As a session does it, with a vote of what was used. of: the case, or its name. see: given the
+    passes."""
+    case = of if isinstance(of, Case) else CASES[of]
+    state, batches = strategy.train_state, case.batches()
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
     passes = strategy.passes(mesh, group, reducer)
@@ -91,6 +93,8 @@ def train(
             except (PeerLost, StepCancelled):
                 passes.reset()
                 raise
+        for _ in range(mesh.num_passes(len(batches), group.rank()) - len(order)):
+            reducer.serve_pass()
         state.casting.restore()
         reduced = strategy.before_vote(reducer.finish(), group.read)
         is_bad = torch.tensor([not reduced.is_finite(group.read)], dtype=torch.int64)
