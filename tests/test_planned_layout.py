@@ -2,13 +2,17 @@
 without asking again."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic.control.events import Committed
+from elastic.control.state import Decision, Running
 from elastic.control.transition import start
 from elastic.controller import recorder as recorder_file
+from elastic.controller.status import stage_text
+from elastic.protocol.membership import Membership
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from tests.test_recorder import close, recorder, settled
 
@@ -45,3 +49,17 @@ def test_a_successor_knows_the_layout_and_the_level_that_were_said_last(
     lines = (tmp_path / "r" / "journal.jsonl").read_text()
     assert lines.count('"planned_last"') == (every == 3)
     assert lines.count('"planned"') == 2
+
+
+def test_a_members_stage_is_told_by_the_layout_of_its_generation(tmp_path: Path):
+    ledger = start(recorder(str(tmp_path)).limits, 5.0).ledger
+    decision = Decision(ledger, Running(Membership(1, (4, 2))))
+    assert stage_text(FIRST, decision, 4) == "; it has stage 0 of pipeline 0, blocks 0 to 1"
+    assert stage_text(FIRST, decision, 2) == "; it has stage 1 of pipeline 0, blocks 2 to 4"
+    two = replace(FIRST, stages=(Stage(1, 0, (0, 1, 3, 5)), None))
+    assert stage_text(two, decision, 4) == (
+        "; it has stage 0 of pipeline 1, blocks 0 to 0 and 3 to 4"
+    )
+    nothing = [(two, decision, 2), (FIRST, decision, 7), (SECOND, decision, 4)]
+    nothing += [(None, decision, 4), (FIRST, None, 4)]
+    assert [stage_text(*of) for of in nothing] == [""] * len(nothing)

@@ -78,6 +78,20 @@ def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
     return {"mesh": {"dp": stage.pipeline, "pp": stage.stage}, "blocks": list(stage.blocks)}
 
 
+def stage_text(planned: Planned | None, decision: Decision | None, worker: int) -> str:
+    """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""
+    phase = None if decision is None else decision.phase
+    if planned is None or not isinstance(phase, Active) or worker not in phase.membership.workers:
+        return ""
+    membership = phase.membership
+    stage = planned.stages[membership.workers.index(worker)]
+    if planned.generation != membership.generation or stage is None:
+        return ""
+    pairs = zip(stage.blocks[::2], stage.blocks[1::2], strict=True)
+    blocks = " and ".join(f"{first} to {end - 1}" for first, end in pairs)
+    return f"; it has stage {stage.stage} of pipeline {stage.pipeline}, blocks {blocks}"
+
+
 def _level_of(level: ScriptLevel | None) -> dict[str, Any]:
     """Of a script's run."""
     return {} if level is None else {"level": level.level, "level_reason": level.reason}

@@ -23,7 +23,7 @@ from elastic.controller.publisher import Publisher
 from elastic.controller.recorder import Recorder
 from elastic.controller.roll_call import RollCall
 from elastic.controller.settings import limits_of, worker_spec
-from elastic.controller.status import meters_of, result_of, status_of, what_is_lost
+from elastic.controller.status import meters_of, result_of, stage_text, status_of, what_is_lost
 from elastic.controller.stragglers import Stragglers
 from elastic.on_ray import actors, naming
 from elastic.on_ray.cluster import RayCluster
@@ -259,6 +259,10 @@ class Supervisor:
     def costly(self) -> tuple[Costly, ...]:
         """Where usual times say nothing now, by the ledger."""
         return self.decision.ledger.costly if self.decision else ()
+
+    def stage_of(self, worker: int) -> str:
+        """A member's place in a pipeline, to be added to why it is lost; empty if it has none."""
+        return stage_text(self.record.planned, self.decision, worker)
 
     def spec_of(self, worker: int) -> WorkerSpec:
         return worker_spec(

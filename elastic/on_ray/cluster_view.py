@@ -72,6 +72,8 @@ class Host(Protocol):
 
     def costly(self) -> tuple[Costly, ...]: ...
 
+    def stage_of(self, worker: int) -> str: ...
+
 
 class ClusterView(Protocol):
     """See elastic/on_ray/cluster.py."""

@@ -47,6 +47,7 @@ class Cluster:
         self.links = self.host = self.record = self
         self.inquiry = Diagnosis(self)  # pyright: ignore[reportArgumentType]
         self.places: tuple[Costly, ...] = ()
+        self.stages: dict[int, str] = {}
         self.happened: list = []
         self.work: list[asyncio.Task] = []
 
@@ -73,6 +74,9 @@ class Cluster:
 
     def costly(self) -> tuple[Costly, ...]:
         return self.places
+
+    def stage_of(self, worker: int) -> str:
+        return self.stages.get(worker, "")
 
     def note(self, kind: str, fields: dict) -> None:
         self.happened.append(fields)
@@ -110,6 +114,13 @@ def test_everybodys_stacks_are_saved_before_the_suspect_is_lost():
         },
         (1, "hung", f"{WHY}; stacks in logs/stacks-g4-*.txt", 14.0, Place(9, "compute")),
     ]
+
+
+def test_a_suspects_stage_is_told_with_it():
+    cluster = Cluster(HUNG, WAITS, answering=(1, 2))
+    cluster.stages = {1: "; it has stage 1 of pipeline 0, blocks 3 to 5"}
+    why = f"{WHY}; it has stage 1 of pipeline 0, blocks 3 to 5; stacks in logs/stacks-g4-*.txt"
+    assert cluster.look()[1] == (1, "hung", why, 14.0, Place(9, "compute"))
 
 
 def test_who_is_slow_where_its_predecessor_was_ended_is_told_of_once_and_waited_for():

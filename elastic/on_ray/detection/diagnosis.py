@@ -222,7 +222,7 @@ class Diagnosis:
     ) -> None:
         """The suspects are lost, once it is on record where everybody stood."""
         said = "; ".join(f"suspect {worker_name(w)}: {s.why}" for w, s in late.items())
-        is_saved = await self._save(said, members, limit_s)
+        is_saved, cluster = await self._save(said, members, limit_s), self._cluster
         for worker, suspect in late.items():
             watched = members[worker]
             is_silent = suspect.cause == "heartbeat_silent"
@@ -230,8 +230,8 @@ class Diagnosis:
             place = place_of_stacks(watched.heartbeat.generation) if is_saved else ""
             if suspect.slow_in is not None:
                 self._ended = remember(self._ended, suspect.slow_in, worker)
-            why = suspect.why + place
-            self._cluster.lost(worker, suspect.cause, why, last_seen, suspect.slow_in)
+            why = suspect.why + cluster.host.stage_of(worker) + place
+            cluster.lost(worker, suspect.cause, why, last_seen, suspect.slow_in)
 
     async def _conclude_dispute(self, members: dict[int, Watch], ends: set[str]) -> None:
         """Everybody dials the hosts at the ends; who is cut off is lost."""
