@@ -304,10 +304,10 @@ class LlamaLayer(nn.Module):
 class Llama(nn.Module):
     """Rotary tables, a mask, tuple outputs, keyword arguments."""
 
-    def __init__(self, is_tied: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, is_tied: bool = False, dropout: float = 0.0, num_layers: int = 4) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(LlamaLayer(dropout) for _ in range(4))
+        self.layers = nn.ModuleList(LlamaLayer(dropout) for _ in range(num_layers))
         self.norm, self.lm_head = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if is_tied:
             self.lm_head.weight = self.embed_tokens.weight

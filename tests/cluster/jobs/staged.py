@@ -1,5 +1,8 @@
 """Layers that can be cut into stages, and some that cannot."""
 
+import time
+from pathlib import Path
+
 import torch
 from torch import nn
 from toy import Resting, Samples
@@ -84,3 +87,22 @@ class Skipping(Layers):
                 return x
 
         return Skip()
+
+
+class Hangs(Layers):
+    """The second stage of the first pipeline sleeps in the loss, once there is a file `marker`."""
+
+    session = None
+
+    def __init__(self, marker: str, **settings) -> None:
+        super().__init__(**settings)
+        self.marker = Path(marker)
+
+    def evaluate(self, session):
+        self.session = session
+
+    def loss(self, model, batch):
+        if self.session is not None and self.session.rank == 1 and self.marker.exists():
+            self.marker.unlink()
+            time.sleep(3600)
+        return super().loss(model, batch)

@@ -1,0 +1,107 @@
+"""Fifty steps by every strategy, schedule and number of ranks: one hash for each precision."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.protocol.schedule import SCHEDULES
+from tests.workers.pipeline_models import LENGTHS, Case, Llama, next_token, tokens
+from tests.workers.ranks import Ranks, run_ranks
+from tests.workers.sharded_rig import CPU, enter, sha256, spec
+from tests.workers.test_staged_strategy import train
+from workers.distributed.process_group import Alone
+from workers.parallel.build import build_strategy
+from workers.parallel.pipeline.strategy import Staged
+from workers.parallel.sharded import Sharded
+from workers.parallel.shards import Ownership
+
+MOST_RANKS, NUM_STEPS, LAYERS = 6, 50, 8
+"""Pipelines of four ranks with two stages each need as many layers."""
+STAGES = [f"pp:{depth}/{schedule}" for depth in (2, 3, 4) for schedule in SCHEDULES]
+
+
+class SixBatches(Case):
+    """One for each rank of ddp."""
+
+    def batches(self) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return [self.batch(generator, i % len(LENGTHS)) for i in range(MOST_RANKS)]
+
+
+MODELS = {
+    kind: SixBatches(
+        lambda is_tied=is_tied: Llama(is_tied, dropout=0.1, num_layers=LAYERS), tokens, next_token
+    )
+    for kind, is_tied in (("tied", True), ("untied", False))
+}
+
+
+class Work:
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def build_model(self) -> Any:
+        return self.case.build()
+
+    def build_optimizer(self, params: Any) -> Any:
+        return torch.optim.AdamW(params, lr=0.01)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self.case.loss(model, batch)
+
+
+def hash_after(num_steps: int, parallel: str, kind: str, precision: str, group: Any) -> str:
+    torch.set_num_threads(1)
+    work = Work(MODELS[kind])
+    batch_size = 2 * MOST_RANKS
+    config = spec(parallel, global_batch=batch_size, micro_batch=2, precision=precision)
+    strategy: Any = build_strategy(work, config, CPU)
+    if isinstance(strategy, Staged):
+        batch = work.case.batches()[0]
+        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+    if isinstance(strategy, Staged | Sharded):
+        strategy.shards.holding = Ownership("initial")
+    enter(strategy, group, 0)
+    train(strategy, group, work.case, num_steps)
+    return sha256(strategy)
+
+
+@cache
+def wanted(num_steps: int, kind: str, precision: str) -> str:
+    """One rank of ddp's."""
+    before = torch.get_num_threads()
+    found = hash_after(num_steps, "ddp", kind, precision, Alone())
+    torch.set_num_threads(before)
+    return found
+
+
+def differing(num_steps: int, kind: str, precision: str, num_ranks: int, words: list[str]) -> Any:
+    expected = wanted(num_steps, kind, precision)
+
+    def body(ranks: Ranks) -> list[str]:
+        wrong: list[str] = []
+        for generation, parallel in enumerate(words, 1):
+            group = ranks.form(generation, list(range(num_ranks)))
+            if hash_after(num_steps, parallel, kind, precision, group) != expected:
+                wrong.append(parallel)
+        return wrong
+
+    return run_ranks(num_ranks, body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", range(1, MOST_RANKS + 1))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_strategy_schedule_and_number_of_ranks_has_one_hash_after_fifty_steps(
+    kind: str, precision: str, num_ranks: int
+):
+    words = ["ddp", "fsdp", *STAGES]
+    assert differing(NUM_STEPS, kind, precision, num_ranks, words) == [[]] * num_ranks
+
+
+def test_two_steps_of_a_few_of_these_have_one_hash():
+    words = ["ddp", "fsdp", "pp:2", "pp:3/ZBVZeroBubble", "pp:4/Interleaved1F1B"]
+    assert differing(2, "tied", "bf16", 3, words) == [[]] * 3
