@@ -52,7 +52,10 @@ def test_a_successor_knows_the_layout_and_the_level_that_were_said_last(
 
 
 def test_a_members_stage_is_told_by_the_layout_of_its_generation(tmp_path: Path):
-    ledger = start(recorder(str(tmp_path)).limits, 5.0).ledger
+    async def begun() -> Decision:
+        return start(recorder(str(tmp_path)).limits, 5.0)
+
+    ledger = asyncio.run(begun()).ledger
     decision = Decision(ledger, Running(Membership(1, (4, 2))))
     assert stage_text(FIRST, decision, 4) == "; it has stage 0 of pipeline 0, blocks 0 to 1"
     assert stage_text(FIRST, decision, 2) == "; it has stage 1 of pipeline 0, blocks 2 to 4"
