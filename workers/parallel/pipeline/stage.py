@@ -55,27 +55,8 @@ class StageModel:
         self._chain, self.blocks = chain, blocks
         self.buffers = {n for n, block in chain.buffers.items() if block in blocks}
         """That its blocks write."""
-        self._whole, self._recurrent = whole or {}, recurrent_in(model)
         self._blocks = [model.get_submodule(name) for name in chain.names]
-        here = set(chain.parameters_of(blocks))
-        parameters = {id(p): name for name, p in model.named_parameters()}
-        buffers = {id(b): name for name, b in model.named_buffers()}
-        self._parameters = [
-            (module._parameters, key, name)
-            for module in model.modules()
-            for key, p in module._parameters.items()
-            if p is not None and (name := parameters[id(p)]) not in here
-        ]
-        self._buffers = [
-            (module._buffers, key, name)
-            for module in model.modules()
-            for key, b in module._buffers.items()
-            if b is not None and (name := buffers[id(b)]) in chain.buffers
-            if chain.buffers[name] not in blocks
-        ]
-        self._stands: dict[tuple[str, torch.dtype], Absent] = {}
-        self._placed: list[tuple[dict[str, Any], str, Tensor]] = []
-        """Where a stand-in is during a forward, and for what."""
+        self._stands = _StandIns(model, chain, blocks, whole or {})
         self._remembered = {
             number: RememberedBlock(block)
             for number, block in enumerate(self._blocks)
@@ -106,21 +87,10 @@ class StageModel:
         self._receive = receive
         self._draws.enter_context(watched_by(Drawing()))
         self._ran, self._crossing = [], Crossing()
-        for held, key, name in (*self._parameters, *self._buffers):
-            self._put(held, key, name)
-        refresh(self._recurrent)
+        self._stands.place()
         self._forwards = [block.forward for block in self._blocks]
         for block, forward in zip(self._blocks, self._as_here, strict=True):
             self._undo.append(wrap_forward(block, forward))
-
-    def _put(self, held: dict[str, Any], key: str, name: str) -> None:
-        real: Tensor = held[key]
-        stand = self._stands.get((name, real.dtype))
-        if stand is None or (name not in self._whole and stand.shape != real.shape):
-            like = torch.empty_like(self._whole.get(name, real), dtype=real.dtype, device="meta")
-            stand = self._stands[name, real.dtype] = absent_like(like, real.device, name)
-        held[key] = stand
-        self._placed.append((held, key, real))
 
     def end(self) -> Crossing:
         """Of the forward; the model is as before. Raises UserError if a local block did not run
@@ -142,10 +112,7 @@ class StageModel:
         if self._undo:
             while self._undo:
                 self._undo.pop()()
-            while self._placed:
-                held, key, real = self._placed.pop()
-                held[key] = real
-            refresh(self._recurrent)
+            self._stands.take_away()
 
     # --- blocks -------------------------------------------------------------------------------
     def _skipped(self, number: int) -> Callable[..., Any]:
@@ -204,3 +171,52 @@ class StageModel:
             f"this micro-batch, and {wanted} on the one that the pipeline was found on",
             "",
         )
+
+
+class _StandIns:
+    """For the parameters of other stages, and the buffers that their blocks write."""
+
+    def __init__(
+        self, model: nn.Module, chain: Chain, blocks: range, whole: Mapping[str, Tensor]
+    ) -> None:
+        self._whole, self._recurrent = whole, recurrent_in(model)
+        here = set(chain.parameters_of(blocks))
+        parameters = {id(p): name for name, p in model.named_parameters()}
+        buffers = {id(b): name for name, b in model.named_buffers()}
+        self._places: list[tuple[dict[str, Any], str, str]] = [
+            (module._parameters, key, name)
+            for module in model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and (name := parameters[id(p)]) not in here
+        ]
+        self._places += [
+            (module._buffers, key, name)
+            for module in model.modules()
+            for key, b in module._buffers.items()
+            if b is not None and (name := buffers[id(b)]) in chain.buffers
+            if chain.buffers[name] not in blocks
+        ]
+        self._made: dict[tuple[str, torch.dtype], Absent] = {}
+        self._placed: list[tuple[dict[str, Any], str, Tensor]] = []
+        """Where they are now, and for what."""
+
+    def place(self) -> None:
+        for held, key, name in self._places:
+            real: Tensor = held[key]
+            held[key] = self._like(name, real)
+            self._placed.append((held, key, real))
+        refresh(self._recurrent)
+
+    def _like(self, name: str, real: Tensor) -> Absent:
+        made = self._made.get((name, real.dtype))
+        if made is None or (name not in self._whole and made.shape != real.shape):
+            like = self._whole.get(name, real)
+            like = torch.empty_like(like, dtype=real.dtype, device="meta")
+            made = self._made[name, real.dtype] = absent_like(like, real.device, name)
+        return made
+
+    def take_away(self) -> None:
+        while self._placed:
+            held, key, real = self._placed.pop()
+            held[key] = real
+        refresh(self._recurrent)
