@@ -80,9 +80,10 @@ def groups_alike(
     mesh: Mesh, axes: tuple[Axis, ...], blocks: tuple[int, ...] = ()
 ) -> list[list[int]]:
     """Ranks that must agree on what `axes` cut: who is in the same place on these; who holds one of
-    `blocks`, on what these need; all, also those who stand by, on what nothing cuts."""
+    `blocks`, on what these need, and if `axes` cut it, too, nobody; all, also those who stand by,
+    on what nothing cuts."""
     if blocks:
-        return [mesh.holders_of_blocks(blocks)]
+        return [] if axes else [mesh.holders_of_blocks(blocks)]
     if not axes:
         return [list(range(mesh.world_size))]
     found: dict[tuple[int, ...], list[int]] = {}

@@ -93,7 +93,9 @@ def plan(parallel: Parallel, workers: Sequence[int], nodes: Nodes) -> Plan:
         left.setdefault(nodes.node(worker), []).append(rank)
     by_position: list[int] = []
     layer = parallel.cp * parallel.tp
-    for size in (mesh.num_shards * parallel.pp * layer, layer, parallel.tp, 1):
+    # Stages share their state across pipelines, once in a step; neighbours exchange all the time.
+    replica = parallel.pp if parallel.pp > 1 else mesh.num_shards
+    for size in (replica * layer, layer, parallel.tp, 1):
         for node, ranks in left.items():
             count = len(ranks) - len(ranks) % size
             by_position += ranks[:count]

@@ -85,6 +85,10 @@ def cut(size: int, num_parts: int, index: int) -> range:
     return range(min(index * each, size), min((index + 1) * each, size))
 
 
+ROWS: tuple[tuple[Axis, int], ...] = (("dp_shard", 0),)
+"""Each of those who share a tensor has some of its rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Who holds the boxes of `rank` of `mesh`."""
@@ -105,8 +109,9 @@ class TensorLayout:
     """Which axis cuts which dim: (("dp_shard", 0), ("tp", 1)). Of two that cut the same dim the
     first one is the outer. What no axis cuts every rank has, also one that stands by."""
     blocks: tuple[int, ...] = ()
-    """Of a model in stages, those that need the tensor: who holds one of them has all of it, and
-    the others nothing. Empty: every rank has it."""
+    """Of a model in stages, those that need the tensor: who holds one of them has all of it, or of
+    what `cuts` says a part as all holders of these blocks share it, and the others nothing. Empty:
+    every rank has it."""
 
     def __post_init__(self) -> None:
         axes = [axis for axis, _ in self.cuts]
@@ -131,9 +136,7 @@ class TensorLayout:
     def box(self, at: Position) -> Box:
         """What the position holds; empty if it has none of it."""
         if self.blocks:
-            held = at.mesh.blocks(at.rank)
-            is_here = any(block in held for block in self.blocks)
-            return whole(self.shape if is_here else (0, *self.shape[1:]))
+            return self._box_of_stage(at)
         start, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
             part = range(0)
@@ -143,10 +146,23 @@ class TensorLayout:
             start[dim], shape[dim] = start[dim] + part.start, len(part)
         return Box(tuple(start), tuple(shape))
 
+    def _box_of_stage(self, at: Position) -> Box:
+        held = at.mesh.blocks(at.rank)
+        if not any(block in held for block in self.blocks):
+            return whole((0, *self.shape[1:]))
+        if not self.cuts:
+            return whole(self.shape)
+        assert self.cuts == ROWS, self
+        holders = at.mesh.holders_of_blocks(self.blocks)
+        rows = cut(self.shape[0], len(holders), holders.index(at.rank))
+        return Box((rows.start, *(0 for _ in self.shape[1:])), (len(rows), *self.shape[1:]))
+
     def own(self, at: Position) -> Box | None:
         """What of its box nobody before it in the mesh holds: each element is one rank's own, and
         a tensor without elements the first position's."""
         box, mesh, has_elements = self.box(at), at.mesh, math.prod(self.shape) > 0
+        if self.blocks and self.cuts and has_elements:
+            return box if box.size else None
         if mesh.cuts:
             # Evenly among those who hold the same blocks.
             holders = mesh.holders_of_blocks(self.blocks) if self.blocks else mesh.ranks()

@@ -60,8 +60,9 @@ class Parallel:
     dp_shard: int | None = None
     """The ranks of a replica; of "hsdp" only, which needs it."""
     pp: int = 1
-    """Stages of a pipeline; default 1: none. With "ddp" only. A rank has one of them, or as many as
-    the schedule gives it: then so many ranks."""
+    """Stages of a pipeline; default 1: none. With "ddp" or "fsdp-grad-op": then those who compute
+    the same blocks share the state of these. A rank has one of them, or as many as the schedule
+    gives it: then so many ranks."""
     schedule: str = ""
     """Of the pipeline, in torch's words: "GPipe", "1F1B", or "Interleaved1F1B" and "ZBVZeroBubble",
     where a rank has two stages; default "": 1F1B."""
@@ -148,8 +149,8 @@ class Parallel:
             return f": choose one of {AVAILABLE}"
         if self.pp == 1:
             return ""
-        if self.data != "ddp" or self.strategy:
-            return f": pp:S goes alone, such as pp:{self.pp}"
+        if self.data not in ("ddp", "fsdp-grad-op") or self.strategy:
+            return f": pp:S goes alone or with fsdp-grad-op, such as pp:{self.pp},fsdp-grad-op"
         return ""
 
     @property

@@ -98,7 +98,8 @@ def test_a_setting_that_is_none_and_one_that_is_missing_are_told():
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         (
             {"parallel": "pp:2,fsdp"},
-            "parallel='fsdp,pp:2' is not available yet: pp:S goes alone, such as pp:2",
+            "parallel='fsdp,pp:2' is not available yet: pp:S goes alone or with fsdp-grad-op, such "
+            "as pp:2,fsdp-grad-op",
         ),
         ({"parallel": "fsdp,tp:2"}, "parallel='fsdp,tp:2' is not available yet"),
         ({"parallel": 4}, "parallel must be words or a Parallel, got 4"),

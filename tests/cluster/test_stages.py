@@ -13,7 +13,9 @@ pytestmark = pytest.mark.cluster
 STEPS = 30
 
 
-@pytest.mark.parametrize(("rank", "parallel"), [(0, "pp:2"), (3, "pp:2/GPipe")])
+@pytest.mark.parametrize(
+    ("rank", "parallel"), [(0, "pp:2"), (3, "pp:2/GPipe"), (1, "pp:2,fsdp-grad-op")]
+)
 def test_a_lost_stage_is_computed_by_the_others_and_the_bits_are_those_of_ddp(
     start, reference, rank, parallel
 ):

@@ -12,9 +12,10 @@ from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from elastic.protocol.schedule import stages_per_rank
 from tests.workers.pipeline_models import Case
 from workers.parallel.pipeline.chain import Chain, find_chain
+from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.passes import StagePasses
-from workers.parallel.pipeline.reducer import HolderGroups, PipelineReducer
+from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.stage import StageModel
 from workers.reduction.reducers import Reduced
 from workers.step.buffers import TrackedBuffers

@@ -98,10 +98,11 @@ def differing(num_steps: int, kind: str, precision: str, num_ranks: int, words: 
 def test_every_strategy_schedule_and_number_of_ranks_has_one_hash_after_fifty_steps(
     kind: str, precision: str, num_ranks: int
 ):
-    words = ["ddp", "fsdp", *STAGES]
+    words = ["ddp", "fsdp", *STAGES, "pp:2,fsdp-grad-op", "pp:2/ZBVZeroBubble,fsdp-grad-op"]
     assert differing(NUM_STEPS, kind, precision, num_ranks, words) == [[]] * num_ranks
 
 
 def test_two_steps_of_a_few_of_these_have_one_hash():
-    words = ["ddp", "fsdp", "pp:2", "pp:3/ZBVZeroBubble", "pp:4/Interleaved1F1B"]
-    assert differing(2, "tied", "bf16", 3, words) == [[]] * 3
+    words = ["ddp", "fsdp", "pp:2", "pp:2/ZBVZeroBubble", "pp:4/Interleaved1F1B"]
+    words += ["pp:2,fsdp-grad-op", "pp:2/ZBVZeroBubble,fsdp-grad-op"]
+    assert differing(2, "tied", "bf16", 4, words) == [[]] * 4

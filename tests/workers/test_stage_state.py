@@ -92,6 +92,36 @@ def test_what_nobody_has_moves_and_the_rest_stays():
     assert results[0] > 0
 
 
+@pytest.mark.parametrize("name", [CASE, "resnet"])
+def test_pipelines_that_share_their_rows_hold_a_part_of_a_stage_and_have_the_bits_of_ddp(name: str):
+    """One pipeline, then two, then two of which one has other stages, or a rank stands by."""
+    worlds = ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4])
+    undisturbed = made("ddp", name)
+    train(undisturbed, Alone(), name, len(worlds))
+
+    def body(ranks: Ranks) -> tuple[list[float], str]:
+        found, sha = list[float](), ""
+        strategy = build(name, parallel="pp:2,fsdp-grad-op")
+        for generation, members in enumerate(worlds, 1):
+            if ranks.index not in members:
+                continue
+            if generation > 1 and ranks.index not in worlds[generation - 2]:
+                strategy.forget()
+            group = ranks.form(generation, members)
+            enter(strategy, group, generation - 1, generation=generation)
+            blocks = strategy.plan.blocks(group.rank())
+            train(strategy, group, name, 1)
+            found.append(bytes_held(strategy) / max(1, bytes_of_blocks(strategy, blocks)))
+            sha = sha256(strategy)
+        return found, sha
+
+    results = run_ranks(5, body)
+    alone, shared, _ = results[0][0]
+    assert 0.8 < alone <= 1  # a tied matrix is shared by both of its stages
+    assert shared == pytest.approx(alone / 2, abs=0.1)
+    assert {sha for _, sha in results} == {sha256(undisturbed)}
+
+
 def made(parallel: str, name: str, precision: str = "fp32") -> Any:
     """A strategy that stands for the initial state."""
     if parallel.startswith("pp"):
@@ -108,22 +138,22 @@ def saved_by(ranks: Ranks, strategy: Any, group: Any, place: str) -> Any:
     return save_part(strategy, group, place, 1), sha256(strategy)
 
 
-@pytest.mark.parametrize("source", ["pp:2", "ddp", "fsdp"])
+@pytest.mark.parametrize("source", ["pp:2", "pp:2,fsdp-grad-op", "ddp", "fsdp"])
 def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_path):
     place = str(tmp_path)
 
     def save(ranks: Ranks) -> Any:
-        strategy, group = made(source, CASE), ranks.form(1, [0, 1, 2])
+        strategy, group = made(source, CASE), ranks.form(1, [0, 1, 2, 3])
         enter(strategy, group, 0)
-        if source == "pp:2":
+        if source.startswith("pp"):
             train(strategy, group, CASE, STEPS)
         return saved_by(ranks, strategy, group, place)
 
-    saved = run_ranks(3, save)
-    step = STEPS if source == "pp:2" else 0
+    saved = run_ranks(4, save)
+    step = STEPS if source.startswith("pp") else 0
     parts = [part for (part, _), _ in saved]
     catalogue_in(place).publish(step, 1, parts, saved[0][0][1], {})
-    if source == "pp:2":
+    if source.startswith("pp"):
         sizes = [part.file.size_bytes for part in parts]
         assert min(sizes) > 0, "every stage writes its own"
 
@@ -145,6 +175,7 @@ def test_a_checkpoint_goes_to_every_strategy_at_any_world_size(source: str, tmp_
         ("pp:2", 2),
         ("pp:2", 4),
         ("pp:4", 4),
+        ("pp:2,fsdp-grad-op", 4),
         ("ddp", 2),
         ("fsdp", 3),
         ("hsdp:2", 4),

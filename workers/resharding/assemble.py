@@ -363,6 +363,8 @@ def copies_in(holders: Sequence[BackupAddress], token: str, timeout_s: float) ->
 
 def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
     """Whether these ranks have all of a state: one of each shard, whatever its replica."""
+    if mesh.cuts and mesh.parallel.cuts_tensors:
+        return {rank for rank in range(mesh.world_size) if mesh.blocks(rank)} <= ranks
     if mesh.cuts:
         return {b for rank in ranks for b in mesh.blocks(rank)} == set(range(mesh.cuts[0][-1]))
     axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]

@@ -110,7 +110,7 @@ def _room(layout: TensorLayout, to: Position) -> tuple[int, ...]:
     """The shape of a shard with FSDP2's padding, which a parameter has behind its last row: so it
     need not move for it."""
     shape = layout.box(to).shape
-    if not layout.cuts or not layout.name.startswith("model/"):
+    if not layout.cuts or layout.blocks or not layout.name.startswith("model/"):
         return shape
     first = Position(to.mesh, to.mesh.ranks()[0])
     return (layout.box(first).shape[0], *shape[1:])

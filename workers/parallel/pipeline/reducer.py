@@ -15,7 +15,9 @@ from elastic.protocol.pipeline import PipelinePlan
 from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.pipeline.chain import Chain
+from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.neighbours import tag_of_sum
+from workers.parallel.pipeline.rows import SharedRows
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import FlatLayout, Flats, TreeFold
 from workers.reduction.tree_reduction import reduce_tree
@@ -41,24 +43,6 @@ class _Segment:
     """Of the holders."""
 
 
-class HolderGroups:
-    """Of a generation: the groups of those who hold the same blocks, formed when first asked for.
-    All ranks ask in the same order."""
-
-    def __init__(self, group: AnyGroup, timeout_s: float) -> None:
-        """timeout_s: for the holders to meet."""
-        self.group, self._timeout_s = group, timeout_s
-        self._formed: dict[tuple[int, ...], AnyGroup] = {}
-
-    def of(self, holders: Sequence[int]) -> AnyGroup:
-        """A collective among them. Raises PeerLost."""
-        key = tuple(holders)
-        if key not in self._formed:
-            name = f"holders{'-'.join(map(str, key))}"
-            self._formed[key] = self.group.part(name, holders, self._timeout_s)
-        return self._formed[key]
-
-
 class PipelineReducer:
     """See `workers.reduction.reducers.Reducer`."""
 
@@ -72,13 +56,16 @@ class PipelineReducer:
         *,
         ranks: Sequence[int],
         num_microbatches: int,
+        rows: SharedRows | None = None,
     ) -> None:
-        """ranks: by position in the plan. A collective. Raises PeerLost."""
+        """ranks: by position in the plan. rows: None: parameters are always whole. A collective.
+        Raises PeerLost."""
         group = groups.group
         floating, self._buffers, self._chain = buffers.floating, buffers, chain
         self._parameters, self._buffer_names = dict(parameters), tuple(floating)
         self._group, self._num_microbatches = group, num_microbatches
-        self._plan, self._ranks = plan, list(ranks)
+        self._plan, self._ranks, self._rows = plan, list(ranks), rows
+        like = {n: rows.like(n, p) if rows else p for n, p in parameters.items()}
         self._ids = [p.ids for p in plan.pipelines]
         position = self._ranks.index(group.rank())
         self._held = set(chain.parameters_of(plan.blocks(position)))
@@ -93,7 +80,7 @@ class PipelineReducer:
                 if not of_kind and not buffers_of_kind:
                     continue
                 layout = FlatLayout(
-                    {n: parameters[n] for n in of_kind},
+                    {n: like[n] for n in of_kind},
                     {n: floating[n] for n in buffers_of_kind},
                     len(holders),
                 )
@@ -111,6 +98,8 @@ class PipelineReducer:
         self.used: set[str] = set()
 
     def begin(self) -> None:
+        if self._rows is not None:
+            self._rows.gather()
         for segment in self._segments:
             if segment.fold is not None:
                 segment.fold.begin()
@@ -157,10 +146,15 @@ class PipelineReducer:
         self._share_integers()
         self._share_between_stages(sums)
         gradients = {
-            n: self._empty[n] if n in self._empty else sums[n].to(p.dtype)
+            n: self._empty[n] if n in self._empty else self._mine(n, sums[n]).to(p.dtype)
             for n, p in self._parameters.items()
         }
+        if self._rows is not None:
+            self._rows.release()
         return Reduced(gradients, {name: sums[name] for name in self._buffer_names})
+
+    def _mine(self, name: str, total: Tensor) -> Tensor:
+        return total if self._rows is None else self._rows.rows_of(name, total)
 
     def _share_between_stages(self, sums: dict[str, Tensor]) -> None:
         """Of a parameter that two stages use, each pipeline's first one has added up the gradients:
@@ -225,6 +219,8 @@ class PipelineReducer:
 
     def close(self) -> None:
         self._drop_gradients()
+        if self._rows is not None:
+            self._rows.release()
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters.values():

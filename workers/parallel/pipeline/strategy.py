@@ -25,10 +25,12 @@ from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
+from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
-from workers.parallel.pipeline.reducer import HolderGroups, PipelineReducer
+from workers.parallel.pipeline.reducer import PipelineReducer
+from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.shards import Ownership, Shards
@@ -102,6 +104,7 @@ class Staged:
         """Of the generation at hand."""
         self._formed: Formed | None = None
         self._groups: HolderGroups | None = None
+        self._rows: SharedRows | None = None
 
     @property
     def is_runnable(self) -> bool:
@@ -166,6 +169,7 @@ class Staged:
         """Cut the blocks for these members; each gets what it lacks of the newest state of at most
         `formed.step` steps that is whole."""
         group, order = formed.group, formed.order
+        self.reset()
         plan = self._plan_together(group)
         mesh = Mesh(self._spec.parallel, group.size(), order, plan.cuts)
         self._mesh = StagedMesh(mesh.parallel, mesh.world_size, order, plan.cuts, plan)
@@ -178,7 +182,16 @@ class Staged:
         if group.rank() == 0:
             formed.say(self._planned(formed.generation))
         self._groups = HolderGroups(group, self._spec.join_timeout_s)
+        if self._spec.parallel.cuts_tensors:
+            self._rows = SharedRows(
+                self._parts, self._mesh, self._groups, self._on_lost, formed.gathering
+            )
         return entered
+
+    def _on_lost(self, error: PeerLost) -> NoReturn:
+        assert self._formed is not None
+        self._formed.say_lost(error)
+        raise StepCancelled from error
 
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
         mine = None if self.chain is None else [self.chain.names, self.chain.costs]
@@ -247,6 +260,7 @@ class Staged:
             self.plan,
             ranks=mesh.ranks(),
             num_microbatches=self._spec.num_microbatches,
+            rows=self._rows,
         )
 
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
@@ -269,6 +283,8 @@ class Staged:
 
     def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
         place = self._place(mesh, group)
+        if self._rows is not None:
+            self._rows.gather()
         if place is None:
             return NoForwards()  # it stands by
         return StageForwards(
@@ -289,11 +305,6 @@ class Staged:
         if seat is None:
             return None
         first, pipeline = position - seat.stage, plan.pipelines[seat.pipeline]
-
-        def on_lost(error: PeerLost) -> NoReturn:
-            formed.say_lost(error)
-            raise StepCancelled from error
-
         ranks = mesh.ranks()[first : first + pipeline.depth]
         of_stages = [ranks[pipeline.place_of(stage)] for stage in range(pipeline.num_stages)]
         model, whole = self.train_state.model, self._parts.whole
@@ -301,7 +312,7 @@ class Staged:
             stage: StageModel(model, chain, pipeline.blocks(stage), whole)
             for stage in pipeline.stages_at(seat.stage)
         }
-        neighbours = Neighbours(group, of_stages, on_lost, formed.gathering)
+        neighbours = Neighbours(group, of_stages, self._on_lost, formed.gathering)
         return _Place(seat, pipeline, models, neighbours)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
@@ -317,7 +328,8 @@ class Staged:
         self.train_state.apply(update)
 
     def reset(self) -> None:
-        pass
+        if self._rows is not None:
+            self._rows.release()
 
     def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         return dict(parameters)
@@ -355,7 +367,7 @@ def build_staged(
     equip_blocks(model, spec, lambda: casting.is_applied)
     train_state = build_state(model, workload, spec, casting)
     check_by_itself(train_state.optimizer, spec)
-    parts = StageParts(model, device)
+    parts = StageParts(model, device, shares_rows=spec.parallel.cuts_tensors)
     initialise = getattr(workload, "init_weights", None)
     initial = Initial(train_state, lambda: build_model(workload, spec), initialise, spec.seed)
     shards = Shards(spec, train_state, parts, initial, backup)
@@ -364,7 +376,9 @@ def build_staged(
 
 def check_by_itself(optimizer: torch.optim.Optimizer, spec: WorkerSpec) -> None:
     """WrongInput for an optimizer whose step on a stage's parameters would not be that on all."""
-    kind, known = type(optimizer), (*ELEMENTWISE, torch.optim.Muon)
+    kind, known = type(optimizer), ELEMENTWISE
+    if not spec.parallel.cuts_tensors:
+        known = (*known, torch.optim.Muon)
     if optimizer.state:
         raise WrongInput(
             f"{kind.__name__} makes its state before the first step, which stages cannot share; "
