@@ -9,7 +9,7 @@ import pytest
 from elastic.protocol.layout import Box, Position, TensorLayout
 from elastic.protocol.mesh import Mesh, Parallel
 from tests.control.test_layout import elements, some_tensor
-from workers.resharding.moves import COPY, Move, moves_of, plan
+from workers.resharding.moves import COPY, Move, gentle_order, moves_of, plan
 
 GRID, PAIR = Mesh(Parallel.of("fsdp,tp:2"), 4), Mesh(Parallel.of("fsdp,tp:2"), 2)
 WEIGHT = TensorLayout("w", "float32", (4, 6), (("dp_shard", 0), ("tp", 1)))
@@ -64,3 +64,46 @@ def test_every_element_that_a_rank_is_to_hold_comes_once_from_one_who_has_it(see
         assert Counter(e for box in came for e in elements(box)) == Counter(
             elements(tensor.box(target))
         )
+
+
+def peaks(tensors, held, new, order) -> list[float]:
+    """By rank the most that it has, as a share of what it has before or afterwards."""
+    places = [Position(new, rank) for rank in range(new.world_size)]
+    before = [[t.box(at).size for t in tensors] for at in held]
+    after = [[t.box(at).size for t in tensors] for at in places]
+    found: list[float] = []
+    for old, fresh in zip(before, after, strict=True):
+        has = most = sum(old)
+        for number in order:
+            most = max(most, has + fresh[number])
+            has += fresh[number] - old[number]
+        found.append(most / max(sum(old), sum(fresh)))
+    return found
+
+
+@pytest.mark.parametrize("kept", [(0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3)], ids=str)
+def test_blocks_are_exchanged_in_an_order_that_has_nobody_hold_the_old_and_the_new(kept):
+    """Of two pipelines of two stages three ranks are left; and the way back."""
+    parallel = Parallel(pp=2)
+    two = Mesh(parallel, 4, (), ((0, 8, 16), (0, 8, 16)))
+    three = Mesh(parallel, 3, (), ((0, 5, 10, 16),))
+    names = [("model", 1), ("optimizer", 2)]  # as a state has them: all of one kind, then the other
+    tensors = [
+        TensorLayout(f"{kind}/{block}", "float32", (size, 4), (), (block,))
+        for kind, size in names
+        for block in range(16)
+    ]
+    held = [Position(two, rank) for rank in kept]
+    order = gentle_order(tensors, held, three, range(3))
+    assert sorted(order) == list(range(32))
+    assert max(peaks(tensors, held, three, order)) <= 1.15
+    back = [Position(three, rank) for rank in range(3)]
+    order = gentle_order(tensors, back, two, range(3))
+    assert max(peaks(tensors, [*back, Position(two, 3)], two, order)[:3]) <= 1.15
+
+
+def test_rows_are_exchanged_in_the_order_that_they_come_in():
+    mesh = Mesh(Parallel(data="fsdp"), 3)
+    tensors = [TensorLayout(f"w{i}", "float32", (7, 2), (("dp_shard", 0),)) for i in range(5)]
+    held = [Position(Mesh(Parallel(data="fsdp"), 2), rank) for rank in range(2)]
+    assert gentle_order(tensors, held, mesh, (0, 1)) == [0, 1, 2, 3, 4]

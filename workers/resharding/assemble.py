@@ -29,7 +29,7 @@ from workers.distributed.keepalive import watch_host
 from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.resharding.memory import ShardMemory
-from workers.resharding.moves import COPY, Move, moved_bytes, plan
+from workers.resharding.moves import COPY, Move, gentle_order, moved_bytes, plan
 from workers.resharding.transfer import Sources, Wanted, exchange
 from workers.tensors.local import as_bytes
 
@@ -285,12 +285,15 @@ class Regather:
 
         me = self._group.rank()
         own = {i: self._offers[s.index] for i, s in enumerate(sources) if s.owner == me}
-        twins = {i: self._twin(o).tensors for i, o in own.items() if not freed}
-        mine = {i: {**twins.get(i, {}), **o.tensors} for i, o in own.items()}
-        where = Sources([s.place for s in sources], [s.owner for s in sources], mine, read)
+        mine: dict[int, Mapping[str, Tensor]] = {i: o.tensors for i, o in own.items()}
+        if freed is None:  # else nothing may refer to live shards that have been emptied
+            mine = {i: {**self._twin(o).tensors, **o.tensors} for i, o in own.items()}
+        held, owners = [s.place for s in sources], [s.owner for s in sources]
+        where = Sources(held, owners, mine, read)
+        order = gentle_order(layouts, held, self._new, owners)
         try:
             shards = exchange(
-                list(zip(layouts, plans, strict=True)),
+                [(layouts[i], plans[i]) for i in order],
                 where,
                 Position(self._new, me),
                 self._group,

@@ -3,8 +3,11 @@
 All ranks plan alike, before anything moves; the moving is transfer.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from elastic.protocol.layout import Box, Position, TensorLayout
 from elastic.protocol.mesh import Mesh
@@ -70,6 +73,60 @@ def plan(
         if _kind(tensor) not in known:
             known[_kind(tensor)] = moves_of(tensor, held, new, owners)
     return [known[_kind(tensor)] for tensor in tensors]
+
+
+def gentle_order(
+    tensors: Sequence[TensorLayout],
+    held: Sequence[Position],
+    new: Mesh,
+    owners: Sequence[int],
+) -> list[int]:
+    """In which the tensors are to be exchanged, by number, so that no rank has much more on the way
+    than before or afterwards. Where ranks hold blocks, one gets the last ones and gives the first
+    ones away while another does the opposite: always the block that is the least for everybody.
+
+    held, owners: as for `plan`.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(tensor.blocks, []).append(number)
+    if len(groups) < 3:
+        return list(range(len(tensors)))
+    before: list[Position | None] = [None] * new.world_size
+    for at, owner in zip(held, owners, strict=True):
+        if owner != COPY and before[owner] is None:
+            before[owner] = at
+    after = [Position(new, rank) for rank in range(new.world_size)]
+    given, taken = (_bytes_of(tensors, groups.values(), places) for places in (before, after))
+    has, left, order = given.sum(0), list(groups.values()), list[int]()
+    most = np.maximum(np.maximum(has, taken.sum(0)), 1)
+    while left:
+        highest = ((has + taken) / most).max(1)
+        rest = ((taken - given) / most).sum(1)
+        index = int(np.lexsort((rest, highest))[0])
+        has = has + taken[index] - given[index]
+        given, taken = np.delete(given, index, 0), np.delete(taken, index, 0)
+        order += left.pop(index)
+    return order
+
+
+def _bytes_of(
+    tensors: Sequence[TensorLayout],
+    groups: Iterable[Sequence[int]],
+    places: Sequence[Position | None],
+) -> npt.NDArray[np.float64]:
+    """By group and place."""
+    known: dict[object, npt.NDArray[np.float64]] = {}
+    found: list[npt.NDArray[np.float64]] = []
+    for group in groups:
+        total = np.zeros(len(places))
+        for tensor in (tensors[number] for number in group):
+            kind = _kind(tensor)
+            if kind not in known:
+                known[kind] = np.array([tensor.box(at).size if at else 0 for at in places], float)
+            total = total + known[kind] * dtype_of(tensor).itemsize
+        found.append(total)
+    return np.array(found)
 
 
 def _kind(tensor: TensorLayout) -> object:

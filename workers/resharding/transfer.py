@@ -102,7 +102,9 @@ Batch = list[tuple[TensorLayout, list[Move]]]
 
 def _batches(tensors: Sequence[tuple[TensorLayout, list[Move]]]) -> Iterator[Batch]:
     sizes = [dtype_of(t).itemsize * math.prod(t.shape) for t, _ in tensors]
-    limit = max(PIECE_BYTES, sum(sizes) // PIECES)
+    # A block's tensor is one rank's, of others each has a part.
+    pieces = 2 * PIECES if any(t.blocks for t, _ in tensors) else PIECES
+    limit = max(PIECE_BYTES, sum(sizes) // pieces)
     batch: Batch = []
     size = 0
     for one, size_bytes in zip(tensors, sizes, strict=True):
