@@ -142,7 +142,7 @@ class RunConfig:
 
     The words are "ddp", "fsdp", "fsdp-grad-op", "hsdp:S" (S ranks in a replica), or "pp:S" (S
     stages of a pipeline; "pp:S/GPipe", "pp:S/Interleaved1F1B" and "pp:S/ZBVZeroBubble" for other
-    schedules than 1F1B).
+    schedules than 1F1B). "pp:S" also goes together with "fsdp-grad-op".
     "package.module:function" names a strategy of your own, behind a comma or alone.
     """
     reduction: str = "fast"

@@ -79,17 +79,21 @@ def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
     return rig.strategy.weights_sha256(), evaluated, about
 
 
-@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE])
-def test_a_step_in_two_stages_on_each_rank_reports_what_ddp_does(schedule: str):
-    """With ZBVZeroBubble the first rank has the loss."""
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [(f"pp:2/{INTERLEAVED}", 2), (f"pp:2/{ZERO_BUBBLE}", 2), ("pp:2,fsdp-grad-op", 4)],
+)
+def test_a_step_in_stages_reports_and_evaluates_what_ddp_does(parallel: str, num_ranks: int):
+    """With ZBVZeroBubble the first rank has the loss. With fsdp-grad-op an evaluation gathers what
+    two pipelines share."""
 
     def body(ranks: Ranks) -> Any:
         process: Any = multiprocessing.current_process()
         process._config["daemon"] = False  # it has a loader process, which dies with it
-        return trained(f"pp:2/{schedule}", ranks.form(1, [0, 1]))
+        return trained(parallel, ranks.form(1, list(range(num_ranks))))
 
     sha256, evaluated, told = trained("ddp")
-    first, second = run_ranks(2, body)
+    first, *others = run_ranks(num_ranks, body)
     assert [step for step, *_ in told] == [1, 2, 3]
     assert first == (sha256, evaluated, told)
-    assert second == (sha256, evaluated, [])
+    assert others == [(sha256, evaluated, [])] * (num_ranks - 1)
