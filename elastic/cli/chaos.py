@@ -4,6 +4,7 @@ What happens is elastic/chaos; a typer group here, so that the scenario may come
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,7 @@ Report = Annotated[
     typer.Option("--report", metavar="PATH", help="Base name of the .json and .html to write."),
 ]
 DEFAULT_REPORT = "chaos-report"
+LOOK_EVERY_S = 0.05
 
 
 @app.command()
@@ -57,18 +59,29 @@ def run(
     driver_pid: Annotated[
         int | None, typer.Option(help="Of `elastic run`, for its faults.")
     ] = None,
+    wait_s: Annotated[
+        float | None, typer.Option("--wait", metavar="SECONDS", help="For a run yet to begin.")
+    ] = None,
 ) -> int:
     """Carry a scenario out on a live run; when the run has ended, write the report."""
     chosen = read_scenario(scenario)
     if seed is not None:
         chosen = Scenario(chosen.name, chosen.about, seed, chosen.faults)
     folder = open_folder(run_dir)
+    if wait_s is not None:
+        if address is not None:  # before the run begins, because it takes seconds
+            from elastic.on_ray.driver import remote_faults
+
+            remote_faults.join(address)
+        wait_for_run(folder, run_dir, wait_s)
     plan = make_plan(chosen, num_workers_of(folder, run_dir))
     if dry_run:
         for strike in plan:
             print(strike)
         return 0
-    refuse_impossible(plan, folder, run_dir, driver_pid)
+    if wait_s is None and folder.exists("result.json"):  # a run that was waited for may be short
+        raise WrongInput(f"{run_dir}: the run has ended; `elastic chaos report` reports on it")
+    refuse_impossible(plan, driver_pid)
     Injector(folder, chosen, plan, address=address, driver_pid=driver_pid).run()
     return write_report(folder, report_path)
 
@@ -98,11 +111,16 @@ def num_workers_of(folder: Folder, run_dir: str) -> int:
     return bounds if isinstance(bounds, int) else bounds[1]
 
 
-def refuse_impossible(
-    plan: tuple[Strike, ...], folder: Folder, run_dir: str, driver_pid: int | None
-) -> None:
-    if folder.exists("result.json"):
-        raise WrongInput(f"{run_dir}: the run has ended; `elastic chaos report` reports on it")
+def wait_for_run(folder: Folder, run_dir: str, wait_s: float) -> None:
+    """Until it has a directory. WrongInput if it has none after so many seconds."""
+    deadline = time.monotonic() + wait_s
+    while not folder.exists("config.json"):
+        if time.monotonic() > deadline:
+            raise WrongInput(f"{run_dir}: no run began within {wait_s:g} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def refuse_impossible(plan: tuple[Strike, ...], driver_pid: int | None) -> None:
     if driver_pid is None and any(strike.spec.whom.kind == "driver" for strike in plan):
         raise WrongInput("the scenario hits the driver: give its --driver-pid")
 

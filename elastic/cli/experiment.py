@@ -33,7 +33,8 @@ from elastic.store.files import first_line, open_folder, read_json, write_local
 
 WRONG_INPUT = 2
 PAGE = "experiment.html"
-LOOK_EVERY_S = 0.1
+WAIT_S = 86400.0
+"""So long a run's faults wait for it to begin."""
 END_S = 60.0
 """So long a run that is asked to stop may take, and a report of faults behind the run's end."""
 FIXED = ("target", "arguments", "place", "name", "cluster", "pip", "uv", "env", "address")
@@ -147,12 +148,15 @@ def run_point(sweep: Sweep, point: Point) -> Row:
         words = options_of(point.condition)
         words += ["--storage", str(sweep.place), "--name", name]
         driver = started(["run", str(sweep.job), *words])
-        chaos = start_faults(sweep, point, directory, driver, started)
+        chaos = start_faults(sweep, point, directory, driver.pid, started)
         try:
             driver.wait(sweep.limit_s)
         except subprocess.TimeoutExpired:
             is_late = True
             driver.send_signal(signal.SIGINT)
+        if chaos and not (directory / "config.json").exists():
+            chaos.kill()  # the run never began, and it would wait on
+            chaos = None
         if chaos:
             with suppress(subprocess.TimeoutExpired):
                 chaos.wait(END_S)
@@ -172,18 +176,15 @@ def options_of(condition: Condition) -> list[str]:
 
 
 def start_faults(
-    sweep: Sweep, point: Point, directory: Path, driver: subprocess.Popen[bytes], started: "Start"
+    sweep: Sweep, point: Point, directory: Path, driver_pid: int, started: "Start"
 ) -> subprocess.Popen[bytes] | None:
-    """Once the run has a directory; None without a scenario, and if it never has one."""
-    scenario = point.condition.scenario
-    while scenario != NO_FAULTS and driver.poll() is None:
-        if (directory / "config.json").exists():
-            words = ["chaos", scenario, str(directory), "--seed", str(point.seed)]
-            address = read_job(sweep.job).get("resources", {}).get("address")
-            words += ["--address", address] if address else []
-            return started([*words, "--driver-pid", str(driver.pid)])
-        time.sleep(LOOK_EVERY_S)
-    return None
+    """At once: they wait for the run's first step themselves. None without a scenario."""
+    if point.condition.scenario == NO_FAULTS:
+        return None
+    words = ["chaos", point.condition.scenario, str(directory), "--seed", str(point.seed)]
+    address = read_job(sweep.job).get("resources", {}).get("address")
+    words += ["--address", address] if address else []
+    return started([*words, "--driver-pid", str(driver_pid), "--wait", str(WAIT_S)])
 
 
 class Start:

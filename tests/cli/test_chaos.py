@@ -154,7 +154,7 @@ def test_a_fault_says_what_whom_and_when(tmp_path):
         ({"what": "kill", "slower": 3, "when": {"step": 1}}, "slower goes with slow"),
         ({"what": "slow", "slower": 1, "when": {"step": 1}}, "slower is 1, must be above 1"),
         ({"what": "drain", "when": {"step": 1}}, "drain is of a node: write whom: {node_of: 0}"),
-        ({"what": "kill", "when": {"trace": "x"}}, "no trace 'x'; shipped are g4dn-us-east-1c"),
+        ({"what": "kill", "when": {"trace": "x"}}, "no trace 'x'; shipped are aws-p3, g4dn-us"),
     ],
 )
 def test_a_wrong_scenario_is_one_line_that_says_where(fault, message, tmp_path):

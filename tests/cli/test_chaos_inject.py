@@ -14,6 +14,7 @@ from elastic.chaos.inject import Injector, is_here
 from elastic.chaos.plan import make_plan
 from elastic.chaos.record import read_done
 from elastic.chaos.scenario import parse_scenario
+from elastic.cli.chaos import wait_for_run
 from elastic.on_ray.driver.remote_faults import asking
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import open_folder
@@ -207,3 +208,23 @@ def test_this_machine_knows_its_addresses():
         False,
         False,
     ]
+
+
+class BeginsLater:
+    """The folder of a run that has a directory when it was looked for three times."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def exists(self, name):
+        assert name == "config.json"
+        self.looks += 1
+        return self.looks > 3
+
+
+def test_faults_wait_for_their_run_to_begin():
+    folder = BeginsLater()
+    wait_for_run(folder, "runs/x", 60)
+    assert folder.looks == 4
+    with pytest.raises(WrongInput, match="runs/x: no run began within 0 s"):
+        wait_for_run(BeginsLater(), "runs/x", 0)

@@ -135,3 +135,31 @@ def test_mutated_traces_are_read_or_refused(tmp_path):
         path.write_bytes(mutated(dice.choice(shipped).read_bytes(), dice))
         num_read += outcome(lambda: read_trace(path)) is not None
     assert 20 < num_read < 980, "mutations of which all or none are sound find nothing"
+
+
+KNOWN = {  # losses, bursts of them, the most instances
+    "aws-p3": (167, 79, 32),
+    "g4dn-us-east-1c": (85, 35, 12),
+    "g4dn-us-east-1d": (51, 17, 12),
+    "gcp-a100-us-east1-b": (154, 36, 64),
+}
+
+
+def test_shipped_traces_are_those_of_their_papers_and_named_in_the_notice():
+    assert {path.stem for path in TRACES.glob("*.csv")} == set(KNOWN)
+    notice = (TRACES / "NOTICE").read_text()
+    assert notice.count("Permission is hereby granted") == 2
+    for name, (lost, bursts, most) in KNOWN.items():
+        drops = read_trace(TRACES / f"{name}.csv")
+        assert (round(sum(drop.part for drop in drops) * most), len(drops)) == (lost, bursts)
+        assert f"{name}.csv" in notice
+
+
+def test_a_trace_that_goes_backwards_is_one_line(tmp_path, capsys):
+    (tmp_path / "back.csv").write_text("0,4\n9,3\n5,2\n")
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text("faults: [{what: kill, when: {trace: back.csv}}]")
+    assert main(["chaos", str(scenario), str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "times must not decrease" in err
+    assert err.count("\n") == 1

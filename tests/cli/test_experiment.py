@@ -192,3 +192,12 @@ def test_nothing_of_a_sweep_is_markup_in_its_page(sweep_of):
     assert Point(sweep.conditions[0], 0).name.isascii()
     empty = page("x", summaries(sweep, []), len(points))
     assert "None has ended yet." in empty
+
+
+def test_faults_that_wait_for_a_run_that_never_begins_end_with_it(sweep_of, capfd):
+    """What is told is why it cannot be run, not that its faults have waited."""
+    path = sweep_of("job: elastic.yaml\nplace: out\nscenarios: [spot-storm]\n")
+    assert main(["experiment", str(path)]) == 2
+    err = capfd.readouterr().err
+    assert "cannot be run: elastic: " in err
+    assert "job.py" in err
