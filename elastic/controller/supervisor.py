@@ -8,7 +8,9 @@ import asyncio
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from elastic.config import RunConfig
@@ -52,6 +54,8 @@ STATUS_EVERY_S = 0.5
 STEP_STATUS_EVERY_S = 0.1
 START_TOLD_S = 2.0
 """A start that takes no longer is not told."""
+SCALE_S = 10.0
+"""So long an answer to `elastic scale` waits for its decision, and again for its record."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +97,8 @@ class Supervisor:
         self._workload = actors.share(order["workload"])
         self._meters = Meters(order["name"], order["run_id"])
         self._status_due = asyncio.Event()
+        self._resizing: deque[asyncio.Future[None]] = deque()
+        """Of each `Resized` that was said and is not decided, in that order."""
         self._is_over = self._is_rescaled = False
         self._pings: asyncio.Task[None] | None = None
         self._last_reason = ""
@@ -125,7 +131,10 @@ class Supervisor:
         self._controller_address = await self.cluster.links.open(self._host)
         note = functools.partial(self.record.note, "data")
         self.actor.listen(
-            stop=self.cluster.request_stop, end_now=self._end_now, note=note, scale=self._scale
+            stop=self.cluster.request_stop,
+            end_now=self._end_now,
+            note=note,
+            scale=self._scale_on_record,
         )
         timeouts = timeouts_of(self.config.detect_s)
         self._pings = self.cluster.in_background(
@@ -316,6 +325,21 @@ class Supervisor:
         step = self.decision.ledger.step if self.decision is not None else 0
         self.cluster.cancel("stopped", why + what_is_lost(step, self.record.committed or 0))
 
+    async def _scale_on_record(self, workers: tuple[int, int]) -> str | tuple[int, int]:
+        """As `_scale`; by the answer a successor knows of it, too, unless storage is away."""
+        answer = self._scale(workers)
+        if isinstance(answer, str):
+            return answer
+        try:
+            await asyncio.wait_for(self._resizing[-1], SCALE_S)
+        except TimeoutError:
+            return "its controller is too busy to decide; try again in a moment"
+        if self.decision is None or isinstance(self.decision.phase, s.Ending | s.Finished):
+            return "the run is ending"
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.record.settle(), SCALE_S)
+        return answer
+
     def _scale(self, workers: tuple[int, int]) -> str | tuple[int, int]:
         """From how many workers to how many the run is to have from now on, not more than have
         something to do; or why not."""
@@ -325,6 +349,7 @@ class Supervisor:
             new = RunConfig.from_json({**self.config.to_json(), "workers": list(workers)})
         except ValueError as error:
             return str(error)
+        self._resizing.append(asyncio.get_running_loop().create_future())
         self.cluster.say(e.Resized(new.min_workers, new.max_workers, self._now()))
         return new.min_workers, new.max_workers
 
@@ -347,6 +372,8 @@ class Supervisor:
         before, self.decision = self.decision, decision
         self._last_reason = decision.reason or self._last_reason  # the next may come before a look
         self.record.record(event, before, decision)
+        if isinstance(event, e.Resized) and not (decided := self._resizing.popleft()).done():
+            decided.set_result(None)
         self._rescale_once(decision)
         if decision.reason:
             log.info(

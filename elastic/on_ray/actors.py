@@ -155,7 +155,7 @@ class ControllerActor:
         or why not."""
         if (obey := self._wishes.get("scale")) is None:
             return "the run only begins; try again in a moment"
-        return obey(workers)
+        return await obey(workers)
 
     async def note(self, fields: dict[str, Any]) -> None:
         """Something about the data that belongs into the journal."""
