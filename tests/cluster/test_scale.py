@@ -15,7 +15,7 @@ STEPS = 100
 def test_a_run_shrinks_keeps_its_size_under_a_successor_and_grows(
     shared_head, tmp_path, ray_temp, reference
 ):
-    options = {"workers": "2..3", "steps": STEPS, "max_failures": 0, "detect_s": 1.0}
+    options = {"workers": "2..3", "steps": STEPS, "max_failures": 0}
     slow = {"set": ["sleep=0.2"], "address": shared_head.address}
 
     def scale(workers: str):
