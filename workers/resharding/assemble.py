@@ -286,7 +286,7 @@ class Regather:
         me = self._group.rank()
         own = {i: self._offers[s.index] for i, s in enumerate(sources) if s.owner == me}
         mine: dict[int, Mapping[str, Tensor]] = {i: o.tensors for i, o in own.items()}
-        if freed is None:  # else nothing may refer to live shards that have been emptied
+        if not freed:  # else nothing may refer to live shards, which are emptied on the way
             mine = {i: {**self._twin(o).tensors, **o.tensors} for i, o in own.items()}
         held, owners = [s.place for s in sources], [s.owner for s in sources]
         where = Sources(held, owners, mine, read)
