@@ -106,7 +106,7 @@ class Worker:
         self._session: Session | None = None
         self._member: Member | None = None
         self._vitals = Vitals()
-        self._pulse = PulseKeeper(spec, (self._vitals.fd, stacks.arm()))
+        self._pulse = PulseKeeper(spec, self._vitals.fd, stacks.arm())
         self._pulse.start(spec.controller)
         self._link = ControllerLink(
             spec.controller,

@@ -145,8 +145,8 @@ class Parallel:
     @property
     def missing(self) -> str:
         """Why it is not available yet, as the end of a sentence; empty if it is."""
-        if any(getattr(self, axis) > 1 for axis in ("tp", "cp", "ep")):
-            return f": choose one of {AVAILABLE}"
+        if any(getattr(self, axis) > 1 for axis in ("tp", "cp", "ep")) and not self.strategy:
+            return f": choose one of {AVAILABLE}, or name a strategy of your own beside it"
         if self.pp == 1:
             return ""
         if self.data not in ("ddp", "fsdp-grad-op") or self.strategy:

@@ -14,6 +14,7 @@ from elastic.protocol import wire
 from elastic.protocol.messages.hello import Hello
 from elastic.protocol.messages.pulse import Heartbeat
 from workers.health import pulse
+from workers.health.stacks import Armed
 from workers.health.unanswered import Unanswered
 from workers.health.vitals import Vitals
 
@@ -23,9 +24,16 @@ def beating(
     controller: socket.socket, lease_s: float = 30.0
 ) -> Iterator["subprocess.Popen[bytes]"]:
     vitals = Vitals()
-    fds = vitals.fd, os.memfd_create("stacks", 0)
+    armed = Armed(os.memfd_create("stacks", 0), os.pipe()[1])
     child = pulse.start(
-        fds, 3, controller.getsockname(), "secret", interval_s=0.05, silence_s=0.3, lease_s=lease_s
+        vitals.fd,
+        armed,
+        3,
+        controller.getsockname(),
+        "secret",
+        interval_s=0.05,
+        silence_s=0.3,
+        lease_s=lease_s,
     )
     try:
         yield child

@@ -36,7 +36,7 @@ from elastic.protocol.messages.pulse import (
 )
 from workers.health.dialling import reached
 from workers.health.memory import memory_of
-from workers.health.stacks import collect, state_of
+from workers.health.stacks import Armed, collect, state_of
 from workers.health.unanswered import Silences, Unanswered
 from workers.health.vitals import COLLECTIVES, ENOUGH, LAYOUT, PHASES, WAITING
 
@@ -50,7 +50,8 @@ PATIENCE = 10
 
 
 def start(
-    fds: tuple[int, int],
+    vitals: int,
+    armed: Armed,
     worker: int,
     controller: tuple[str, int],
     token: str,
@@ -61,11 +62,12 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start the pulse of this process; it dies with it.
 
-    fds: the files of its vitals and of its stacks. silence_s: after so long without an answer it
+    vitals: their file. silence_s: after so long without an answer it
     dials again, instead of waiting for TCP, which tries less and less often. lease_s: so long it
     dials a controller that has gone: its successor comes to the same address if it can, and a
     worker that is frozen cannot tell of another one.
     """
+    fds = (vitals, *armed)
     arguments = (*fds, worker, *controller, interval_s, silence_s, lease_s)
     child = subprocess.Popen(
         [sys.executable, "-S", __file__, *map(str, arguments)],
@@ -182,7 +184,8 @@ class Line:
 
 
 def beat(
-    fds: tuple[int, int],
+    vitals: int,
+    armed: Armed,
     worker: int,
     controller: tuple[str, int],
     token: str,
@@ -194,26 +197,28 @@ def beat(
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    observed = Observed(worker, parent, fds[0], interval_s)
+    observed = Observed(worker, parent, vitals, interval_s)
     line = Line(controller, Hello(token, worker, "pulse"), interval_s, silence_s)
     while os.getppid() == parent and time.monotonic() - line.heard_at < lease_s:
-        line.beat(observed.look(), lambda question: answer(question, parent, fds[1]))
+        line.beat(observed.look(), lambda question: answer(question, parent, armed))
 
 
-def answer(question: Question, parent: int, stacks: int) -> Stacks | Reached:
+def answer(question: Question, parent: int, armed: Armed) -> Stacks | Reached:
     match question:
         case StacksAsked(timeout_s):
-            return Stacks(collect(parent, stacks, timeout_s).encode())
+            return Stacks(collect(parent, armed, timeout_s).encode())
         case ReachAsked(timeout_s, addresses):
             return Reached(tuple(sorted(reached(dict(addresses), timeout_s))))
 
 
 if __name__ == "__main__":
-    vitals, stacks, worker, host, port, interval_s, silence_s, lease_s = sys.argv[1:]
-    secret, files = sys.stdin.read(), (int(vitals), int(stacks))
+    files, (worker, host, port, interval_s, silence_s, lease_s) = sys.argv[1:4], sys.argv[4:]
+    vitals, dump, bell = map(int, files)
+    secret = sys.stdin.read()
     with suppress(FileNotFoundError, ProcessLookupError):  # the worker has gone
         beat(
-            files,
+            vitals,
+            Armed(dump, bell),
             int(worker),
             (host, int(port)),
             secret,

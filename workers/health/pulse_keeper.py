@@ -6,6 +6,7 @@ import time
 
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.health import pulse
+from workers.health.stacks import Armed
 
 Address = tuple[str, int]
 
@@ -13,9 +14,9 @@ Address = tuple[str, int]
 class PulseKeeper:
     """Without a pulse this worker would be taken for dead."""
 
-    def __init__(self, spec: WorkerSpec, fds: tuple[int, int]) -> None:
-        """fds: the files of its vitals and of its stacks."""
-        self._spec, self._fds = spec, fds
+    def __init__(self, spec: WorkerSpec, vitals: int, armed: Armed) -> None:
+        """vitals: their file."""
+        self._spec, self._vitals, self._armed = spec, vitals, armed
         self._controller = spec.controller
         self._pulse: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
@@ -33,7 +34,8 @@ class PulseKeeper:
         spec = self._spec
         with self._lock:
             child = pulse.start(
-                self._fds,
+                self._vitals,
+                self._armed,
                 spec.worker,
                 controller,
                 spec.token,

@@ -2,16 +2,24 @@
 
 The worker arms itself once; its pulse (pulse.py), which needs neither the worker's GIL nor its
 main thread, collects. Standard library only. When to ask is the controller's decision.
+
+A thread of the worker is asked first, which dumps the stacks while it holds the GIL. Only who does
+not answer gets a signal: that dump is made whoever runs meanwhile, and a call that begins or ends
+under it is now and then a segmentation fault (seen once in about a thousand dumps).
 """
 
 import faulthandler
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ASK = signal.SIGRTMIN + 5
 """Nobody else's: Ray, torch and Python's own modules use none of the real-time signals."""
+WITH_GIL_S = 0.15
+"""So long the thread has for its answer, which needs the GIL: by default it comes by in 5 ms."""
 LOOK_EVERY_S = 0.005
 QUIET_S = 0.05
 """A dump that has not grown for so long, and ends as one does, is whole."""
@@ -20,23 +28,38 @@ ENDS = (" in <module>\n", " in _run_module_as_main\n", "  ...\n")
 that ends otherwise may be one of a process that just does not run, and has half of the time."""
 
 
-def arm() -> int:
-    """From now on ASK makes this process write its stacks to the returned file, at once, by C code
-    that takes no lock: also while the GIL is held or the main thread is stuck."""
-    fd = os.memfd_create("stacks", 0)  # inherited by a child only where pass_fds names it
-    faulthandler.register(ASK, file=fd, all_threads=True, chain=False)
-    return fd
+class Armed(NamedTuple):
+    """File descriptors of an armed process, inherited by a child only where pass_fds names them."""
+
+    dump: int
+    """Where it writes its stacks."""
+    bell: int
+    """The end of a pipe: who writes to it has a thread write them."""
 
 
-def collect(pid: int, fd: int, timeout_s: float) -> str:
-    """The stacks of process `pid`, which has armed `fd`, and of those forked from it (its loaders);
-    what is known instead of those that are silent."""
+def arm() -> Armed:
+    """From now on this process writes its stacks when it is asked to: by a thread, or else by ASK,
+    at once, by C code that takes no lock, also while the GIL is held."""
+    dump, (heard, bell) = os.memfd_create("stacks", 0), os.pipe()
+    faulthandler.register(ASK, file=dump, all_threads=True, chain=False)
+    threading.Thread(target=_answer, args=(heard, dump), name="stacks", daemon=True).start()
+    return Armed(dump, bell)
+
+
+def _answer(heard: int, dump: int) -> None:
+    while os.read(heard, 4096):  # whoever has asked meanwhile gets the same dump
+        faulthandler.dump_traceback(file=dump, all_threads=True)
+
+
+def collect(pid: int, armed: Armed, timeout_s: float) -> str:
+    """The stacks of process `pid`, which is armed, and of those forked from it (its loaders); what
+    is known instead of those that are silent."""
     deadline = time.monotonic() + timeout_s
-    text = collect_one(pid, fd, timeout_s)
+    text = collect_one(pid, armed.dump, timeout_s, armed.bell)
     for child in forks_of(pid):
         left_s = deadline - time.monotonic()
         if left_s > QUIET_S:
-            text += f"\nprocess {child}, forked from it:\n{collect_one(child, fd, left_s)}"
+            text += f"\nprocess {child}, forked from it:\n{collect_one(child, armed.dump, left_s)}"
     return text
 
 
@@ -50,19 +73,23 @@ def forks_of(pid: int) -> list[int]:
         return []
 
 
-def collect_one(pid: int, fd: int, timeout_s: float) -> str:
-    """The stacks of one process; what is known instead if it is silent.
+def collect_one(pid: int, dump: int, timeout_s: float, bell: int | None = None) -> str:
+    """The stacks of one process; what is known instead if it is silent. bell: None: it was forked,
+    and threads are not.
 
     A stopped process is woken for the moment it takes, and stopped again: it is about to be killed,
     and what it could say meanwhile is fenced like everything else.
     """
-    before = os.fstat(fd).st_size
+    before, deadline = os.fstat(dump).st_size, time.monotonic() + timeout_s
     try:
         is_stopped = state_of(pid) == "T"
-        os.kill(pid, ASK)
+        if bell is not None:
+            os.write(bell, b"?")
         if is_stopped:
             os.kill(pid, signal.SIGCONT)
-        text = read_when_whole(fd, before, timeout_s)
+        if bell is None or not has_begun(dump, before, min(WITH_GIL_S, timeout_s / 2)):
+            os.kill(pid, ASK)
+        text = read_when_whole(dump, before, deadline - time.monotonic())
         if is_stopped:
             os.kill(pid, signal.SIGSTOP)
     except (ProcessLookupError, FileNotFoundError):
@@ -72,8 +99,16 @@ def collect_one(pid: int, fd: int, timeout_s: float) -> str:
     return text or f"process {pid} did not answer in {timeout_s} s; {where_in_kernel(pid)}\n"
 
 
+def has_begun(fd: int, before: int, timeout_s: float) -> bool:
+    """Something comes after `before`."""
+    deadline = time.monotonic() + timeout_s
+    while os.fstat(fd).st_size == before and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
+    return os.fstat(fd).st_size > before
+
+
 def read_when_whole(fd: int, before: int, timeout_s: float) -> str:
-    """What comes after `before`; empty if nothing does."""
+    """What comes after `before`; empty if nothing does in time."""
     deadline = time.monotonic() + timeout_s
     size, grown_at, text = before, deadline, ""
     while (now := time.monotonic()) < deadline:

@@ -5,20 +5,15 @@ How a worker gets its shard is shards.py's.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.errors import PeerLost, StepCancelled
-from elastic.protocol.layout import Position, TensorLayout
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.worker_spec import WorkerSpec
-from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
-from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp import FsdpReducer
@@ -27,26 +22,22 @@ from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
 from workers.parallel.hsdp import StandbyReducer
 from workers.parallel.initial import Initial, settle_small
+from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.shard_rows import ShardRows
-from workers.parallel.shards import Ownership, Shards
+from workers.parallel.shards import Shards
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
-from workers.resharding.whole import whole_on_first
 from workers.step.forwards import Forwards, PlainForwards
 from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
-from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
-from workers.train_state.digest import hash_of
 from workers.train_state.train_state import TrainState, Update
 
 
-class Sharded:
+class Sharded(OverShards):
     """See `workers.parallel.strategy.Strategy`."""
-
-    is_whole = False
 
     def __init__(
         self,
@@ -57,67 +48,29 @@ class Sharded:
         shards: Shards,
         backup: Backup,
     ) -> None:
-        self._spec, self.train_state, self.model = spec, train_state, model
-        self._rows, self.shards, self.backup = rows, shards, backup
+        super().__init__(spec, train_state, rows, shards, backup)
+        self.model = model
         self.collectives: Collectives | None = None
-        self.mesh = Mesh(spec.parallel, 1)
-        """Of the generation at hand."""
-        self._group: AnyGroup | None = None
         self._replicas: AnyGroup | None = None
         """Who holds the same shard; None: this rank stands by."""
-        self._gathering: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def is_runnable(self) -> bool:
         """Before the first generation."""
         return self.shards.is_untouched and self.collectives is None
 
-    # --- what this worker holds --------------------------------------------------------
-    def load(
-        self,
-        catalogue: Catalogue,
-        recorded_step: int = 0,
-        known_step: int = 0,
-        begin_piece: Callable[[], None] = lambda: None,
-    ) -> list[Damage]:
-        return self.shards.load(catalogue, recorded_step, begin_piece)
-
-    @property
-    def held_step(self) -> int:
-        return self.shards.held_step
-
-    def mesh_of(self, world_size: int) -> Mesh:
-        return self.mesh
-
-    def position(self, rank: int, world_size: int) -> Position:
-        return self.shards.position(self.mesh.position(rank), world_size)
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        return self._rows.layout(name, tensor)
-
-    def forget(self) -> None:
-        self.shards.forget()
-
     # --- a generation begins --------------------------------------------------------------
     def enter(self, formed: Formed) -> Entered:
         """The newest state of at most `formed.step` steps that is whole; FSDP2 is connected."""
         group = formed.group
-
-        def on_lost(error: PeerLost) -> NoReturn:
-            formed.say_lost(error)
-            raise StepCancelled from error
-
         mesh = self.mesh = Mesh(self._spec.parallel, group.size(), formed.order)
         self.shards.note_steps()
         axis = self._form_axes(mesh, group)  # while all are here: getting shards takes its time
-        claimed = gather_json(group, self.shards.holding.to_json())
-        formed.on_connected()
-        formed.pieces.begin()
+        claims = self.claims(formed)
         self.model.reset()
-        entered = self.shards.enter(formed, mesh, [Ownership.from_json(c) for c in claimed])
-        self._group, self._gathering = group, formed.gathering
+        entered = self.take_part(formed, claims)
         if axis is not None:
-            self.collectives = Collectives(axis, on_lost, formed.gathering)
+            self.collectives = Collectives(axis, when_lost(formed), formed.gathering)
             self.model.connect(self.collectives, axis, self._sharded_state())
         return entered
 
@@ -137,9 +90,6 @@ class Sharded:
         shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
         self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
         return shards
-
-    def examine(self, compute: Callable[[], Any]) -> None:
-        pass  # every rank computes whole micro-batches
 
     # --- a step -----------------------------------------------------------------------------
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
@@ -181,7 +131,7 @@ class Sharded:
         )
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
-        self._share_integers()
+        self.share_integers()
         if self.train_state.clip_norm is None:
             return reduced
         assert self._group is not None
@@ -191,29 +141,6 @@ class Sharded:
         mine = [(layout_of("gradient", g), local(g)) for g in present.values()]
         squares = squares_of_shards(mine, self.mesh, self._group, read, self.model.host)
         return replace(reduced, squares=dict(zip(present, squares, strict=True)))
-
-    def _share_integers(self) -> None:
-        """Ranks that stand by take the integer buffers of a step. A collective."""
-        assert self._group is not None
-        group, mesh, buffers = self._group, self.mesh, self.train_state.buffers
-        like = buffers.tracked_integers
-        if mesh.num_active == mesh.world_size or not like:
-            return
-        nothing = torch.empty(0, dtype=torch.uint8, device=self.model.device)
-        sizes = [t.nbytes for t in like.values()]
-        first, size = mesh.ranks()[0], sum(sizes)
-        gathered = [nothing.new_empty(size if r == first else 0) for r in range(group.size())]
-        mine = nothing
-        if group.rank() == first:
-            values = buffers.integers.values()
-            flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in values]
-            mine = torch.cat(flat)
-        group.all_gather(gathered, mine).wait()
-        if mesh.is_standby(group.rank()):
-            pairs = zip(gathered[first].split(sizes), like.items(), strict=True)
-            buffers.take_integers(
-                {name: p.clone().view(t.dtype).view(t.shape) for p, (name, t) in pairs}
-            )
 
     def apply(self, update: Update) -> None:
         self.train_state.apply(update, step_on_shards)
@@ -230,25 +157,6 @@ class Sharded:
             if name is not None and whole is not None:
                 leaves[name] = whole
         return leaves
-
-    # --- the end ------------------------------------------------------------------------------
-    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
-        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective.
-
-        tell: called after each tensor.
-        """
-        assert self._group is not None
-        group, mesh = self._group, self.mesh
-        names, device = serialization.weight_names(self.model.model), self.model.device
-        _, tensors = self.train_state.header_and_tensors()
-
-        def whole(name: str) -> Tensor:
-            tensor = tensors[names[name]]
-            return whole_on_first(tensor, layout_of(name, tensor), mesh, group, device)
-
-        with self._gathering():
-            sha256 = hash_of(((name, whole(name)) for name in sorted(names)), tell)
-            return str(gather_json(group, sha256)[0])
 
 
 def build_sharded(

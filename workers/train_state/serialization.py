@@ -72,7 +72,7 @@ def restore(
     if (entry(header, "scheduler", object) is None) != (scheduler is None):
         raise ValueError("one of the state and the workload has a scheduler, the other has none")
     if scheduler is not None:
-        state = decode(header["scheduler"], tensors)
+        state = decode(entry(header, "scheduler", object), tensors)
         try:
             scheduler.load_state_dict(state)
         except MALFORMED as error:

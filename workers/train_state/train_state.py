@@ -256,8 +256,9 @@ class TrainState:
         )
         self.step, self.skipped_in_a_row = step, skipped
         self.origin = entry(header, "origin", int) if "origin" in header else 0
-        if self.loss_scale is not None and header.get("loss_scale"):  # else keep the first one
-            self.loss_scale = LossScale(*header["loss_scale"])
+        loss_scale = header.get("loss_scale")
+        if self.loss_scale is not None and loss_scale:  # else keep the first one
+            self.loss_scale = LossScale(*loss_scale)
         self.log_names = tuple(log_names)
         self.buffers.track_only(tracked)
         self._agreed = (self.buffers.tracked, self.log_names)
