@@ -267,7 +267,7 @@ def test_a_sum_is_one_of_the_survivors_if_the_script_says_so():
     def script(index: int) -> Any:
         model = DistributedDataParallel(Uses())
         group: Any = dist.group.WORLD
-        group.course.on_missing = "survivors"
+        group.course.operations.on_missing = "survivors"
         model(torch.tensor([index])).backward()
         dist.barrier()
         total = torch.tensor([index + 1.0])

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from elastic.store.files import write_json
-from workers.scripts.reports import MANIFESTS
-
-if TYPE_CHECKING:
-    from workers.script_loop import Call
+from workers.scripts.in_place.course import Course
+from workers.scripts.reports import MANIFESTS, Reports
 
 NEWEST = "epochs.json"
 """In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
@@ -37,10 +35,25 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+class Running(Protocol):
+    """A call of the script."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def reports(self) -> Reports: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def course(self) -> Course | None: ...
+    def commit(self, publish: Callable[[], None]) -> None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
 class Epochs:
     """Of one call of the script."""
 
-    def __init__(self, call: "Call") -> None:
+    def __init__(self, call: Running) -> None:
         self._call = call
         self._made: list[weakref.ref[Any]] = []
         """What the script has made of the known kinds, in its order."""
@@ -72,7 +85,7 @@ class Epochs:
 
     def go_on_missing(self, policy: str) -> None:
         if self._call.course is not None:
-            self._call.course.on_missing = policy
+            self._call.course.operations.on_missing = policy
 
     def iterate(self, num: int) -> Iterator[int]:
         """The epochs that are left of so many."""
@@ -133,7 +146,7 @@ class Epochs:
         return newest["epoch"]
 
 
-def publish_state(call: "Call", epoch: int, content: bytes) -> None:
+def publish_state(call: Running, epoch: int, content: bytes) -> None:
     folder = call.reports.folder.at(MANIFESTS)
     folder.create()
     file = f"epoch-{epoch}-{call.generation}.pt"

@@ -90,6 +90,22 @@ class Operations:
     """Of the script's own, launched and not waited for."""
     result: Any = None
     """Of the one that has ended last: what who has missed its end is told."""
+    sole: OwnCollective | None = None
+    """Of the script's own, if it is the only one under way."""
+    on_missing: str = "restart"
+    """What becomes of a sum of the script's own without a lost rank's part: the script is called
+    again, or it is the sum of the "survivors"."""
+
+
+@dataclass(slots=True)
+class Training:
+    """What has been seen of it."""
+
+    has_begun: bool = False
+    suspicion: str = ""
+    """Will be a refusal if anything is trained."""
+    has_new_parameters: bool = False
+    """Some module has got one, which may be of a model that had its own before."""
 
 
 class Course:
@@ -109,23 +125,18 @@ class Course:
         """How many ranks a sampler may have been made for, and for which one of them."""
         self.models: list[ReferenceType[Learns]] = []
         self.loaders: list[Stands] = []
-        self.has_new_parameters = False
-        """Some module has got one, which may be of a model that had its own before."""
         self.losses: dict[int, list[tuple[int, Loss]]] = {}
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
         """Why this call cannot go on in place; empty: it can."""
-        self._has_trained = False
-        self._suspicion = ""
-        """Will be a refusal if anything is trained."""
+        self.training = Training()
         self.operations = Operations()
-        self._sole: OwnCollective | None = None
-        """Of the script's own, if it is the only one under way."""
-        self.on_missing = "restart"
-        """What becomes of a sum of the script's own without a lost rank's part: the script is
-        called again, or it is the sum of the "survivors"."""
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
+
+    @property
+    def on_missing(self) -> str:
+        return self.operations.on_missing
 
     @property
     def num_models(self) -> int:
@@ -144,7 +155,7 @@ class Course:
 
     def suspect(self, why: str) -> None:
         """It is a refusal if a unit follows: what is only looked at may be loaded in any way."""
-        self._suspicion = self._suspicion or why
+        self.training.suspicion = self.training.suspicion or why
 
     # --- samples ------------------------------------------------------------------------------
     def add_samples(self, weight: float) -> None:
@@ -155,8 +166,8 @@ class Course:
 
     def begin_forward(self) -> None:
         """With gradients: what was delivered until now may be of the next unit."""
-        if self.has_new_parameters:
-            self.has_new_parameters = False
+        if self.training.has_new_parameters:
+            self.training.has_new_parameters = False
             if any(m.has_others() for model in self.models if (m := model()) is not None):
                 self.refuse(OTHERS)
         for loader in self.loaders:
@@ -167,12 +178,12 @@ class Course:
         member."""
         for loader in self.loaders:
             loader.count(is_training=True)
-        if self._suspicion:
+        if self.training.suspicion:
             if len(self.members) < self.num_ranks:
-                self.deny(f"{self._suspicion}, and a rank is lost")
-            self.refuse(self._suspicion)
-        elif not self._has_trained:
-            self._has_trained = True
+                self.deny(f"{self.training.suspicion}, and a rank is lost")
+            self.refuse(self.training.suspicion)
+        elif not self.training.has_begun:
+            self.training.has_begun = True
             if not self.refusal:
                 self._regrouping.say_level(1, "")
 
@@ -232,15 +243,19 @@ class Course:
         mended."""
         self.check()
         self.operations.num_collectives += 1
-        self._sole = own if self.operations.num_collectives == 1 else None
+        self.operations.sole = own if self.operations.num_collectives == 1 else None
 
     def end_collective(self, own: OwnCollective) -> None:
         now = self.operations
         now.num_collectives -= 1
         now.num_done += 1
-        now.result = own.result() if self._sole is own else None
-        self._sole = None
-        if not torch.is_grad_enabled():  # what was measured over a pass's samples has met
+        now.result = own.result() if self.operations.sole is own else None
+        self._count_measured()
+
+    def _count_measured(self) -> None:
+        """What was measured over a pass's samples has met."""
+        self.operations.sole = None
+        if not torch.is_grad_enabled():
             for loader in self.loaders:
                 loader.count(is_training=False)
 
@@ -249,13 +264,14 @@ class Course:
         left. StepCancelled: the script is to be called again."""
         number = self.operations.num_done
         self._recover(error)
-        if self._sole is not own:
+        if self.operations.sole is not own:
             self._end()
         if self.operations.num_done == number:
             own.restore()
             return False
         own.take(self.operations.result)
-        self.operations.num_collectives, self._sole = 0, None
+        self.operations.num_collectives = 0
+        self._count_measured()
         return True
 
     def _end(self) -> NoReturn:
@@ -287,7 +303,7 @@ class Course:
             num_losses=now.num_losses,
             num_done=now.num_done,
             doing=self._doing(),
-            source=-1 if self._sole is None else self._sole.source,
+            source=-1 if self.operations.sole is None else self.operations.sole.source,
             result=plain(now.result),
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
@@ -297,9 +313,9 @@ class Course:
     def _doing(self) -> str:
         if not self.operations.num_collectives:
             return self.operations.doing
-        if self._sole is None or not self._sole.can_be_done_again:
+        if self.operations.sole is None or not self.operations.sole.can_be_done_again:
             return standing.COLLECTIVE
-        return self._sole.doing
+        return self.operations.sole.doing
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
         standings = [Standing.of(s) if s else None for s in said]

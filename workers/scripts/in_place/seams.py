@@ -202,7 +202,7 @@ def hearing_of_parameters(course: Course) -> Iterator[None]:
     """Within, a module that gets a parameter or a module is heard of: it may be of a model."""
 
     def hear(*_: Any) -> None:
-        course.has_new_parameters = True
+        course.training.has_new_parameters = True
 
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(hear).remove)
