@@ -6,7 +6,6 @@ and the script begins again in the same process, from its newest report. What ra
 make of it is elastic/on_ray/train_api.py's.
 """
 
-import json
 import logging
 import pickle
 import time
@@ -27,6 +26,7 @@ from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
 from workers.scripts.afresh import give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.epochs import Epochs
 from workers.scripts.in_place import trial
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.loader import Loaders, deliver
@@ -44,11 +44,12 @@ from workers.scripts.reports import (
 )
 from workers.scripts.roll_call import RollCall
 from workers.scripts.unwinding import Unwinding, raised
+from workers.scripts.values import plain, returned
 from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "commit in place (level 1) is not on: ELASTIC_SCRIPT_LEVEL=1"
+NOT_HIGHER = "commit in place (level 1) is off: ELASTIC_SCRIPT_LEVEL=0"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
@@ -154,6 +155,7 @@ class Call:
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
+            stack.enter_context(Epochs(self).at_hand())
             self._tell("called", began)
             value = self.loop.function()
         if self.loaders is not None:
@@ -248,6 +250,16 @@ class Call:
         try:
             with self._roll_call.waiting("report()"):
                 return self._report(metrics, source, name)
+        except PeerLost as error:
+            raise self._lost(error) from error
+
+    def commit(self, publish: Callable[[], None]) -> None:
+        """All ranks call it alike: what the lowest rank publishes counts, and newcomers enter.
+        StepCancelled if they do, or a peer is lost and the script is to be called again."""
+        self.check()
+        try:
+            with self._roll_call.waiting("elastic.torch.epochs()"):
+                self._commit(publish)
         except PeerLost as error:
             raise self._lost(error) from error
 
@@ -462,25 +474,3 @@ class Call:
             what,
             time.monotonic() - began,
         )
-
-
-def returned(value: Any) -> bytes:
-    """JSON, which is read without running code; what is none is told, and null."""
-    try:
-        return json.dumps(value).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        what = f"{type(value).__name__} ({in_words(error)})"
-        print(f"elastic: the function returned no JSON but {what}: return_value is None")
-        return b"null"
-
-
-def plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """As JSON has it: numbers of numpy and torch become Python's, what is none becomes text."""
-
-    def number_in(value: Any) -> Any:
-        try:
-            return value.item() if hasattr(value, "item") else str(value)
-        except (ValueError, RuntimeError):  # of several elements
-            return str(value)
-
-    return json.loads(json.dumps(metrics, default=number_in))

@@ -36,6 +36,7 @@ def train(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         begin = state["step"]
     model = prepare_model(module)
+    torch.manual_seed(1 + rank)
     (marks / f"pid-{rank}").write_text(str(os.getpid()))
     began_reports = time.time()
     for number in range(config["reports"]):
@@ -44,10 +45,11 @@ def train(config: dict[str, Any]) -> None:
     for step in range(begin, config["steps"]):
         batch = torch.randn(64, 256)
         optimizer.zero_grad()
-        (model(batch) - batch).square().mean().backward()
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
         optimizer.step()
         if rank == 0:
-            line = {"step": step + 1, "time": time.time(), "world": world}
+            line = {"step": step + 1, "time": time.time(), "world": world, "loss": loss.item()}
             line |= {"entered_at": entered_at, "reports_s": reports_s}
             with (marks / "steps.jsonl").open("a") as file:
                 print(json.dumps(line), file=file)

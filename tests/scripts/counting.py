@@ -30,7 +30,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     )
     loader = ray.train.torch.prepare_data_loader(loaded)
     net = counting_net(settings)
-    model = ray.train.torch.prepare_model(net)
+    model = prepared(net, has_hook=member in settings.get("hooks", []))
     optimizer = torch.optim.SGD(net.learned(), lr=0.05, momentum=0.9)
     epochs = settings.get("epochs", EPOCHS)
     num_steps = len(loader) * epochs // settings.get("accumulate", 1)
@@ -95,6 +95,16 @@ def count_uses(settings: dict[str, Any]) -> str:
         {**state, "steps": step, "lr": optimizer.param_groups[0]["lr"]}, place / f"end-{member}.pt"
     )
     return "counted"
+
+
+def prepared(net: Any, *, has_hook: bool) -> Any:
+    import ray.train.torch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model = ray.train.torch.prepare_model(net)
+    if has_hook:
+        model.register_comm_hook(None, allreduce_hook)
+    return model
 
 
 def validate(model: Any, loader: Any) -> None:

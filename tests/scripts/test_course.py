@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import PeerLost, StepCancelled
 from tests.workers.ranks import Ranks, run_ranks
+from workers.distributed.pending import Pending
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
@@ -166,11 +168,15 @@ def test_batches_of_loader_processes_that_are_dealt_again_are_dropped():
     assert in_place(1, script) == [([[1.0] * SAMPLES], 4)] * 2
 
 
-def test_the_last_share_of_a_pass_is_used_in_the_next():
+@pytest.mark.parametrize("is_new", [False, True], ids=["the same loader", "a new loader"])
+def test_the_last_share_of_a_pass_is_used_in_the_next(is_new):
     def script(index: int) -> Any:
         net, num_steps = Uses(), 0
         model, loader = DistributedDataParallel(net), loader_of()
         for epoch in range(2):
+            if is_new:
+                sampler = DistributedSampler(loader.dataset)
+                loader = DataLoader(loader.dataset, BATCH, sampler=sampler)
             loader.sampler.set_epoch(epoch)
             for (samples,) in loader:
                 if (index, num_steps) == (1, 3):  # the last one of the first pass
@@ -237,3 +243,59 @@ def test_a_loader_that_cannot_be_dealt_calls_the_script_again():
         return "went on"
 
     assert in_place(1, script) == ["called again"] * 2
+
+
+def end_by(index: int, lost: int) -> None:
+    """The lost one ends in the middle of what the others are in."""
+    if index == lost:
+        kill()
+
+
+def test_a_broadcast_does_without_the_lost():
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        model(torch.tensor([index])).backward()
+        end_by(index, 1)
+        said = [f"of rank {index}"]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
+
+    assert in_place(1, script) == ["of rank 0"] * 2
+
+
+def test_a_sum_is_one_of_the_survivors_if_the_script_says_so():
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        group: Any = dist.group.WORLD
+        group.course.operations.on_missing = "survivors"
+        model(torch.tensor([index])).backward()
+        dist.barrier()
+        total = torch.tensor([index + 1.0])
+        end_by(index, 1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert in_place(1, script) == [4.0] * 2
+
+
+def test_who_has_missed_the_end_of_a_sum_takes_it_from_who_has_seen_it():
+    def script(index: int) -> Any:
+        model = DistributedDataParallel(Uses())
+        model(torch.tensor([index])).backward()
+        finish = Pending.wait
+        total = torch.tensor([index + 1.0])
+
+        def interrupted(self: Pending) -> None:
+            finish(self)
+            end_by(index, 2)
+            Pending.wait = finish
+            if index == 1:
+                total.fill_(-1.0)
+                raise PeerLost("the end was not heard")
+
+        Pending.wait = interrupted
+        dist.all_reduce(total)
+        dist.barrier()
+        return total.item()
+
+    assert in_place(2, script) == [6.0] * 2

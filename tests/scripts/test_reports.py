@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic.store.remote import patiently
-from workers.script_loop import plain, returned
 from workers.scripts.reports import SNAPSHOT, Reports, Retention, checksum, paths_in
+from workers.scripts.values import plain, returned
 
 
 def reported(tmp_path, reports, name, content=b"weights", **metrics):

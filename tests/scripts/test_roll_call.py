@@ -131,6 +131,8 @@ def test_what_fails_only_when_it_is_called_again_is_told_so():
     assert "called twice in one process: RuntimeError: context has already been set" in str(again)
     assert raised(error, has_moved=False, has_moved_before=False) is error, "of its first call"
     assert raised(error, has_moved=True, has_moved_before=True) is error
+    other = FileNotFoundError(2, "No such file or directory", "data.csv")
+    assert raised(other, has_moved=False, has_moved_before=True) is other, "it is not that"
 
 
 def test_what_the_script_has_called_is_told_and_not_what_that_waits_in():

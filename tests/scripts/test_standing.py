@@ -8,6 +8,8 @@ from workers.scripts.in_place.standing import (
     COLLECTIVE,
     COMMIT,
     EXCHANGE,
+    SEND,
+    SUM,
     UNIT,
     CallAgain,
     GoOn,
@@ -20,7 +22,7 @@ ALL = (0, 1, 2)
 
 
 def standing(member: int, num_done: int, doing: str = "", **fields) -> Standing:
-    said = Standing("call", member, ALL, 0, num_done, doing, None, (), "")
+    said = Standing("call", member, ALL, 0, num_done, doing, -1, None, (), "")
     return replace(said, **fields)
 
 
@@ -40,6 +42,26 @@ def test_a_collective_of_the_scripts_own_is_not_done_without_the_lost():
     assert verdict == CallAgain("the lost rank was in a collective of the script's own")
     verdict = judge(3, [standing(0, 5, COLLECTIVE), standing(2, 6)])
     assert isinstance(verdict, CallAgain)
+
+
+def test_a_broadcast_is_done_again_if_who_sends_is_left():
+    first, second = (standing(m, 5, SEND, source=0) for m in (0, 2))
+    assert judge(3, [first, second]) == GoOn((0, 2), 5, None, ())
+    lost = [standing(0, 5, SEND, source=1), standing(2, 5)]
+    assert isinstance(judge(3, lost), CallAgain)
+    moved = [standing(0, 5, SEND, source=2), standing(2, 5)]
+    assert isinstance(judge(3, moved), CallAgain), "rank 1 is another one now"
+
+
+def test_a_sum_is_one_of_the_survivors_where_the_script_says_so():
+    assert judge(3, [standing(0, 5, SUM), standing(2, 5)]) == GoOn((0, 2), 5, None, ())
+
+
+def test_who_has_missed_a_collective_takes_its_result_if_that_is_kept():
+    for doing in (COLLECTIVE, SEND, SUM):
+        ahead = standing(2, 6, result=["AAAA"])
+        assert judge(3, [standing(0, 5, doing), ahead]) == GoOn((0, 2), 6, ["AAAA"], ())
+        assert isinstance(judge(3, [standing(0, 5, doing), standing(2, 6)]), CallAgain)
 
 
 def test_what_cannot_be_mended_calls_the_script_again():
@@ -72,19 +94,19 @@ def test_without_rank_0_which_may_be_who_saves_the_script_is_called_again():
 
 
 def test_the_rest_of_a_pass_is_dealt_from_where_the_furthest_is():
-    first = standing(0, 5, UNIT, passes=(InPass(2, 6, 5), InPass(1, 9, 9)))
-    second = standing(2, 5, passes=(InPass(2, 7, 5),))
+    first = standing(0, 5, UNIT, passes=(InPass(0, 2, 6, 5), InPass(3, 1, 9, 9)))
+    second = standing(2, 5, passes=(InPass(0, 2, 7, 5),))
     verdict = judge(3, [first, second])
     assert isinstance(verdict, GoOn)
     assert verdict.losses == (
-        (2, Loss(ALL, (0, 2), 7, 5)),
-        (1, Loss(ALL, (0, 2), 9, 9)),
+        (0, 2, Loss(ALL, (0, 2), 7, 5)),
+        (3, 1, Loss(ALL, (0, 2), 9, 9)),
     )
 
 
 def test_who_is_in_the_pass_before_says_nothing_of_the_newest():
-    first = standing(0, 5, UNIT, passes=(InPass(2, 9, 8),))
-    second = standing(2, 6, passes=(InPass(3, -1, -1),))
+    first = standing(0, 5, UNIT, passes=(InPass(1, 2, 9, 8),))
+    second = standing(2, 6, passes=(InPass(1, 3, -1, -1),))
     verdict = judge(3, [first, second])
     assert isinstance(verdict, GoOn)
-    assert verdict.losses == ((3, Loss(ALL, (0, 2), -1, -1)),)
+    assert verdict.losses == ((1, 3, Loss(ALL, (0, 2), -1, -1)),)

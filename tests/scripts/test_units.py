@@ -1,6 +1,7 @@
 """Which of a script's batches a unit is made of; of a lone rank, without a controller."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -16,7 +18,7 @@ from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.ddp import Replica, replica_of
-from workers.scripts.in_place.loader import Loaders, is_dealt
+from workers.scripts.in_place.loader import REMEMBERED, Loaders, is_dealt
 from workers.scripts.in_place.seams import standing_in
 
 SAMPLES, BATCH = 12, 3
@@ -144,3 +146,58 @@ def test_models_that_are_gone_do_not_count(course):
     del model
     gc.collect()
     assert course.num_models == 0
+
+
+def test_a_new_loader_in_each_pass_leaves_nothing_behind(course):
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    loaders, passes = [], []
+    for _ in range(20):
+        loader = loader_of()
+        batches = iter(loader)
+        loaders.append(weakref.ref(loader))
+        passes.append(weakref.ref(batches))
+        for (inputs,) in batches:
+            model(inputs).sum().backward()
+        del loader, batches
+    gc.collect()
+    assert [ref() for ref in (*loaders, *passes) if ref() is not None] == []
+    assert len(course.loaders) == REMEMBERED
+
+
+def test_parameters_that_a_model_gets_later_are_refused(course):
+    net = nn.Sequential(nn.Linear(2, 2))
+    model = DistributedDataParallel(net)
+    model(torch.randn(BATCH, 2)).sum().backward()
+    assert course.refusal == ""
+    net.append(nn.Linear(2, 1))
+    model(torch.randn(BATCH, 2)).sum().backward()
+    assert "had not when DistributedDataParallel was made" in course.refusal
+
+
+def test_a_model_that_is_made_later_is_as_any_other(course):
+    first = DistributedDataParallel(nn.Linear(2, 1))
+    first(torch.randn(BATCH, 2)).sum().backward()
+    second = DistributedDataParallel(nn.Linear(2, 1))
+    (first(torch.randn(BATCH, 2)) + second(torch.randn(BATCH, 2))).sum().backward()
+    assert (course.refusal, course.num_models) == ("", 2)
+    assert all(p.grad is not None for p in second.parameters())
+
+
+def test_lbfgs_is_refused(course):
+    net = nn.Linear(2, 1)
+    model, inputs = DistributedDataParallel(net), torch.randn(BATCH, 2)
+    optimizer = torch.optim.LBFGS(net.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert "LBFGS" in course.refusal
+
+
+def test_a_device_mesh_is_refused(course):
+    init_device_mesh("cpu", (1,))
+    assert "device mesh" in course.refusal

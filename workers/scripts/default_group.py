@@ -5,7 +5,7 @@ peer raises PeerLost in them, out of a backward as well; `failure` says afterwar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed import registry
-from workers.distributed.c10d import ALL_REDUCE, BARRIER, C10dGroup
-from workers.distributed.pending import Pending, Settling, TorchWork
+from workers.distributed.c10d import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, C10dGroup
+from workers.distributed.pending import GivenUp, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
+from workers.scripts.in_place.collective import OwnCollective
+from workers.scripts.in_place.standing import COLLECTIVE, SEND, SUM
 
 FORMED_S = 60.0
 """All ranks of a group of the script's own have asked for it by then."""
@@ -28,9 +30,13 @@ NAME = "elastic"
 class Collectives(Protocol):
     """What goes on after a loss is told of the script's own collectives (in_place/course.py)."""
 
-    def begin_collective(self) -> None: ...
-    def end_collective(self) -> None: ...
-    def fail_collective(self, error: PeerLost) -> None: ...
+    members: tuple[int, ...]
+
+    @property
+    def on_missing(self) -> str: ...
+    def begin_collective(self, own: OwnCollective) -> None: ...
+    def end_collective(self, own: OwnCollective) -> None: ...
+    def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool: ...
     def barrier(self) -> None: ...
     def refuse(self, why: str) -> None: ...
 
@@ -61,6 +67,8 @@ class DefaultGroup(C10dGroup):
         """Of some of the ranks, as the script has asked for them."""
         self.course: Collectives | None = None
         """None: a loss ends what uses the group."""
+        self._coming: OwnCollective | None = None
+        """What is about to be launched, if it can be mended."""
         inner.adopt(self)
 
     def replace(self, inner: Group) -> None:
@@ -120,12 +128,28 @@ class DefaultGroup(C10dGroup):
         return self.inner
 
     def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
+        if self.course is not None:
+            doing = SUM if self.course.on_missing == "survivors" else COLLECTIVE
+            self._coming = OwnCollective(doing, tensors, tensors)
         work = super().allreduce(tensors, opts)
         assert isinstance(work, FutureWork)
         work.result = tensors
         if torch._C._current_graph_task_id() != -1 and tensors[0].device.type == "cpu":
             self._wait_at_end_of_backward(work)
         return work
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = BROADCAST) -> TorchWork:
+        if self.course is not None:
+            source = self.course.members[opts.rootRank]
+            self._coming = OwnCollective(SEND, tensors, tensors, source)
+        return super().broadcast(tensors, opts)
+
+    def allgather(
+        self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = ALL_GATHER
+    ) -> TorchWork:
+        if self.course is not None:
+            self._coming = OwnCollective(COLLECTIVE, [t for of in outputs for t in of])
+        return super().allgather(outputs, tensors, opts)
 
     def _wait_at_end_of_backward(self, work: TorchWork) -> None:
         """DDP's own callback there, queued later, would wait in C++, where no error of Python's
@@ -153,7 +177,11 @@ class DefaultGroup(C10dGroup):
     def future_of(self, pending: Settling, result: list[Tensor]) -> "_Future":
         future = _Future(result, self.hear_failure)
         self._futures.add(future)
-        if isinstance(pending, Pending):
+        if isinstance(pending, Mending):
+            pending = pending.pending or GivenUp()
+        if isinstance(pending, GivenUp):
+            future.give_up(PeerLost("the generation was given up"))
+        elif isinstance(pending, Pending):
             pending.work.get_future().add_done_callback(future.end)
         else:  # of a lone rank: it is done
             future.set_result(result)
@@ -163,9 +191,11 @@ class DefaultGroup(C10dGroup):
 
     def _launch(self, what: tuple[str, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]
-        if self.course is not None:
-            self.course.begin_collective()
-        return self._told(lambda: self.inner._launch(what, launch))
+        if self.course is None:
+            return self._told(lambda: self.inner._launch(what, launch))
+        own, self._coming = self._coming or OwnCollective(COLLECTIVE), None
+        self.course.begin_collective(own)
+        return Mending(self, self.course, own, lambda: self.inner._launch(what, launch))
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]
@@ -181,8 +211,6 @@ class DefaultGroup(C10dGroup):
             return launch()
         except PeerLost as error:
             self.hear_failure(error)
-            if self.course is not None:
-                self.course.fail_collective(error)
             self._on_refusal()
             raise
 
@@ -204,6 +232,43 @@ class _OwnGroup(DefaultGroup):
         self._whole.hear_failure(error)
 
 
+class Mending:
+    """A collective of the script's own in a call that goes on after losses."""
+
+    def __init__(
+        self,
+        group: DefaultGroup,
+        course: Collectives,
+        own: OwnCollective,
+        launch: Callable[[], Settling],
+    ) -> None:
+        self._group, self._course, self._own, self._launch = group, course, own, launch
+        self.pending: Settling | None = None
+        """None: a peer was lost at its launch."""
+        self._has_ended = False
+        with suppress(PeerLost):  # the wait launches it again
+            self.pending = launch()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._has_ended or (self.pending is not None and self.pending.is_settled)
+
+    def wait(self) -> None:
+        """StepCancelled: the script is to be called again."""
+        while not self._has_ended:
+            try:
+                if self.pending is None:
+                    self.pending = self._launch()
+                self.pending.wait()
+            except PeerLost as error:
+                self._group.hear_failure(error)
+                self.pending = None
+                self._has_ended = self._course.mend_collective(error, self._own)
+            else:
+                self._has_ended = True
+                self._course.end_collective(self._own)
+
+
 class FutureWork(TorchWork):
     """Operations in flight, with a future."""
 
@@ -211,23 +276,16 @@ class FutureWork(TorchWork):
         super().__init__(*pending)
         self._group = group
         self.result: list[Tensor] = []
-        self._has_ended = False
         self._future: _Future | None = None
 
     def wait(self, *timeout: Any) -> bool:
         """Raises PeerLost."""
-        course = self._group.course
         try:
             with self._group.waiting(f"torch.distributed's {self._group.launched}"):
                 super().wait()
         except PeerLost as error:
             self._group.hear_failure(error)
-            if course is not None:
-                course.fail_collective(error)
             raise
-        if course is not None and not self._has_ended:
-            self._has_ended = True
-            course.end_collective()
         return True
 
     def get_future(self) -> Any:

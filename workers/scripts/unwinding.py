@@ -3,6 +3,7 @@
 What raises it is in default_group.py and in workers/script_loop.py.
 """
 
+import re
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -31,14 +32,19 @@ class Unwinding:
             )
 
 
+SAYS_SO = re.compile(r"already|twice|multiple times|more than once|only once|in use", re.IGNORECASE)
+"""What an exception says of something that is done for the second time."""
+
+
 class CannotBeCalledAgain(RuntimeError):
-    """A later call of the script has failed before it came to anything, and an earlier one not."""
+    """A later call of the script has failed before it came to anything, as something was there
+    already, and an earlier one not."""
 
 
 def raised(error: Exception, *, has_moved: bool, has_moved_before: bool) -> Exception:
     """What the run ends with. has_moved: this call has come to a collective or a report;
     has_moved_before: an earlier one in this process has."""
-    if has_moved or not has_moved_before:
+    if has_moved or not has_moved_before or not SAYS_SO.search(str(error)):
         return error
     again = CannotBeCalledAgain(
         f"the script cannot be called twice in one process: {in_words(error)}; its first call came "

@@ -18,6 +18,7 @@ from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import standing
+from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
 from workers.scripts.in_place.standing import CallAgain, InPass, Standing, judge
 
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 CALLED = {standing.UNIT: "backward()", standing.BARRIER: "torch.distributed's barrier"}
 """What the script has called; other operations are within a call that says its own name."""
+
+OTHERS = (
+    "a model has parameters that it had not when DistributedDataParallel was made of it: their "
+    "gradients are not shared"
+)
 
 
 class Regrouping(Protocol):
@@ -56,8 +62,10 @@ class Regrouping(Protocol):
 class Stands(Protocol):
     """A loader that deals."""
 
+    @property
+    def number(self) -> int: ...
     def stand(self) -> InPass: ...
-    def lose(self, number: int, loss: Loss) -> None: ...
+    def lose(self, index: int, number: int, loss: Loss) -> None: ...
     def begin_forward(self) -> None: ...
     def count(self, *, is_training: bool) -> None: ...
 
@@ -66,6 +74,7 @@ class Learns(Protocol):
     """A model whose gradients meet."""
 
     def add_samples(self, weight: float) -> None: ...
+    def has_others(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -81,6 +90,22 @@ class Operations:
     """Of the script's own, launched and not waited for."""
     result: Any = None
     """Of the one that has ended last: what who has missed its end is told."""
+    sole: OwnCollective | None = None
+    """Of the script's own, if it is the only one under way."""
+    on_missing: str = "restart"
+    """What becomes of a sum of the script's own without a lost rank's part: the script is called
+    again, or it is the sum of the "survivors"."""
+
+
+@dataclass(slots=True)
+class Training:
+    """What has been seen of it."""
+
+    has_begun: bool = False
+    suspicion: str = ""
+    """Will be a refusal if anything is trained."""
+    has_new_parameters: bool = False
+    """Some module has got one, which may be of a model that had its own before."""
 
 
 class Course:
@@ -104,12 +129,14 @@ class Course:
         """By loader, each with the pass in which it happened."""
         self.refusal = ""
         """Why this call cannot go on in place; empty: it can."""
-        self._has_trained = False
-        self._suspicion = ""
-        """Will be a refusal if anything is trained."""
+        self.training = Training()
         self.operations = Operations()
         self._has_ended = False
         """The script is to be called again, also if it has caught what told it so."""
+
+    @property
+    def on_missing(self) -> str:
+        return self.operations.on_missing
 
     @property
     def num_models(self) -> int:
@@ -128,7 +155,7 @@ class Course:
 
     def suspect(self, why: str) -> None:
         """It is a refusal if a unit follows: what is only looked at may be loaded in any way."""
-        self._suspicion = self._suspicion or why
+        self.training.suspicion = self.training.suspicion or why
 
     # --- samples ------------------------------------------------------------------------------
     def add_samples(self, weight: float) -> None:
@@ -139,6 +166,10 @@ class Course:
 
     def begin_forward(self) -> None:
         """With gradients: what was delivered until now may be of the next unit."""
+        if self.training.has_new_parameters:
+            self.training.has_new_parameters = False
+            if any(m.has_others() for model in self.models if (m := model()) is not None):
+                self.refuse(OTHERS)
         for loader in self.loaders:
             loader.begin_forward()
 
@@ -147,12 +178,12 @@ class Course:
         member."""
         for loader in self.loaders:
             loader.count(is_training=True)
-        if self._suspicion:
+        if self.training.suspicion:
             if len(self.members) < self.num_ranks:
-                self.deny(f"{self._suspicion}, and a rank is lost")
-            self.refuse(self._suspicion)
-        elif not self._has_trained:
-            self._has_trained = True
+                self.deny(f"{self.training.suspicion}, and a rank is lost")
+            self.refuse(self.training.suspicion)
+        elif not self.training.has_begun:
+            self.training.has_begun = True
             if not self.refusal:
                 self._regrouping.say_level(1, "")
 
@@ -207,22 +238,41 @@ class Course:
         """The step of the engine that was open counts, although it was cancelled here."""
         self.operations.num_done += 1
 
-    def begin_collective(self) -> None:
-        """One of the script's own is launched: while it is under way a loss cannot be mended."""
+    def begin_collective(self, own: OwnCollective) -> None:
+        """One of the script's own is launched. Of several that are under way together none is
+        mended."""
         self.check()
         self.operations.num_collectives += 1
+        self.operations.sole = own if self.operations.num_collectives == 1 else None
 
-    def end_collective(self) -> None:
-        self.operations.num_collectives -= 1
-        self.operations.num_done += 1
-        if not torch.is_grad_enabled():  # what was measured over a pass's samples has met
+    def end_collective(self, own: OwnCollective) -> None:
+        now = self.operations
+        now.num_collectives -= 1
+        now.num_done += 1
+        now.result = own.result() if self.operations.sole is own else None
+        self._count_measured()
+
+    def _count_measured(self) -> None:
+        """What was measured over a pass's samples has met."""
+        self.operations.sole = None
+        if not torch.is_grad_enabled():
             for loader in self.loaders:
                 loader.count(is_training=False)
 
-    def fail_collective(self, error: PeerLost) -> NoReturn:
-        """Raises StepCancelled."""
+    def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool:
+        """True: it has its result; False: it is to be launched again, over the members that are
+        left. StepCancelled: the script is to be called again."""
+        number = self.operations.num_done
         self._recover(error)
-        self._end()
+        if self.operations.sole is not own:
+            self._end()
+        if self.operations.num_done == number:
+            own.restore()
+            return False
+        own.take(self.operations.result)
+        self.operations.num_collectives = 0
+        self._count_measured()
+        return True
 
     def _end(self) -> NoReturn:
         self._has_ended = True
@@ -252,12 +302,20 @@ class Course:
             members=self.members,
             num_losses=now.num_losses,
             num_done=now.num_done,
-            doing=standing.COLLECTIVE if now.num_collectives else now.doing,
-            result=now.result,
+            doing=self._doing(),
+            source=-1 if self.operations.sole is None else self.operations.sole.source,
+            result=plain(now.result),
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
             or ("" if self.num_models else "no model is in DistributedDataParallel"),
         )
+
+    def _doing(self) -> str:
+        if not self.operations.num_collectives:
+            return self.operations.doing
+        if self.operations.sole is None or not self.operations.sole.can_be_done_again:
+            return standing.COLLECTIVE
+        return self.operations.sole.doing
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
         standings = [Standing.of(s) if s else None for s in said]
@@ -265,10 +323,10 @@ class Course:
         if isinstance(verdict, CallAgain):
             log.warning('call=%s called again reason="%s"', self.call, verdict.why)
             self._end()
-        for index, (number, loss) in enumerate(verdict.losses):
+        for index, number, loss in verdict.losses:
             self.losses.setdefault(index, []).append((number, loss))
-            if index < len(self.loaders):
-                self.loaders[index].lose(number, loss)
+            for loader in self.loaders:
+                loader.lose(index, number, loss)
         now = self.operations
         what = 'call=%s members=%s regrouped operations=%d doing="%s"'
         log.info(what, self.call, verdict.members, now.num_done, now.doing)

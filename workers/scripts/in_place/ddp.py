@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from workers.scripts.in_place.buckets import Limits
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.standing import UNIT
 from workers.scripts.in_place.unit import SecondGradient, Unit
@@ -22,11 +23,18 @@ class Replica:
     """Of one model. It is what torch keeps as `reducer`, which copies and pickles leave out."""
 
     def __init__(
-        self, module: Any, parameters: Sequence[Tensor], course: Course, backward: "Backward"
+        self,
+        module: Any,
+        parameters: Sequence[Tensor],
+        course: Course,
+        backward: "Backward",
+        *,
+        is_static: bool,
     ) -> None:
         self._module, self.course = weakref.ref(module), course
         self._backward = backward
-        self.unit = Unit(parameters)
+        self.unit = Unit(parameters, Limits.of(module, is_static=is_static))
+        self._own = {id(parameter) for parameter in parameters}
         self.number = len(course.models)
         course.models.append(weakref.ref(self))
         self._is_expected = False
@@ -44,6 +52,16 @@ class Replica:
         me: weakref.ref[Replica] = weakref.ref(self)  # what a hook holds is never collected
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(partial(tell_gradient, me, index))
+
+    def has_others(self) -> bool:
+        """Parameters that the gradients of this backward do not meet for."""
+        module = self._module()
+        if module is None:
+            return False
+        ignored = module.parameters_to_ignore
+        named = module.module.named_parameters()
+        learned = [p for name, p in named if p.requires_grad and name not in ignored]
+        return not {id(p) for p in learned} <= self._own
 
     def add_samples(self, weight: float) -> None:
         self._measured = []
@@ -84,6 +102,10 @@ class Replica:
         if self._is_expected and not self._backward.is_under_way:
             self._backward.take(self)  # an output in which no tensor was found
         self._has_gradient = True
+        if self._backward.has_taken(self):
+            self.unit.note_order(index)
+        else:
+            self.unit.note_backward()
         if self._backward.is_of(self):
             self.unit.hear_gradient(index)
 
@@ -119,6 +141,9 @@ class Backward:
     @property
     def is_under_way(self) -> bool:
         return bool(self._taken)
+
+    def has_taken(self, replica: Replica) -> bool:
+        return replica in self._taken
 
     def is_of(self, replica: Replica) -> bool:
         """Its buckets may be launched: among several models nobody knows in which order."""

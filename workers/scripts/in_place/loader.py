@@ -8,8 +8,10 @@ are.
 
 import copy
 import logging
+import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +24,8 @@ from workers.scripts.in_place.standing import InPass
 
 log = logging.getLogger(__name__)
 Iterate = Callable[[Any], Iterator[Any]]
+REMEMBERED = 4
+"""Loaders of the script's that are gone: what they have left over may still be used."""
 
 
 def is_dealt(loader: Any, course: Course) -> bool:
@@ -37,36 +41,49 @@ def is_dealt(loader: Any, course: Course) -> bool:
 
 
 class Dealer:
-    """Of one loader of the script's: its passes, one after the other."""
+    """Of one loader of the script's: its passes, one after the other. It holds neither the loader
+    nor what that has loaded, which the script may be done with."""
 
-    def __init__(self, course: Course, loader: Any) -> None:
-        self._course, self.loader = course, loader
-        self._index = len(course.loaders)
-        course.loaders.append(self)
-        self._number = 0
+    def __init__(self, course: Course, number: int, loader: Any) -> None:
+        """number: of the loader, in the order in which the script has begun them."""
+        self._course, self._number = course, number
+        self._loader, self._dataset = weakref.ref(loader), reference(loader.dataset)
+        self._num_passes = 0
         self._pass: Pass | None = None
 
-    def begin(self) -> "Pass":
-        """The next pass."""
-        carried: list[int] = []
-        if self._pass is not None:
-            carried = self._pass.left_over()
-        self._number += 1
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def is_gone(self) -> bool:
+        """The script has no such loader any more; ranks may find it at different times."""
+        return self._loader() is None
+
+    def is_over(self, dataset: Any) -> bool:
+        """It has come to the end of a pass over these data."""
+        has_ended = self._pass is not None and self._pass.has_ended
+        return has_ended and self._dataset() is dataset
+
+    def begin(self, loader: Any, carried: Sequence[int]) -> "Pass":
+        """The next pass. carried: samples that other loaders of these data have left over."""
+        carried = [*self.take_left_over(), *carried]
+        self._num_passes += 1
         losses = [
             loss
-            for number, loss in self._course.losses.get(self._index, [])
-            if number == self._number
+            for number, loss in self._course.losses.get(self.number, [])
+            if number == self._num_passes
         ]
-        self._pass = Pass(self._course, self.loader, carried, losses)
+        self._pass = Pass(self._course, loader, carried, losses)
         return self._pass
 
     def stand(self) -> InPass:
         if self._pass is None:
-            return InPass(0, -1, -1)
-        return InPass(self._number, self._pass.drawn, self._pass.counted)
+            return InPass(self.number, 0, -1, -1)
+        return InPass(self.number, self._num_passes, self._pass.drawn, self._pass.counted)
 
-    def lose(self, number: int, loss: Loss) -> None:
-        if self._pass is not None and number == self._number:
+    def lose(self, index: int, number: int, loss: Loss) -> None:
+        if self._pass is not None and (index, number) == (self.number, self._num_passes):
             self._pass.lose(loss)
 
     def begin_forward(self) -> None:
@@ -83,20 +100,29 @@ class Dealer:
         elif not self._pass.is_training:
             self._pass.counted = self._pass.delivered
 
-    def num_left_over(self) -> int:
-        return 0 if self._pass is None else len(self._pass.left_over())
+    def take_left_over(self) -> list[int]:
+        """Of the newest pass; it has no more then."""
+        return [] if self._pass is None else self._pass.take_left_over()
+
+
+def reference(dataset: Any) -> Callable[[], Any]:
+    """Of what cannot be referred to weakly, a list for one, nothing is known later."""
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: None
 
 
 class Pass:
-    """One pass over the data, on one member: an iterator like DataLoader's own."""
+    """One pass over the data, on one member: what is drawn, and where it stands."""
 
     def __init__(
         self, course: Course, loader: Any, carried: Sequence[int], losses: Sequence[Loss]
     ) -> None:
         """carried: samples of the pass before. losses: those that others have met in this pass."""
-        self._course, self._loader = course, loader
+        self._course = course
         sampler = loader.sampler
-        self._samples = [*order_of(sampler), *carried]
+        self._samples = array("q", (*order_of(sampler), *carried))
         shape = Shape(
             num_positions=sampler.total_size,
             replicas=sampler.num_replicas,
@@ -106,6 +132,8 @@ class Pass:
         )
         members = losses[0].before if losses else course.members
         self._plan: Plan = plan_of(shape, members, losses)
+        self._num_taken = 0
+        """Of what is left over, so many are of other passes now."""
         self._next = 0
         """The iteration that is loaded next."""
         self._loading: deque[int | None] = deque()
@@ -116,22 +144,21 @@ class Pass:
         self.is_training = True
         self.holds_back = False
         """A loader around this one says what it delivers."""
-        self._batches: Iterator[Any] = iter(())
+        self.has_ended = False
 
-    def open(self, iterate: Iterate) -> None:
-        """iterate: DataLoader's own."""
-        self._batches = iterate(self._loader)
-
-    def __iter__(self) -> "Pass":
-        return self
-
-    def __len__(self) -> int:
+    @property
+    def iterations(self) -> int:
         return self._plan.iterations
 
-    def __next__(self) -> Any:
+    def draw(self, batches: Iterator[Any]) -> Any:
+        """The next batch of these that is not of a share that was dealt again."""
         self._course.check()
         while True:
-            batch = next(self._batches)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self.has_ended = True
+                raise
             iteration = self._loading.popleft()
             if iteration is not None:
                 break
@@ -167,16 +194,37 @@ class Pass:
         self._loading = deque(i if i is not None and i < first else None for i in self._loading)
         self._next = min(self._next, first)
 
-    def left_over(self) -> list[int]:
-        """Samples for which there was no place. Of a pass that trains nothing, none: whatever was
-        measured over its samples is less one share then."""
-        found = [self._samples[position] for position in self._plan.left_over]
-        if found and not self.is_training:
+    def take_left_over(self) -> list[int]:
+        """Samples for which there was no place, once. Of a pass that trains nothing, none: whatever
+        was measured over its samples is less one share then."""
+        left = self._plan.left_over[self._num_taken :]
+        self._num_taken = len(self._plan.left_over)
+        if left and not self.is_training:
             log.warning(
-                "a pass without gradients goes without %d samples of a lost rank", len(found)
+                "a pass without gradients goes without %d samples of a lost rank", len(left)
             )
             return []
-        return found
+        return [self._samples[position] for position in left]
+
+
+class Batches:
+    """Of one pass: an iterator like DataLoader's own. What is loaded goes with it."""
+
+    def __init__(self, of: Pass, batches: Iterator[Any]) -> None:
+        """batches: DataLoader's own."""
+        self._of, self._batches = of, batches
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __len__(self) -> int:
+        return self._of.iterations
+
+    def __next__(self) -> Any:
+        return self._of.draw(self._batches)
+
+    def deliver(self) -> None:
+        self._of.deliver()
 
 
 class Indices:
@@ -204,8 +252,12 @@ class Loaders:
 
     def __init__(self, course: Course) -> None:
         self._course = course
-        self._dealers: dict[int, Dealer] = {}
-        self._opening: Pass | None = None
+        self._dealers: weakref.WeakKeyDictionary[Any, Dealer] = weakref.WeakKeyDictionary()
+        self._newest: list[Dealer] = []
+        """The loaders that were begun last, of which some may be gone."""
+        self._num_begun = 0
+        self._opening: tuple[Any, Pass] | None = None
+        """A loader's batch sampler, and its pass."""
         self._holds_back = False
 
     def iterate(self, loader: DataLoader[Any], rays_own: Iterate) -> Iterator[Any]:
@@ -215,15 +267,33 @@ class Loaders:
             if torch.is_grad_enabled():
                 self._course.suspect("a DataLoader has no DistributedSampler of torch's")
             return rays_own(loader)
-        if id(loader) not in self._dealers:
-            self._dealers[id(loader)] = Dealer(self._course, loader)
-        opened = self._dealers[id(loader)].begin()
-        opened.holds_back, self._opening = self._holds_back, opened
+        opened = self._dealer(loader).begin(loader, self._carried(loader))
+        opened.holds_back = self._holds_back
+        self._opening = (loader.batch_sampler, opened)
         try:
-            opened.open(rays_own)
+            return Batches(opened, rays_own(loader))
         finally:
             self._opening = None
-        return opened
+
+    def _dealer(self, loader: DataLoader[Any]) -> Dealer:
+        if (found := self._dealers.get(loader)) is not None:
+            return found
+        made = self._dealers[loader] = Dealer(self._course, self._num_begun, loader)
+        self._num_begun += 1
+        if len(self._newest) == REMEMBERED and self._newest[0].is_gone:
+            self._tell_unused(self._newest[:1])
+        self._newest = [*self._newest, made][-REMEMBERED:]
+        dealers = {*self._newest, *self._dealers.values()}
+        self._course.loaders = sorted(dealers, key=lambda dealer: dealer.number)
+        return made
+
+    def _carried(self, loader: DataLoader[Any]) -> list[int]:
+        """What other loaders of these data have left over, in the same order on all ranks."""
+        if not torch.is_grad_enabled():
+            return []
+        own, dataset = self._dealers[loader], loader.dataset
+        others = [d for d in self._newest if d is not own and d.is_over(dataset)]
+        return [sample for other in others for sample in other.take_left_over()]
 
     @contextmanager
     def holding_back(self) -> Iterator[None]:
@@ -237,18 +307,20 @@ class Loaders:
 
     def indices_of(self, batch_sampler: Any) -> Iterator[list[int]] | None:
         """What it gives to the loader that is being opened; None: what it gives anyway."""
-        opened = self._opening
-        if opened is None or opened._loader.batch_sampler is not batch_sampler:
+        if self._opening is None or self._opening[0] is not batch_sampler:
             return None
-        return opened.indices()
+        return self._opening[1].indices()
 
     def end(self) -> None:
         """The script has returned: what a loader would have dealt in another pass is told."""
-        if left := sum(dealer.num_left_over() for dealer in self._dealers.values()):
+        self._tell_unused({*self._newest, *self._dealers.values()})
+
+    def _tell_unused(self, dealers: Iterable[Dealer]) -> None:
+        if left := sum(len(dealer.take_left_over()) for dealer in dealers):
             log.warning("%d samples of lost ranks were used in no pass: none followed", left)
 
 
 def deliver(batches: Any) -> None:
     """The script has the next batch of what a loader around it has drawn from."""
-    if isinstance(batches, Pass):
+    if isinstance(batches, Batches):
         batches.deliver()

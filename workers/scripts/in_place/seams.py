@@ -10,8 +10,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from workers.scripts.in_place.course import Course
@@ -41,8 +47,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def standing_in(course: Course, loaders: Loaders) -> Iterator[None]:
     """Within, models, samplers and loaders are this call's."""
     with ExitStack() as stack:
-        for owner, name, value in (*of_models(course), *of_loaders(course, loaders)):
+        seams = (*of_models(course), *of_loaders(course, loaders), *of_others(course))
+        for owner, name, value in seams:
             stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(hearing_of_parameters(course))
         yield
 
 
@@ -68,7 +76,9 @@ def of_models(course: Course) -> list[Seam]:
             torchs_init(module, parameters, expect_sparse, names, is_static)
         else:
             module.logger = None
-            module.reducer = Replica(module, parameters, course, backward)
+            module.reducer = Replica(
+                module, parameters, course, backward, is_static=bool(is_static)
+            )
 
     def forward(module: Any, *inputs: Any, **named: Any) -> Any:
         replica = replica_of(module)
@@ -165,3 +175,36 @@ def of_loaders(course: Course, loaders: Loaders) -> list[Seam]:
         (batch_sampler, "__iter__", batches),
         (loader, "__iter__", iterate),
     ]
+
+
+def of_others(course: Course) -> list[Seam]:
+    """What the script may use, but not in place."""
+    return [
+        (LBFGS, "step", refused(course, LBFGS, "step", "the optimizer is LBFGS: each rank decides "
+         "by its own loss how often it is called")),
+        (DeviceMesh, "__init__", refused(course, DeviceMesh, "__init__", "the script has a device "
+         "mesh, as FSDP and tensor parallelism have")),
+    ]  # fmt: skip
+
+
+def refused(course: Course, owner: Any, name: str, why: str) -> Callable[..., Any]:
+    torchs_own = owner.__dict__[name]
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        course.refuse(why)
+        return torchs_own(self, *args, **named)
+
+    return call
+
+
+@contextmanager
+def hearing_of_parameters(course: Course) -> Iterator[None]:
+    """Within, a module that gets a parameter or a module is heard of: it may be of a model."""
+
+    def hear(*_: Any) -> None:
+        course.training.has_new_parameters = True
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(hear).remove)
+        stack.callback(register_module_module_registration_hook(hear).remove)
+        yield

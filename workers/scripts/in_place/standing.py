@@ -13,12 +13,18 @@ UNIT, EXCHANGE, BARRIER, COMMIT = "unit", "exchange", "barrier", "commit"
 """Operations that members who are left can do again without the lost."""
 COLLECTIVE = "collective"
 """One of the script's own: what the lost had in it is nowhere else."""
+SEND, SUM = "broadcast", "sum of the survivors"
+"""Of the script's own, too: done again without the lost, if who sends is left, and where the script
+says that a sum is one of the survivors."""
+OF_THE_SCRIPT = (COLLECTIVE, SEND, SUM)
 
 
 @dataclass(frozen=True, slots=True)
 class InPass:
     """Where a member is in the passes over one loader."""
 
+    loader: int
+    """Its number, in the order in which the script has begun them; a member may know it no more."""
     number: int
     """Of the pass: 1 is the first."""
     drawn: int
@@ -42,10 +48,12 @@ class Standing:
     """Operations that have ended here; all members do the same ones in the same order."""
     doing: str
     """The operation that it is in; empty: none."""
+    source: int
+    """The member who sends in it; -1: nobody in particular."""
     result: Any
     """Of the operation that has ended last, for who has missed it."""
     passes: tuple[InPass, ...]
-    """By loader, in the order in which the script has begun them."""
+    """One for each loader."""
     refusal: str
     """Why this member cannot go on in place; empty: it can."""
 
@@ -65,8 +73,8 @@ class GoOn:
     """Of the furthest: who has done less has missed an operation that counts."""
     result: Any
     """Of that operation."""
-    losses: tuple[tuple[int, Loss], ...]
-    """By loader: the pass in which it happened, and what."""
+    losses: tuple[tuple[int, int, Loss], ...]
+    """For each loader: its number, the pass in which it happened, and what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +105,48 @@ def judge(num_ranks: int, standings: Sequence[Standing | None]) -> Verdict:
     result = next(s.result for s in said if s.num_done == furthest)
     if any(s.num_done < furthest - 1 for s in said):
         return CallAgain("ranks were more than one operation apart")
-    if any(s.doing not in (UNIT, EXCHANGE, BARRIER) for s in said if s.num_done < furthest):
-        return CallAgain("a rank has missed the result of a collective of the script's own")
-    doing = {s.doing for s in said if s.num_done == furthest and s.doing}
-    if COLLECTIVE in doing:
-        return CallAgain("the lost rank was in a collective of the script's own")
-    if len(doing) > 1:
-        return CallAgain(f"ranks were in different operations: {', '.join(sorted(doing))}")
+    if why := what_hinders(said, furthest, result):
+        return CallAgain(why)
     members = tuple(s.member for s in said)
     return GoOn(members, furthest, result, losses_of(said))
 
 
-def losses_of(said: Sequence[Standing]) -> tuple[tuple[int, Loss], ...]:
+def what_hinders(said: Sequence[Standing], furthest: int, result: Any) -> str:
+    """Why the operation at hand cannot be done again by who is left; empty: it can."""
+    if any(not takes_result(s, result) for s in said if s.num_done < furthest):
+        return "a rank has missed the result of a collective of the script's own"
+    at_hand = [s for s in said if s.num_done == furthest and s.doing]
+    doing = {s.doing for s in at_hand}
+    if COLLECTIVE in doing:
+        return "the lost rank was in a collective of the script's own"
+    before, after = said[0].members, tuple(s.member for s in said)
+    if any(place(before, s.source) != place(after, s.source) for s in at_hand):
+        return "who sends in a broadcast of the script's own was lost, or has another rank"
+    if len(doing) > 1:
+        return f"ranks were in different operations: {', '.join(sorted(doing))}"
+    return ""
+
+
+def takes_result(behind: Standing, result: Any) -> bool:
+    """Whether who has missed the end of its operation can take the result from who has seen it."""
+    if behind.doing in OF_THE_SCRIPT:
+        return result is not None
+    return behind.doing in (UNIT, EXCHANGE, BARRIER)
+
+
+def place(members: Sequence[int], member: int) -> int:
+    """Its rank; -1: it has none."""
+    return members.index(member) if member in members else -1
+
+
+def losses_of(said: Sequence[Standing]) -> tuple[tuple[int, int, Loss], ...]:
     """By loader, of the pass in which the furthest member is."""
     before, after = said[0].members, tuple(s.member for s in said)
-    found: list[tuple[int, Loss]] = []
-    for loader in range(max(len(s.passes) for s in said)):
-        of_loader = [s.passes[loader] for s in said if loader < len(s.passes)]
+    found: list[tuple[int, int, Loss]] = []
+    for loader in sorted({p.loader for s in said for p in s.passes}):
+        of_loader = [p for s in said for p in s.passes if p.loader == loader]
         newest = max(p.number for p in of_loader)
         there = [p for p in of_loader if p.number == newest]
         drawn, counted = max(p.drawn for p in there), max(p.counted for p in there)
-        found.append((newest, Loss(before, after, drawn, counted)))
+        found.append((loader, newest, Loss(before, after, drawn, counted)))
     return tuple(found)

@@ -15,32 +15,7 @@ from elastic.protocol.errors import PeerLost
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.pending import Settling
 from workers.distributed.process_group import Group
-from workers.tensors.strides import dense_strides
-
-BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Parameters whose gradients travel together."""
-
-    indices: list[int]
-    parameters: list[Tensor]
-    spare: tuple[Tensor, list[Tensor]] | None = None
-    """The memory of the unit before: flat, and by parameter."""
-
-    def take_memory(self) -> tuple[Tensor, list[Tensor]]:
-        found, self.spare = self.spare, None
-        if found is not None:
-            return found
-        sizes = [p.numel() for p in self.parameters]
-        like = self.parameters[0]
-        flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-        views = [
-            piece.as_strided(p.shape, dense_strides(p))
-            for p, piece in zip(self.parameters, flat.split(sizes), strict=True)
-        ]
-        return flat, views
+from workers.scripts.in_place.buckets import Bucket, Limits, at_first, rebuilt
 
 
 @dataclass(slots=True)
@@ -70,17 +45,27 @@ class SecondGradient(RuntimeError):
 class Unit:
     """Of one model. All members launch its buckets in one order."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = tuple(parameters)
-        self._buckets = [
-            Bucket(indices, [self._parameters[i] for i in indices])
-            for indices in cut(self._parameters)
-        ]
+    def __init__(self, parameters: Sequence[Tensor], limits: Limits) -> None:
+        self._parameters, self._limits = tuple(parameters), limits
+        self._buckets = at_first(self._parameters, limits)
+        self._is_cut_anew = not limits.then
+        self._knows_graph = not limits.skips_first_backward
+        self._order: list[int] = []
+        """Of the parameters, as the gradients of this unit have come."""
         self._attempt: Attempt | None = None
 
     def begin(self, group: Group, weight: float) -> None:
         """A backward; it is not launched over another group than this one."""
-        self._attempt = Attempt(group, weight)
+        self._attempt, self._order = Attempt(group, weight), []
+
+    def note_order(self, index: int) -> None:
+        """By it the buckets are cut anew, once."""
+        if not self._is_cut_anew:
+            self._order.append(index)
+
+    def note_backward(self) -> None:
+        """One without a unit."""
+        self._knows_graph = True
 
     def hear_gradient(self, index: int) -> None:
         """It is there: what is complete is launched."""
@@ -107,8 +92,9 @@ class Unit:
         return any(index in b.indices for b in self._buckets[: len(attempt.sums)])
 
     def reduce(self, group: Group, weight: float, buffers: Sequence[Tensor]) -> list[Any]:
-        """What the vote says: the sum of the weights, and which parameters nobody has used. Raises
-        PeerLost; what was launched is done again then, over another group."""
+        """What the vote says: the sum of the weights, which parameters nobody has used, and
+        the lowest rank's order where it is to be taken. Raises PeerLost; what was launched is done
+        again then, over another group."""
         attempt = self._attempt
         if attempt is None or attempt.group is not group:
             attempt = self._attempt = Attempt(group, weight)
@@ -131,7 +117,17 @@ class Unit:
         ballot = torch.tensor([weight, *used], dtype=torch.float64)
         group.control.all_reduce(ballot).wait()
         total, *num_used = group.control.read(ballot).tolist()
-        return [total, [i for i, num in enumerate(num_used) if not num]]
+        unused = [i for i, num in enumerate(num_used) if not num]
+        return [total, unused, self._agreed_order(group)]
+
+    def _agreed_order(self, group: Group) -> list[int]:
+        """The lowest rank's; empty where nothing is cut anew."""
+        if self._is_cut_anew or not self._knows_graph:
+            return []
+        others = reversed(range(len(self._parameters)))
+        order = torch.tensor(list(dict.fromkeys([*self._order, *others])))
+        group.control.broadcast([order]).wait()
+        return group.control.read(order).tolist()
 
     @torch.no_grad()
     def take(self, vote: Sequence[Any], buffers: Sequence[Tensor]) -> None:
@@ -155,7 +151,9 @@ class Unit:
                     parameter.grad.copy_(view)
             bucket.spare = (flat, views)
         unflatten(self._attempt.buffers, buffers)
-        self._attempt = None
+        self._attempt, self._knows_graph = None, True
+        if order := vote[2]:
+            self._buckets, self._is_cut_anew = rebuilt(self._parameters, self._limits, order), True
 
 
 @torch.no_grad()
@@ -169,21 +167,6 @@ def launch(attempt: Attempt, bucket: Bucket) -> None:
             torch.mul(parameter.grad, factor, out=view)
     attempt.sums.append((flat, views))
     attempt.pending.append(attempt.group.all_reduce(flat))
-
-
-def cut(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """On borders of parameters, the last ones first: their gradients come first."""
-    done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for i in reversed(range(len(parameters))):
-        p = parameters[i]
-        indices, size = filling.pop((p.dtype, p.device), ([], 0))
-        indices, size = [*indices, i], size + p.numel() * p.element_size()
-        if size >= BUCKET_BYTES.get(p.device.type, 25 << 20):
-            done.append(indices)
-        else:
-            filling[p.dtype, p.device] = indices, size
-    return done + [indices for indices, _ in filling.values()]
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

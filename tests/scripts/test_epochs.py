@@ -1,0 +1,128 @@
+"""A script that reports no checkpoint, and counts its epochs by `elastic.torch`: new workers enter
+at their ends, and its objects go on."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+import elastic.torch
+from tests.scripts import epochs_job
+from tests.scripts.local_run import LocalRun
+from workers.script_loop import ScriptLoop
+from workers.scripts.epochs import Epochs
+from workers.scripts.reports import Reports, Retention
+
+WORKERS = 3
+
+
+class LoneCall:
+    """Of a lone rank, which loses nobody: what it publishes counts."""
+
+    rank, generation = 0, 1
+
+    def __init__(self, place: Path) -> None:
+        self.reports = Reports(str(place), Retention(), "2.60.0")
+        self.course = None
+
+    def commit(self, publish: Any) -> None:
+        publish()
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+@pytest.fixture
+def calls(tmp_path) -> Any:
+    place = tmp_path / "run"
+    place.mkdir()
+    return lambda: Epochs(LoneCall(place)).at_hand()  # pyright: ignore
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    return model, optimizer, ExponentialLR(optimizer, 0.5)
+
+
+def test_the_next_call_goes_on_with_the_epoch_and_the_objects_of_the_last(calls):
+    with calls():
+        model, optimizer, schedule = made()
+        elastic.torch.keep(net=model)
+        for epoch in elastic.torch.epochs(5):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            if epoch == 2:
+                break
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+    with calls():
+        again, optimizer, schedule = made()
+        elastic.torch.keep(net=again)
+        left = elastic.torch.epochs(5)
+        assert next(left) == 2
+        assert all(torch.equal(before[k], value) for k, value in again.state_dict().items())
+        assert schedule.get_last_lr() == [0.25]
+        assert optimizer.state_dict()["state"] != {}
+        assert list(left) == [3, 4]
+
+
+def test_a_script_that_makes_other_objects_is_told_which(calls):
+    with calls():
+        kept = made()
+        assert list(elastic.torch.epochs(2)) == [0, 1]
+        assert kept is not None
+    with calls(), pytest.raises(RuntimeError, match="differ in: optimizer 1, schedule 1;"):
+        next(elastic.torch.epochs(2))
+
+
+def test_what_cannot_be_kept_is_refused(calls):
+    with calls(), pytest.raises(ValueError, match=r"keep\(count=...\): int has no state_dict"):
+        elastic.torch.keep(count=3)
+    with pytest.raises(ValueError, match='must be "restart" or "survivors"'):
+        elastic.torch.on_missing("ignore")
+
+
+def test_without_a_run_it_is_range():
+    elastic.torch.keep(anything=3)
+    elastic.torch.on_missing("survivors")
+    assert list(elastic.torch.epochs(3)) == [0, 1, 2]
+
+
+def run(place: Path, **settings: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Lines of its epochs, and the states at the end."""
+    from elastic.on_ray.train_api import answering
+
+    settings["place"] = str(place)
+    loop = ScriptLoop(
+        function=partial(epochs_job.learn_by_epochs, settings),
+        place=str(place),
+        name=place.name,
+        ray_version="2.60.0",
+        installed=answering,
+        goes_in_place=True,
+    )
+    started = LocalRun(loop, place, WORKERS, least=1).start()
+    assert started.wait(240) == "succeeded", started.failure
+    lines = (place / "epochs.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], [torch.load(f) for f in place.glob("end-*.pt")]
+
+
+@pytest.mark.slow
+def test_a_script_without_reports_grows_at_the_end_of_an_epoch(tmp_path):
+    _, calm = run(tmp_path / "calm")
+    lines, ends = run(tmp_path / "hit", sleep_s=0.15, end=[1, 2, 2])
+    sizes = {epoch: {x["size"] for x in lines if x["epoch"] == epoch} for epoch in range(12)}
+    assert all(len(of_epoch) == 1 for of_epoch in sizes.values()), sizes
+    found = [next(iter(of_epoch)) for of_epoch in sizes.values()]
+    assert (found[0], found[2], found[-1]) == (WORKERS, WORKERS - 1, WORKERS)
+    assert len(lines) == sum(found), "no epoch is done again"
+    assert len(ends) == WORKERS
+    for end in ends:
+        for name, value in calm[0].items():
+            torch.testing.assert_close(end[name], value)

@@ -1,0 +1,212 @@
+"""What of a script goes on with it when it is called again at an epoch, for `elastic.torch`.
+
+Models in DistributedDataParallel, optimizers, schedules and scalers are known as the script makes
+them; whatever else is to go on is named by `keep`. It is kept in the run directory at the end of
+each epoch, and newcomers enter then.
+"""
+
+import hashlib
+import io
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
+
+from elastic.store.files import write_json
+from workers.scripts.in_place.course import Course
+from workers.scripts.reports import MANIFESTS, Reports
+
+NEWEST = "epochs.json"
+"""In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
+KINDS: dict[str, tuple[type, ...]] = {
+    "model": (DistributedDataParallel,),
+    "optimizer": (Optimizer,),
+    "schedule": (LRScheduler, SequentialLR, ChainedScheduler),
+    "scaler": (GradScaler,),
+}
+
+
+class Running(Protocol):
+    """A call of the script."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def reports(self) -> Reports: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def course(self) -> Course | None: ...
+    def commit(self, publish: Callable[[], None]) -> None: ...
+    def broadcast(self, value: Any) -> Any: ...
+
+
+class Epochs:
+    """Of one call of the script."""
+
+    def __init__(self, call: Running) -> None:
+        self._call = call
+        self._made: list[weakref.ref[Any]] = []
+        """What the script has made of the known kinds, in its order."""
+        self._named: dict[str, Any] = {}
+        self._has_begun = False
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        """Within, `elastic.torch` answers from this call, and what the script makes is known."""
+        _at_hand.append(self)
+        with ExitStack() as stack:
+            for owner in [owner for kind in KINDS.values() for owner in kind]:
+                stack.enter_context(told(owner, self._hear))
+            try:
+                yield
+            finally:
+                _at_hand.pop()
+
+    def _hear(self, made: Any) -> None:
+        if all(ref() is not made for ref in self._made):
+            self._made.append(weakref.ref(made))
+
+    def keep(self, objects: dict[str, Any]) -> None:
+        if self._has_begun:
+            raise RuntimeError("keep() after epochs() has begun; call it before")
+        for name, value in objects.items():
+            state_of(name, value)
+        self._named |= objects
+
+    def go_on_missing(self, policy: str) -> None:
+        if self._call.course is not None:
+            self._call.course.operations.on_missing = policy
+
+    def iterate(self, num: int) -> Iterator[int]:
+        """The epochs that are left of so many."""
+        if self._has_begun:
+            raise RuntimeError("epochs() a second time in one call of the script; use range()")
+        self._has_begun = True
+        first = self._load()
+        for epoch in range(first, num):
+            yield epoch
+            if epoch + 1 < num:
+                self._save(epoch + 1)
+
+    # --- states -------------------------------------------------------------------------------
+    def _objects(self) -> dict[str, Any]:
+        """What goes on, by name: the kind and the number in it, or what the script calls it."""
+        found: dict[str, Any] = {}
+        alive = [made for ref in self._made if (made := ref()) is not None]
+        for kind, types in KINDS.items():
+            of_kind = [made for made in alive if isinstance(made, types)]
+            found |= {f"{kind} {number}": made for number, made in enumerate(of_kind, 1)}
+        return found | {f"{name} of keep()": value for name, value in self._named.items()}
+
+    def _save(self, epoch: int) -> None:
+        """All ranks call it alike."""
+        call = self._call
+        content = io.BytesIO()
+        if call.rank == 0:
+            torch.save({n: state_of(n, value) for n, value in self._objects().items()}, content)
+
+        def publish() -> None:
+            if call.rank == 0 and content.tell():
+                publish_state(call, epoch, content.getvalue())
+
+        call.commit(publish)
+
+    def _load(self) -> int:
+        """The state of the newest epoch that has ended, if one has; and which one is next."""
+        call = self._call
+        folder = call.reports.folder.at(MANIFESTS)
+        newest = None
+        if call.rank == 0 and folder.exists(NEWEST):
+            newest = json.loads(folder.read(NEWEST))
+        newest = call.broadcast(newest)
+        if newest is None:
+            return 0
+        content = folder.read(newest["file"])
+        if hashlib.sha256(content).hexdigest() != newest["sha256"]:
+            raise RuntimeError(f"epochs(): {newest['file']} is not what was kept")
+        states, objects = torch.load(io.BytesIO(content), weights_only=False), self._objects()
+        if states.keys() != objects.keys():
+            differing = ", ".join(sorted(states.keys() ^ objects.keys()))
+            raise RuntimeError(
+                "epochs(): the script has made other objects than before, which differ in: "
+                f"{differing}; make all of them before epochs()"
+            )
+        for name, value in objects.items():
+            take_state(value, states[name])
+        return newest["epoch"]
+
+
+def publish_state(call: Running, epoch: int, content: bytes) -> None:
+    folder = call.reports.folder.at(MANIFESTS)
+    folder.create()
+    file = f"epoch-{epoch}-{call.generation}.pt"
+    before = [n for n in folder.names() if n.startswith("epoch-") and n != file]
+    folder.write(file, content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    write_json(folder, NEWEST, {"epoch": epoch, "file": file, "sha256": sha256})
+    for name in before:
+        folder.delete(name)
+
+
+def state_of(name: str, value: Any) -> Any:
+    """ValueError for what has none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, DistributedDataParallel):
+        return value.module.state_dict()
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return value.state_dict()
+    raise ValueError(
+        f"keep({name}=...): {type(value).__name__} has no state_dict() and load_state_dict(); "
+        "modules, optimizers, tensors and torch.Generators are kept"
+    )
+
+
+@torch.no_grad()
+def take_state(value: Any, state: Any) -> None:
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, Tensor):
+        value.copy_(state)
+    elif isinstance(value, DistributedDataParallel):
+        value.module.load_state_dict(state)
+    else:
+        value.load_state_dict(state)
+
+
+_at_hand: list[Epochs] = []
+"""Of the call that is running in this process."""
+
+
+def current() -> Epochs | None:
+    """None: no script's run is under way in this process."""
+    return _at_hand[-1] if _at_hand else None
+
+
+@contextmanager
+def told(owner: Any, hear: Callable[[Any], None]) -> Iterator[None]:
+    """Within, what is made of this class is heard of."""
+    torchs_own = owner.__init__
+
+    @wraps(torchs_own)
+    def make(self: Any, *args: Any, **named: Any) -> None:
+        hear(self)
+        torchs_own(self, *args, **named)
+
+    owner.__init__ = make
+    try:
+        yield
+    finally:
+        owner.__init__ = torchs_own
