@@ -37,6 +37,7 @@ from elastic.cli import (
     stop,
     submit,
     torchrun,
+    track,
 )
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.job_file import expanded
@@ -415,6 +416,7 @@ app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(report.report)
 app.command()(serve.serve)
+app.command()(track.track)
 app.command()(journal.replay)
 app.command()(journal.story)
 app.command()(experiment.experiment)
