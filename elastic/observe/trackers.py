@@ -56,13 +56,16 @@ def key_of(place: str) -> str:
 
 def scalars_of(line: Line) -> dict[str, float]:
     """What is logged of a step: finite numbers only, the user's by the names that they have."""
-    found = {name: line.get(name) for name in SCALARS} | dict(as_dict(line.get("user")))
-    return {name: float(value) for name, value in found.items() if is_finite(value)}
+    found = {name: line.get(name) for name in SCALARS} | as_dict(line.get("user"))
+    numbers = {name: number(value) for name, value in found.items()}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def is_finite(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+def number(value: object) -> float:
+    """NaN for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)
 
 
 def client(package: str) -> Any:
