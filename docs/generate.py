@@ -157,7 +157,7 @@ def configuration_page() -> str:
 # Configuration
 
 `elastic.run(workload, ...)` takes the fields of `RunConfig` as keywords.
-The [command line](cli.md) has an option for most of them.
+The [command line](cli.md) has an option for each of them.
 
 ## RunConfig
 

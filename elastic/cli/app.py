@@ -37,6 +37,7 @@ from elastic.cli import (
     stop,
     submit,
     torchrun,
+    track,
 )
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.job_file import expanded
@@ -186,6 +187,12 @@ def run(
         int | None,
         typer.Option(help="Steps between checkpoints, besides every 10 minutes and the end."),
     ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            metavar="LAST[,EVERY]", help="Checkpoints to keep: the last so many, and every so many."
+        ),
+    ] = "2",
     on_storage_error: Annotated[
         str, typer.Option(help="warn: train on and say so at the end; or fail.")
     ] = "warn",
@@ -243,6 +250,7 @@ def run(
         "storage": storage,
         "name": name,
         "checkpoint_every": checkpoint_every,
+        "keep": keep,
         "eval_every": eval_every,
         "snapshot_every": snapshot_every,
         "on_storage_error": on_storage_error,
@@ -415,6 +423,7 @@ app.command()(runs.ls)
 app.command()(profile.profile)
 app.command()(report.report)
 app.command()(serve.serve)
+app.command()(track.track)
 app.command()(journal.replay)
 app.command()(journal.story)
 app.command()(experiment.experiment)

@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "place": (TEXT,),
         "name": (TEXT,),
         "checkpoint_every": (WHOLE,),
+        "keep": (WHOLE, TEXT),
         "snapshot_every": (WHOLE,),
         "on_storage_error": (TEXT,),
     },

@@ -88,6 +88,8 @@ def option_of(key: str, value: Any) -> list[str]:
         pairs = cast("dict[str, Any]", value).items()
         texts = (f"{k}={v!r}" for k, v in pairs if v is not None)
         return [word for text in texts for word in (name, shlex.quote(text))]
+    if key == "keep":
+        value = ",".join(str(part) for part in value if part is not None)
     if isinstance(value, list):
         value = "..".join(str(bound) for bound in cast("list[Any]", value))
     return [name, shlex.quote(str(value))]

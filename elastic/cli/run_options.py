@@ -23,6 +23,7 @@ def configure(options: Mapping[str, Any]) -> RunConfig:
     values = {name: value for name, value in options.items() if name not in NO_SETTINGS}
     values["workers"] = parse_workers(values["workers"])
     values["detect_s"] = parse_detect(values["detect_s"])
+    values["keep"] = parse_keep(values["keep"])
     faults = parse_arguments(values["faults"] or (), "--faults")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -51,6 +52,15 @@ def parse_detect(text: str) -> float | None:
         return float(text)
     except ValueError as error:
         raise WrongInput(f"--detect-s {text!r}: give seconds, or none") from error
+
+
+def parse_keep(text: str) -> tuple[int, int | None]:
+    """`2`, or `2,1000`."""
+    last, comma, every = text.partition(",")
+    try:
+        return int(last), int(every) if comma else None
+    except ValueError as error:
+        raise WrongInput(f"--keep {text!r}: give a number or LAST,EVERY, such as 2,1000") from error
 
 
 def words_of(command: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,10 @@ import yaml
 
 from elastic.cli.app import main, run
 from elastic.cli.job_file import OPTIONS, SECTIONS, expanded, schema
+from elastic.cli.run_options import parse_keep
 from elastic.cli.submit import own_options
+from elastic.config import keywords
+from elastic.protocol.errors import WrongInput
 
 JOB = {
     "resources": {"workers": "2..4", "standby": 1},
@@ -109,3 +112,18 @@ def test_the_schema_for_editors_is_that_of_the_sections():
     jsonschema.validate(JOB, schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"run": {"step": 3}}, schema())
+
+
+def test_every_field_of_a_run_can_be_set_in_a_job_file_and_on_the_command_line():
+    parameters = inspect.signature(run).parameters
+    places = {"place": "storage"}
+    keys = {places.get(key, key) for section in SECTIONS.values() for key in section}
+    assert set(keywords()) - parameters.keys() == set()
+    assert set(keywords()) - keys == set()
+
+
+@pytest.mark.parametrize(("text", "kept"), [("3", (3, None)), ("2,1000", (2, 1000))])
+def test_what_is_kept_of_checkpoints_is_an_option(text, kept):
+    assert parse_keep(text) == kept
+    with pytest.raises(WrongInput, match="give a number or LAST,EVERY"):
+        parse_keep(f"{text},x")

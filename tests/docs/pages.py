@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")])
-FOLDERS = ("elastic", "workers", "tests", "docs", "cluster_configs", ".ci")
+FOLDERS = ("elastic", "workers", "tests", "docs", "examples", "cluster_configs", ".ci")
 GENERATED = ("build", "__pycache__")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
