@@ -49,7 +49,7 @@ from workers.session import Session, Step
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "commit in place (level 1) is off: ELASTIC_SCRIPT_LEVEL=0"
+NOT_HIGHER = "commit in place (level 1) is not on: ELASTIC_SCRIPT_LEVEL=1"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""

@@ -1,4 +1,5 @@
-"""A strategy that the project does not know, by name: jobs/grid.py crosses two axes of ranks."""
+"""Strategies that the project does not know, by name: jobs/grid.py crosses two axes of ranks,
+jobs/tiles.py cuts each tensor along both."""
 
 import signal
 
@@ -8,15 +9,18 @@ from tests.cluster.live import assert_same_bits
 
 pytestmark = pytest.mark.cluster
 
-GRID, STEPS = "grid:build_grid", 40
+STRATEGIES, STEPS = ("grid:build_grid", "fsdp-grad-op,tp:2,tiles:build_tiled"), 40
 
 
 def is_saved_of_four(status) -> bool:
     return status["step"] > 7 and status["world_size"] == 4 and status["committed_checkpoint"]
 
 
-def test_it_loses_a_worker_resumes_at_another_size_and_has_the_bits_of_ddp(start, reference):
-    options = {"parallel": GRID, "steps": STEPS, "checkpoint_every": 5}
+@pytest.mark.parametrize("parallel", STRATEGIES)
+def test_it_loses_a_worker_resumes_at_another_size_and_has_the_bits_of_ddp(
+    start, reference, parallel
+):
+    options = {"parallel": parallel, "steps": STEPS, "checkpoint_every": 5}
     with start("Toy", workers="2..4", set=["sleep=0.1"], **options) as run:
         generation = run.wait_for_step(is_saved_of_four)["generation"]
         run.kill(rank=3)

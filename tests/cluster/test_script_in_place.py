@@ -1,4 +1,4 @@
-"""`elastic run train.py`: a script of Ray Train's as it is, on Ray, one
+"""`ELASTIC_SCRIPT_LEVEL=1 elastic run train.py`: a script of Ray Train's as it is, on Ray, one
 of whose ranks is killed in the middle, goes on in place."""
 
 import inspect
@@ -37,7 +37,10 @@ def test_a_script_of_ray_train_goes_on_after_a_loss(shared_head, ray_temp, tmp_p
     script = tmp_path / "train.py"
     script.write_text(inspect.getsource(counting) + MAIN)
     command = [sys.executable, "-m", "elastic", "run", str(script), str(tmp_path)]
-    env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
+    env = environment(ray_temp) | {
+        "RAY_ADDRESS": shared_head.address,
+        "ELASTIC_SCRIPT_LEVEL": "1",
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=env, **pipes)
     deadline = time.monotonic() + 120

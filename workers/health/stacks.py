@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +82,7 @@ def collect_one(pid: int, dump: int, timeout_s: float, bell: int | None = None) 
     and what it could say meanwhile is fenced like everything else.
     """
     before, deadline = os.fstat(dump).st_size, time.monotonic() + timeout_s
+    is_stopped = False
     try:
         is_stopped = state_of(pid) == "T"
         if bell is not None:
@@ -90,10 +92,12 @@ def collect_one(pid: int, dump: int, timeout_s: float, bell: int | None = None) 
         if bell is None or not has_begun(dump, before, min(WITH_GIL_S, timeout_s / 2)):
             os.kill(pid, ASK)
         text = read_when_whole(dump, before, deadline - time.monotonic())
-        if is_stopped:
-            os.kill(pid, signal.SIGSTOP)
     except (ProcessLookupError, FileNotFoundError):
         return f"process {pid} is gone\n"
+    finally:
+        if is_stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
     if is_stopped:
         text = f"process {pid} was stopped by a signal (state T), here:\n{text}"
     return text or f"process {pid} did not answer in {timeout_s} s; {where_in_kernel(pid)}\n"

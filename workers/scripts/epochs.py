@@ -134,7 +134,7 @@ class Epochs:
         content = folder.read(newest["file"])
         if hashlib.sha256(content).hexdigest() != newest["sha256"]:
             raise RuntimeError(f"epochs(): {newest['file']} is not what was kept")
-        states, objects = torch.load(io.BytesIO(content), weights_only=False), self._objects()
+        states, objects = torch.load(io.BytesIO(content), weights_only=True), self._objects()
         if states.keys() != objects.keys():
             differing = ", ".join(sorted(states.keys() ^ objects.keys()))
             raise RuntimeError(
