@@ -31,9 +31,9 @@ CHARLM = "workers.workloads.charlm:CharLM"
 console = Console(width=110)
 
 
-def environment() -> dict[str, str]:
+def environment(tree: Path = REPOSITORY) -> dict[str, str]:
     """For every process that is measured: one intra-op thread, no Ray authentication."""
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": str(REPOSITORY)}
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": str(tree)}
 
 
 def machine(ranks: int) -> str:
@@ -134,8 +134,12 @@ class Run:
 
 @contextmanager
 def elastic_run(storage: Path, name: str, **options: object):
-    """Start `elastic run` with the options (`_` for `-`; `set_` is a dict); ended on leaving."""
+    """Start `elastic run` with the options (`_` for `-`; `set_` is a dict); ended on leaving.
+
+    `tree`: the checkout whose code runs, this one unless given.
+    """
     arguments = ["--storage", str(storage), "--name", name]
+    tree = Path(str(options.pop("tree", REPOSITORY)))
     settings = options.pop("set_", {})
     target = str(options.pop("target", CHARLM))
     for option, value in options.items():
@@ -145,12 +149,12 @@ def elastic_run(storage: Path, name: str, **options: object):
     begun_at = time.time()
     with (storage / f"{name}.driver.log").open("w") as log:
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("elastic")), "run", target, *arguments, "--json"],
+            [sys.executable, "-m", "elastic", "run", target, *arguments, "--json"],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=environment(),
-            cwd=REPOSITORY,
+            env=environment(tree),
+            cwd=tree,
         )
     try:
         yield Run(process, storage / name, begun_at)

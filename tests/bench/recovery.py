@@ -72,10 +72,15 @@ def is_full(status: dict[str, Any]) -> bool:
 
 
 def kills_of_a_run(
-    storage: Path, number: int, steps: int, count: int, dice: random.Random
+    storage: Path,
+    number: int,
+    steps: int,
+    count: int,
+    dice: random.Random,
+    **more: object,
 ) -> tuple[list[float], dict[str, Any]]:
     """Recovery seconds of `count` kills in one run, each with all workers back, and the end."""
-    options = {"workers": f"2..{WORKERS}", "steps": steps, **OPTIONS}
+    options = {"workers": f"2..{WORKERS}", "steps": steps, **OPTIONS, **more}
     killed: list[tuple[float, int]] = []
     with elastic_run(storage, f"run-{number}", **options) as run:
         for _ in range(count):
