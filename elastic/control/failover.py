@@ -45,10 +45,10 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     standings = event.standings
     if isinstance(phase, Finished):
         everybody = NumberSet.of(s.worker for s in standings)
-        ledger = replace(with_lobby(ledger, ()), ready=everybody)
+        ledger = replace(with_pool(ledger, ()), ready=everybody)
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
     holding, failures = with_state(standings), failures_of(ledger, phase, standings)
-    ledger = with_lobby(ledger, standings)
+    ledger = with_pool(ledger, standings)
     if wants_nodes(limits.parallel):
         ledger = replace(ledger, nodes=Nodes.of((s.worker, s.node) for s in standings))
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
@@ -83,7 +83,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     return explain(why, decision)._replace(commands=(*dropped, *decision.commands))
 
 
-def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
+def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
     """The ledger with those who hold no state of their own; whoever was on its way is given up.
 
     Its generation is the highest that anybody was told of: the next one is above all of them.

@@ -44,7 +44,7 @@ def first(numbers: NumberSet, count: int) -> tuple[int, ...]:
     return tuple(islice(numbers, count))
 
 
-def lobby_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
+def pool_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
     """Every live worker that is not a member is in exactly one of these."""
     return (
         ledger.spawned,
@@ -56,9 +56,9 @@ def lobby_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
     )
 
 
-def lobby(ledger: Ledger) -> NumberSet:
+def in_pool(ledger: Ledger) -> NumberSet:
     """Every live worker that is not a member."""
-    spawned, *others = lobby_sets(ledger)
+    spawned, *others = pool_sets(ledger)
     return reduce(NumberSet.__or__, others, spawned)
 
 
@@ -93,8 +93,8 @@ def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
     )
 
 
-def is_in_lobby(ledger: Ledger, worker: int) -> bool:
-    return any(worker in of_kind for of_kind in lobby_sets(ledger))
+def is_in_pool(ledger: Ledger, worker: int) -> bool:
+    return any(worker in of_kind for of_kind in pool_sets(ledger))
 
 
 def leave(ledger: Ledger, worker: int) -> Ledger:
@@ -166,7 +166,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
-    alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)
+    alive = sum(map(len, pool_sets(ledger))) + num_members(phase) - len(ledger.leaving)
     barred = ledger.barred if at < ledger.barred_until else 0
     missing = limits.max_workers + limits.standby - alive - barred
     if missing <= 0:

@@ -1,7 +1,7 @@
 """Losing workers: give the generation up, hear where the survivors stand, regroup them.
 
 Any survivor at `Ledger.step` proves the step; who holds its reduced gradient rolls forward to it;
-who holds neither goes back to the lobby. Only if nobody alive can reach the step does it fall.
+who holds neither goes back to the pool. Only if nobody alive can reach the step does it fall.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,7 @@ def toll(ledger: Ledger, event: WorkerLost) -> str:
 
 
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
-    """A worker of the lobby is gone."""
+    """A worker of the pool is gone."""
     was_holder, had_notice = event.worker in ledger.holders, event.worker in ledger.leaving
     if was_holder:
         ledger = leave(count_losses(ledger, NumberSet.of((event.worker,))), event.worker)

@@ -13,7 +13,7 @@ from elastic.control.pool import (
     dismiss,
     explain,
     first,
-    lobby,
+    in_pool,
     move,
     names,
     set_aside,
@@ -253,7 +253,7 @@ def without_leavers(
 ) -> tuple[Ledger, tuple[int, ...], str]:
     """Who of `survivors` stays, if they are enough, and why not all.
 
-    Those who leave wait in the lobby until the generation has formed: newcomers may still read
+    Those who leave wait in the pool until the generation has formed: newcomers may still read
     their state, which may become the newest.
     """
     leavers = leavers_of(ledger, survivors)
@@ -297,7 +297,7 @@ def form(
     if rollers:
         reason += f", {names(rollers)} roll forward"
     if wants_nodes(limits.parallel):
-        ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *lobby(ledger))))
+        ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *in_pool(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
     reason += f"; {planned.note}" if planned.note else ""
     command = Form(

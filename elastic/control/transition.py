@@ -48,7 +48,7 @@ from elastic.control.planning import wants_nodes
 from elastic.control.pool import (
     commit,
     explain,
-    is_in_lobby,
+    is_in_pool,
     is_member,
     lost_members,
     move,
@@ -155,7 +155,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
             if wants_nodes(limits.parallel):
                 ledger = replace(ledger, nodes=ledger.nodes.add(w, event.node))
             return staff(ledger, phase, at, limits)
-        case _, WorkerReady(worker=w) if is_in_lobby(ledger, w) or is_member(phase, w):
+        case _, WorkerReady(worker=w) if is_in_pool(ledger, w) or is_member(phase, w):
             return Decision(ledger, phase)  # it has introduced itself to a new controller already
         case _, WorkerReady(worker=w):
             why = f"{worker_name(w)} is no part of the run any more"
@@ -181,7 +181,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         # --- losses
         case _, DrainNotice():
             return hear_notice(ledger, phase, event, limits)
-        case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
+        case _, WorkerLost(worker=w) if is_in_pool(ledger, w):
             without = lose_outsider(ledger, phase, event, limits)
             if isinstance(without.phase, Suspending):
                 return settle(without, event.at, limits)
@@ -308,7 +308,7 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
         case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
             return any(n.worker == w and n.gone_at <= deadline for n in ledger.notices)
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
-            return not is_in_lobby(ledger, w) and not is_member(phase, w)
+            return not is_in_pool(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):
             return w not in ledger.loading
         case Synced(worker=w):

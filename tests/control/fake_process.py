@@ -24,7 +24,7 @@ from workers.membership.state import (
     Ended,
     Entering,
     Forming,
-    Lobby,
+    InPool,
     Paused,
     Source,
     State,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 JOIN_S = 60.0
 MODES = {
-    Lobby: "idle",
+    InPool: "idle",
     Entering: "rendezvous",
     Paused: "paused",
     Done: "done",
@@ -416,7 +416,7 @@ class Process:
                 yield from self.tell(e.CopyLevel())
 
     def catch_up(self, step: int, origin: int) -> Work:
-        self.at, deadline = "lobby", self.cluster.now + JOIN_S
+        self.at, deadline = "pool", self.cluster.now + JOIN_S
         while not (self.stands_at(step, origin) or self.is_lagging):
             if self.received or self.is_copying:
                 yield from self.apply_received()
@@ -433,7 +433,7 @@ class Process:
         return (self.step, self.origin) == (step, origin)
 
     def catch_up_late(self, step: int, origin: int) -> Work:
-        self.at = "lobby"
+        self.at = "pool"
         while not self.stands_at(step, origin):
             yield from self.apply_received()
             if self.stands_at(step, origin):

@@ -67,7 +67,7 @@ class ShardedCluster(FakeCluster):
         for w in members:
             assert isinstance(w, PartsProcess)
             if w.is_alive and w.generation and w.has_state:
-                assert w.mode in ("idle", "suspended", "paused", "done", "lobby"), (w, command)
+                assert w.mode in ("idle", "suspended", "paused", "done", "pool"), (w, command)
 
     def copied(self) -> tuple[int, int] | None:
         """The state on record, if holders have all of it."""

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.control.accounting import Account, account, open_account
 from elastic.control.commands import Form
-from elastic.control.pool import lobby
+from elastic.control.pool import in_pool
 from elastic.control.replay import Entry, Started, is_news, replay
 from elastic.control.state import Active, Decision, Finished, Ledger, Limits, Phase, Suspending
 from elastic.control.transition import start, transition
@@ -34,7 +34,7 @@ MODES = (
     ("vote",),
     ("torn",),
     ("torn",),
-    ("lobby", "rendezvous"),
+    ("pool", "rendezvous"),
     ("evaluate", "suspended"),
     ("evaluate",),
     ("paused", "done"),
@@ -101,7 +101,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
         ledger.synced,
         ledger.holders,
     )
-    outside = set(lobby(ledger))
+    outside = set(in_pool(ledger))
     assert len(outside) == sum(len(s) for s in sets), ledger
     members = set(phase.membership.workers) if isinstance(phase, Active) else set()
     if isinstance(phase, Suspending):
@@ -119,7 +119,7 @@ def check_end(run: Run) -> None:
     assert isinstance(run.phase, Finished)
     assert not [w for w in run.cluster.workers.values() if w.is_alive], "a worker is left"
     assert not run.cluster.pending
-    assert not lobby(run.ledger)
+    assert not in_pool(run.ledger)
     generations = [c.membership.generation for c in run.cluster.trace if isinstance(c, Form)]
     num_adopted = sum(n for pair, n in run.seen.items() if pair.endswith(" Adopted"))
     if not num_adopted:

@@ -579,7 +579,7 @@ def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
     assert (ledger.ready, ledger.failures) == (some(2), 0)
 
 
-def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_lobby():
+def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_pool():
     ledger, _, commands = play(
         LEDGER,
         Running(ABC),

@@ -25,7 +25,7 @@ from workers.membership.state import (
     Done,
     Forming,
     Holding,
-    Lobby,
+    InPool,
     Paused,
     Source,
     State,
@@ -346,7 +346,7 @@ def test_who_left_a_generation_answers_for_it_no_more():
     state, actions = play(state, e.Obeyed(ABORT))
     assert actions == []
     assert state.phase == Suspended()
-    assert play(state, *obeyed(Sync(0, ("h", 1))))[0].phase == Lobby()
+    assert play(state, *obeyed(Sync(0, ("h", 1))))[0].phase == InPool()
 
 
 def test_gradients_of_a_state_in_parts_are_dropped_where_the_next_generation_forms():

@@ -304,11 +304,11 @@ class Member:
 
     def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
-        self.vitals.enter("done" if self.standing.loop is e.Loop.RETURNED else "lobby")
+        self.vitals.enter("done" if self.standing.loop is e.Loop.RETURNED else "pool")
         while not self.standing.is_at_work:
             self._obey(self._next_command())
             if self.vitals.phase in FORMING:  # in vain, or to pause: it waits for nobody now
-                self.vitals.enter("lobby")
+                self.vitals.enter("pool")
         self.vitals.enter("user")
 
     def _next_command(self) -> Command:
@@ -360,7 +360,7 @@ class Member:
         except PeerLost as error:  # of a sharded state nobody can say the hash now
             return lost_with(error)
         finally:
-            self.vitals.enter("lobby")
+            self.vitals.enter("pool")
         return e.FinalWritten(sha256)
 
     def say_still_hashing(self) -> None:
