@@ -85,7 +85,7 @@ class RayCluster:
         self._untold: c.Form | None = None
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
-        self.takeover: Failover | None = None
+        self.failover: Failover | None = None
         self._inquiry = Diagnosis(self)
         self.progress = Progress(self.host.record, self.say, self.now)
         self.protection = Protection(self.host.on_unprotected, self.now)
@@ -359,8 +359,8 @@ class RayCluster:
                 self._inquiry.hear(worker, said)
         elif record is not None:
             self._on_heartbeat(worker, record, said)
-        elif self.takeover is not None:
-            self.takeover.hear_pulse(worker, said)
+        elif self.failover is not None:
+            self.failover.hear_pulse(worker, said)
 
     def _on_heartbeat(self, worker: int, record: Slot, heartbeat: Heartbeat) -> None:
         record.watch = watch(record.watch, heartbeat, self.now())
@@ -381,8 +381,8 @@ class RayCluster:
             self._hear(worker, record, report)
         elif not (
             isinstance(report, r.Introduction)
-            and self.takeover is not None
-            and self.takeover.hear(worker, report)
+            and self.failover is not None
+            and self.failover.hear(worker, report)
         ):
             self.links.drop(worker)
 

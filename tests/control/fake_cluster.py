@@ -388,7 +388,7 @@ class FakeCluster:
         self.progress.recorded_generation = self.record.generation
         standings: list[Standing] = []
         everybody = sorted(self.workers.items())
-        if self.faults.slow_takeover:
+        if self.faults.slow_failover:
             self.rng.shuffle(everybody)
         for number, w in everybody:
             self.go_on_alone()
@@ -410,7 +410,7 @@ class FakeCluster:
 
     def go_on_alone(self) -> None:
         """Without a controller, until the next worker has found its successor."""
-        for _ in range(self.rng.randint(0, 25) if self.faults.slow_takeover else 0):
+        for _ in range(self.rng.randint(0, 25) if self.faults.slow_failover else 0):
             self.now += 0.002
             self.go_wrong()
             self.advance_one()
