@@ -44,7 +44,7 @@ from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
 from workers.health import gpu, preflight, stacks
 from workers.health.notice import Notice
-from workers.health.pulse_keeper import PulseKeeper
+from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
 from workers.health.vitals import Vitals
 from workers.loop import fit
@@ -106,7 +106,7 @@ class Worker:
         self._session: Session | None = None
         self._member: Member | None = None
         self._vitals = Vitals()
-        self._pulse = PulseKeeper(spec, self._vitals.fd, stacks.arm())
+        self._pulse = PulseProcess(spec, self._vitals.fd, stacks.arm())
         self._pulse.start(spec.controller)
         self._link = ControllerLink(
             spec.controller,

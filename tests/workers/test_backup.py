@@ -11,7 +11,7 @@ import torch
 from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
 from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
-from workers.backup import client as keepers
+from workers.backup import client
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.backup.store import Key
@@ -53,7 +53,7 @@ class Rank:
 
     def __init__(self, ranks, parallel, holders, every=1, node="elsewhere", work=None):
         assemble.HOLDER_S = assemble.ANSWER_S = PATIENCE_S
-        keepers.CONNECT_S = keepers.MIN_SILENCE_S = PATIENCE_S
+        client.CONNECT_S = client.MIN_SILENCE_S = PATIENCE_S
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.work = work or Work()
         self.said = []

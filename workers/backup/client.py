@@ -93,7 +93,7 @@ class BackupClient:
         """The connection while a copy is on its way."""
         self._settled = 0
         """The last generation whose holders know that all its first copies are held."""
-        threading.Thread(target=self._work, name="keeper", daemon=True).start()
+        threading.Thread(target=self._work, name="backup", daemon=True).start()
 
     @property
     def delays_commits(self) -> bool:
@@ -216,7 +216,7 @@ class BackupClient:
                 newest[0].held_by = None
                 self._ask(newest[0], None)
 
-    # --- keeper's thread -----------------------------------------------------------------
+    # --- client's thread -----------------------------------------------------------------
     def _work(self) -> None:
         while True:
             shadow, settled = self._jobs.get()

@@ -52,7 +52,7 @@ class BackupCopy:
         self.shared_with: BackupAddress | None = None
         """A holder that reads it where it is."""
         self.num_jobs = 0
-        """That read it; under the keeper's lock."""
+        """That read it; under the client's lock."""
         self.layouts: list[TensorLayout] = []
         self.tensors: dict[str, Tensor] = {}
         self.sums: list[int] = []
@@ -71,7 +71,7 @@ class BackupCopy:
         return self.held_by is not None
 
     def copy(self) -> None:
-        """In the keeper's thread."""
+        """In the client's thread."""
         snapshot: Snapshot = self._snapshot
         self.arena.reserve(snapshot.shapes.values())
         for name in snapshot.shapes:
