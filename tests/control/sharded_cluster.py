@@ -1,8 +1,8 @@
 """FakeCluster whose members hold parts, with peer memory: rows are lost only with their holders.
 
 Newcomers follow nobody; when a generation forms, its members find out alike which newest state
-they can put together from live rows, shadows and copies, and go back to the newest checkpoint if
-there is none. The shell's own `Commits` says when a step goes on record.
+they can put together from live rows, own copies and holders' copies, and go back to the newest
+checkpoint if there is none. The shell's own `Commits` says when a step goes on record.
 """
 
 from elastic.control import commands as c
@@ -96,7 +96,7 @@ class ShardedCluster(FakeCluster):
         for w in members:
             w.recorded.hear_of_peers(recorded)
         limit = members[0].records.known_step
-        rows = [r for w in members for r in (w.live, *w.shadows) if r is not None]
+        rows = [r for w in members for r in (w.live, *w.own_copies) if r is not None]
         rows += [r for of_rank in self.copies.values() for r in of_rank]
         whole = [
             label for label in sorted({r[:2] for r in rows}, reverse=True) if covers(rows, label)

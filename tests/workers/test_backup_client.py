@@ -62,11 +62,11 @@ def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders
     is_at_push, may_push = threading.Event(), threading.Event()
     original = client.BackupCopy.slices
 
-    def slices(shadow):
-        if shadow.key.generation == 1:
+    def slices(copy):
+        if copy.key.generation == 1:
             is_at_push.set()
             may_push.wait(10)
-        return original(shadow)
+        return original(copy)
 
     monkeypatch.setattr(client.BackupCopy, "slices", slices)
     kept.step()
@@ -74,7 +74,7 @@ def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders
     kept.begin(2)
     may_push.set()
     kept.backup_client.wait(NEVER)
-    assert kept.backup_client.shadows[-1].held_by == kept.backup_client.holders[0]
+    assert kept.backup_client.own_copies[-1].held_by == kept.backup_client.holders[0]
     assert held(holders[1]) == []
 
 
@@ -117,7 +117,7 @@ def test_who_pauses_has_its_newest_step_held(holders):
     assert held(holders[0])[-1] == (1, 2)
     kept.backup_client.before_pause(kept.strategy.train_state, kept.place)
     kept.backup_client.wait(NEVER)
-    assert len(kept.backup_client.shadows) == 2, "it has nothing new to say"
+    assert len(kept.backup_client.own_copies) == 2, "it has nothing new to say"
 
 
 @pytest.fixture
@@ -199,11 +199,11 @@ def test_a_holder_that_failed_is_used_again_once_it_answers(holders):
     kept.backup_client._failed[at] = client.Failure(math.inf, "timed out")
     kept.step()
     kept.backup_client.wait(NEVER)
-    assert not kept.backup_client.shadows[-1].is_held, "it failed just now"
+    assert not kept.backup_client.own_copies[-1].is_held, "it failed just now"
     kept.backup_client._failed[at] = client.Failure(-1e9, "timed out")
     kept.step()
     kept.backup_client.wait(NEVER)
-    assert kept.backup_client.shadows[-1].is_held
+    assert kept.backup_client.own_copies[-1].is_held
     assert [said["why"] for said in told(kept, Protected)] == [
         f"127.0.0.1:{at.port}: timed out",
         "",

@@ -1,4 +1,4 @@
-"""Shadows that a holder of the same node reads where they are."""
+"""Own copies that a holder of the same node reads where they are."""
 
 import gc
 from dataclasses import replace

@@ -15,7 +15,7 @@ class Backup(Protocol):
 
     holders: tuple[BackupAddress, ...]
     """The best first."""
-    shadows: list[BackupCopy]
+    own_copies: list[BackupCopy]
     """Oldest first: the last one may not be held yet, by it or by others."""
 
     @property
@@ -65,7 +65,7 @@ class NoBackup:
 
     def __init__(self) -> None:
         self.holders: tuple[BackupAddress, ...] = ()
-        self.shadows: list[BackupCopy] = []
+        self.own_copies: list[BackupCopy] = []
 
     def begin(
         self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False

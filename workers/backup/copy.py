@@ -1,4 +1,4 @@
-"""One copy of a rank's shard on the host, as of a step: the *shadow*.
+"""One copy of a rank's shard on the host, as of a step: its *own copy*.
 
 When it is made, and where it goes, is client.py's.
 """
@@ -70,7 +70,7 @@ class BackupCopy:
     def is_held(self) -> bool:
         return self.held_by is not None
 
-    def copy(self) -> None:
+    def make(self) -> None:
         """In the client's thread."""
         snapshot: Snapshot = self._snapshot
         self.arena.reserve(snapshot.shapes.values())
@@ -109,6 +109,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(tensor) if tensor.numel() else memoryview(b"")
 
 
-def is_older(shadow: BackupCopy, settled: tuple[int, int] | None) -> bool:
+def is_older(copy: BackupCopy, settled: tuple[int, int] | None) -> bool:
     """Whether a holder that has heard `settled` has dropped its copy."""
-    return settled is not None and (shadow.key.generation, shadow.key.step) < settled
+    return settled is not None and (copy.key.generation, copy.key.step) < settled

@@ -1,5 +1,5 @@
 """The newest state that a generation's members can put together: from their live shards, from the
-shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
+own copies that they keep of the steps before, and from the copies that holders keep of who is lost.
 
 All shards must be of one step that one generation computed. What is kept is
 workers/backup/client.py's, how shards travel among members is transfer.py's.
