@@ -177,17 +177,17 @@ class Worker:
         self._notice.repeat()
         member = self._member
         member.evaluated.say(member.rank)
-        standing = member.standing
-        told, process = standing.word.told, self._process()
+        machine = member.machine
+        told, process = machine.word.told, self._process()
         return r.Introduction(
-            standing.kind,
+            machine.kind,
             before,
             told.generation,
             told.rank,
             told.world_size,
-            standing.step,
+            machine.step,
             process,
-            standing.origin,
+            machine.origin,
         )
 
     def _say_notice(self, cause: str, notice_s: float) -> None:

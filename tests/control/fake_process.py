@@ -301,7 +301,7 @@ class Process:
         self.cluster.check_commit(self)
         yield from self.commit(self.gradient, should_pause=should_pause)
         if self.rank == 0:
-            self.records.tell(self)
+            self.records.tell(self.machine.seat)
         if self.step % 3 == 0 or (should_save and self.step < self.cluster.steps):
             self.save()
 
@@ -489,7 +489,7 @@ class Process:
             case a.AssembleState(form):
                 return (yield from self.assemble(form))
             case a.SayUnrecorded(recorded):
-                self.records.repeat(self, min(recorded, self.recorded_step))
+                self.records.repeat(self.machine.seat, min(recorded, self.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.step)
                 self.evaluated.say(self.rank)
@@ -535,7 +535,7 @@ class Process:
             origin, self.weights = self.cluster.kept[newest]
         self.gradient = None
         self.records.go_back(step)
-        self.records.repeat(self, recorded)
+        self.records.repeat(self.machine.seat, recorded)
         return step, origin
 
     def save(self) -> None:

@@ -32,11 +32,12 @@ from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.to_controller import HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.backup.copy import BackupCopy, Standing, bytes_of, is_older
+from workers.backup.copy import BackupCopy, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key
 from workers.train_state.out_of_memory import OutOfMemory, says_no_memory
+from workers.train_state.owner import StateOwner
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class BackupClient:
 
     # --- main thread -------------------------------------------------------------------
     def begin(
-        self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False
+        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
     ) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
 
@@ -121,7 +122,7 @@ class BackupClient:
         else:
             self._keep(same[-1:], train_state, origin, by, None)
 
-    def after_step(self, train_state: TrainState, by: Standing) -> None:
+    def after_step(self, train_state: TrainState, by: StateOwner) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
         last = self.own_copies[-1:]
         since = self._since(by)
@@ -131,12 +132,12 @@ class BackupClient:
             self._ask(last[0], since)  # else holders would keep the copies of every generation
             self._settled = by.generation
 
-    def before_pause(self, train_state: TrainState, by: Standing) -> None:
+    def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
         """Whoever leaves at this boundary takes nothing along."""
         if self.own_copies and self.own_copies[-1].key.step < train_state.step:
             self._keep(self.own_copies[-1:], train_state, by.generation, by, self._since(by))
 
-    def _since(self, by: Standing) -> tuple[int, int] | None:
+    def _since(self, by: StateOwner) -> tuple[int, int] | None:
         """The last copy, if it is of this generation: all ranks' are held."""
         last = self.own_copies[-1].key if self.own_copies else None
         is_of_this = last is not None and last.generation == by.generation
@@ -147,7 +148,7 @@ class BackupClient:
         kept: list[BackupCopy],
         train_state: TrainState,
         origin: int,
-        by: Standing,
+        by: StateOwner,
         settled: tuple[int, int] | None,
     ) -> None:
         self._let_go(kept)

@@ -5,34 +5,19 @@ When it is made, and where it goes, is client.py's.
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.layout import TensorLayout
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
 from workers.tensors.local import as_bytes, check_shard, local
+from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Snapshot
 from workers.train_state.train_state import TrainState
-
-
-class Standing(Protocol):
-    """Whose state it is: `Member`."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def position(self) -> Position:
-        """Whose boxes of the state it holds."""
-        ...
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        """How the ranks share a tensor of the state."""
-        ...
 
 
 class BackupCopy:
@@ -42,7 +27,7 @@ class BackupCopy:
         self,
         key: Key,
         origin: int,
-        by: Standing,
+        by: StateOwner,
         train_state: TrainState,
         arena: SharedArena,
     ) -> None:
