@@ -107,7 +107,7 @@ class TensorLayout:
     shape: tuple[int, ...]
     cuts: tuple[tuple[Axis, int], ...] = ()
     """Which axis cuts which dim: (("dp_shard", 0), ("tp", 1)). Of two that cut the same dim the
-    first one is the outer. What no axis cuts every rank has, also one that stands by."""
+    first one is the outer. What no axis cuts every rank has, also one that is inactive."""
     blocks: tuple[int, ...] = ()
     """Of a model in stages, those that need the tensor: who holds one of them has all of it, or of
     what `cuts` says a part as all holders of these blocks share it, and the others nothing. Empty:
@@ -140,7 +140,7 @@ class TensorLayout:
         start, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
             part = range(0)
-            if not at.mesh.is_standby(at.rank):
+            if not at.mesh.is_inactive(at.rank):
                 index = at.mesh.coordinate(axis, at.rank)
                 part = cut(shape[dim], at.mesh.size(axis), index)
             start[dim], shape[dim] = start[dim] + part.start, len(part)
@@ -170,6 +170,6 @@ class TensorLayout:
             return box if at.rank == owner else None
         cutting = self.axes if has_elements else ()
         others: list[Axis] = [axis for axis in AXES if axis not in cutting]
-        if mesh.is_standby(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):
+        if mesh.is_inactive(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):
             return None
         return box if box.size or not has_elements else None

@@ -29,7 +29,7 @@ def test_replicas_stay_inside_of_nodes_as_far_as_possible():
     mesh = Mesh(TWO, 7, plan(TWO, range(7), on("abcabac")).order)
     assert [mesh.replica_of(r) for r in (0, 1, 2)] == [[0, 3], [1, 4], [2, 6]]
     assert mesh.holders_of(1) == [3, 4, 6]
-    assert [r for r in range(7) if mesh.is_standby(r)] == [5]
+    assert [r for r in range(7) if mesh.is_inactive(r)] == [5]
     across = Mesh(TWO, 4, plan(TWO, range(4), on("abbb")).order)
     assert [across.replica_of(r) for r in (1, 0)] == [[1, 2], [0, 3]]
     assert plan(TWO, range(4), on("aabb")) == Plan()
@@ -49,7 +49,7 @@ def test_ranks_that_share_a_layer_share_a_node():
     assert plan(wide, range(5), on("abaab")).order == (0, 2, 1, 4, 3)
     mesh = Mesh(wide, 5, (0, 2, 1, 4, 3))
     assert [mesh.along("tp", r) for r in (0, 1)] == [[0, 2], [1, 4]]
-    assert mesh.is_standby(3)
+    assert mesh.is_inactive(3)
 
 
 def test_too_few_workers_wait_and_the_reason_says_how_many_it_takes():
@@ -134,4 +134,4 @@ def test_stages_are_neighbours_inside_of_nodes_and_fewer_ranks_than_stages_go_on
     assert shortage(staged, 1) == "", "one pipeline of one stage"
     assert plan(staged, range(4), on("abab")) == Plan((0, 2, 1, 3))
     five = plan(staged, range(5), on("abaab"))
-    assert five == Plan((0, 2, 1, 4, 3)), "workers know who stands by"
+    assert five == Plan((0, 2, 1, 4, 3)), "workers know who is inactive"

@@ -106,7 +106,7 @@ class Planned:
     layout: str
     warnings: tuple[str, ...]
     stages: tuple[Stage | None, ...]
-    """By rank; None stands by."""
+    """By rank; None is inactive."""
     moved_bytes: int = 0
     """Of the state, from one rank or holder to another, for this generation."""
 

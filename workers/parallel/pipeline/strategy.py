@@ -266,7 +266,7 @@ class Staged:
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         place = self._place(mesh, group)
         if place is None:
-            return NoPasses()  # it stands by
+            return NoPasses()  # it is inactive
         assert self.chain is not None
         assert isinstance(reducer, PipelineReducer)
         return StagePasses(
@@ -286,7 +286,7 @@ class Staged:
         if self._rows is not None:
             self._rows.gather()
         if place is None:
-            return NoForwards()  # it stands by
+            return NoForwards()  # it is inactive
         return StageForwards(
             place.models,
             place.neighbours,
@@ -295,7 +295,7 @@ class Staged:
         )
 
     def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
-        """This rank's in the generation at hand; None if it stands by."""
+        """This rank's in the generation at hand; None if it is inactive."""
         plan, formed, chain = self.plan, self._formed, self.chain
         assert formed is not None
         self._refuse_compiled()
