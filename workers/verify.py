@@ -83,7 +83,7 @@ def groups_alike(
     `blocks`, on what these need, and if `axes` cut it, too, nobody; all, also the inactive,
     on what nothing cuts."""
     if blocks:
-        return [] if axes else [mesh.holders_of_blocks(blocks)]
+        return [] if axes else [mesh.ranks_with_blocks(blocks)]
     if not axes:
         return [list(range(mesh.world_size))]
     found: dict[tuple[int, ...], list[int]] = {}

@@ -252,7 +252,7 @@ class Worker:
             is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
-        self._link.send(r.Ready(self._process()))
+        self._link.send(r.Started(self._process()))
         self._again = partial(self._loop, session, loop or fit)
         self._again()
 

@@ -12,7 +12,7 @@ from elastic.protocol.messages import to_controller as r
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerStarted:
     worker: int
     at: float
     node: str = ""
@@ -271,7 +271,7 @@ Report = (
     | StillSaving
 )
 Event = (
-    WorkerReady
+    WorkerStarted
     | WorkerLost
     | Loaded
     | Synced

@@ -48,11 +48,11 @@ def pool_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
     """Every live worker that is not a member is in exactly one of these."""
     return (
         ledger.spawned,
-        ledger.ready,
+        ledger.standbys,
         ledger.loading,
         ledger.syncing,
         ledger.synced,
-        ledger.holders,
+        ledger.with_state,
     )
 
 
@@ -66,7 +66,7 @@ def set_aside(ledger: Ledger, workers: NumberSet) -> Ledger:
     """They hold the state of `step`, and are no members of the next generation."""
     return replace(
         ledger,
-        ready=ledger.ready | workers,
+        standbys=ledger.standbys | workers,
         outdated=ledger.outdated | workers,
         left=ledger.left | workers,
     )
@@ -101,13 +101,13 @@ def leave(ledger: Ledger, worker: int) -> Ledger:
     return replace(
         ledger,
         spawned=ledger.spawned.remove(worker),
-        ready=ledger.ready.remove(worker),
+        standbys=ledger.standbys.remove(worker),
         outdated=ledger.outdated.remove(worker),
         left=ledger.left.remove(worker),
         loading=ledger.loading.remove(worker),
         syncing=ledger.syncing.remove(worker),
         synced=ledger.synced.remove(worker),
-        holders=ledger.holders.remove(worker),
+        with_state=ledger.with_state.remove(worker),
         behind=ledger.behind.remove(worker),
         leaving=ledger.leaving.remove(worker),
     )
@@ -119,7 +119,7 @@ def move(ledger: Ledger, worker: int) -> Ledger:
 
 
 def arrivals(ledger: Ledger) -> NumberSet:
-    """Those who may be members of the next generation, holders apart."""
+    """Those who may be members of the next generation, apart from those with the state."""
     return ledger.synced - ledger.leaving
 
 
@@ -128,8 +128,8 @@ def dismiss(ledger: Ledger, phase: Phase) -> tuple[Ledger, tuple[Command, ...]]:
     members, nor for the state that they hold."""
     if not ledger.leaving or not isinstance(phase, Running | Waiting):
         return ledger, ()
-    useless = ledger.ready | ledger.syncing | ledger.synced
-    if isinstance(phase, Waiting) and not ledger.holders:  # theirs may be the newest state
+    useless = ledger.standbys | ledger.syncing | ledger.synced
+    if isinstance(phase, Waiting) and not ledger.with_state:  # theirs may be the newest state
         useless = useless - ledger.outdated - ledger.synced
     gone = tuple(useless & ledger.leaving)
     for worker in gone:

@@ -78,13 +78,13 @@ def finish(
     ledger = replace(
         ledger,
         spawned=NOBODY,
-        ready=NOBODY,
+        standbys=NOBODY,
         outdated=NOBODY,
         left=NOBODY,
         loading=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,
-        holders=NOBODY,
+        with_state=NOBODY,
         behind=NOBODY,
         leaving=NOBODY,
     )

@@ -200,7 +200,7 @@ class WorkerActor:
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
-        if spec.is_spare:
+        if spec.is_standby:
             importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
             importing.start()
             importing.join()

@@ -110,7 +110,7 @@ class TensorLayout:
     first one is the outer. What no axis cuts every rank has, also one that is inactive."""
     blocks: tuple[int, ...] = ()
     """Of a model in stages, those that need the tensor: who holds one of them has all of it, or of
-    what `cuts` says a part as all holders of these blocks share it, and the others nothing. Empty:
+    what `cuts` says a part as all ranks with these blocks share it, and the others nothing. Empty:
     every rank has it."""
 
     def __post_init__(self) -> None:
@@ -153,8 +153,8 @@ class TensorLayout:
         if not self.cuts:
             return whole(self.shape)
         assert self.cuts == ROWS, self
-        holders = at.mesh.holders_of_blocks(self.blocks)
-        rows = cut(self.shape[0], len(holders), holders.index(at.rank))
+        ranks = at.mesh.ranks_with_blocks(self.blocks)
+        rows = cut(self.shape[0], len(ranks), ranks.index(at.rank))
         return Box((rows.start, *(0 for _ in self.shape[1:])), (len(rows), *self.shape[1:]))
 
     def own(self, at: Position) -> Box | None:
@@ -165,8 +165,8 @@ class TensorLayout:
             return box if box.size else None
         if mesh.cuts:
             # Evenly among those who hold the same blocks.
-            holders = mesh.holders_of_blocks(self.blocks) if self.blocks else mesh.ranks()
-            owner = holders[min(self.blocks, default=0) % len(holders)]
+            ranks = mesh.ranks_with_blocks(self.blocks) if self.blocks else mesh.ranks()
+            owner = ranks[min(self.blocks, default=0) % len(ranks)]
             return box if at.rank == owner else None
         cutting = self.axes if has_elements else ()
         others: list[Axis] = [axis for axis in AXES if axis not in cutting]

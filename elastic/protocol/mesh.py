@@ -249,7 +249,7 @@ class Mesh:
             at -= count
         return ()
 
-    def holders_of_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def ranks_with_blocks(self, blocks: Sequence[int]) -> list[int]:
         """The ranks that hold one of these, by position."""
         ranks = self.ranks()[: self.num_active]
         return [r for r in ranks if any(block in self.blocks(r) for block in blocks)]
@@ -300,7 +300,7 @@ class Mesh:
         """The ranks of this rank's replica, by shard. Not for one that is inactive."""
         return self.along("dp_shard", rank)
 
-    def holders_of(self, shard: int) -> list[int]:
+    def ranks_with_shard(self, shard: int) -> list[int]:
         """The ranks that hold `shard`, by replica."""
         return self.along("dp_replicate", self.ranks()[shard * self._stride("dp_shard")])
 

@@ -138,11 +138,11 @@ class PipelinePlan:
         return range(0) if seat is None else self.pipelines[seat.pipeline].ids
 
     def segments(self) -> list[range]:
-        """The longest runs of blocks that have the same holders."""
+        """The longest runs of blocks that the same positions have."""
         cuts = sorted({cut for p in self.pipelines for cut in p.cuts})
         return [range(a, b) for a, b in pairwise(cuts)]
 
-    def holders(self, block: int) -> list[int]:
+    def positions_with(self, block: int) -> list[int]:
         """The positions that hold a block, one in each pipeline."""
         found: list[int] = []
         first = 0

@@ -171,8 +171,8 @@ class Process:
         seat = told.generation, told.rank, told.world_size
         return r.Introduction(self.machine.kind, ("", 0), *seat, self.step, None, self.origin)
 
-    def ready(self) -> r.Ready:
-        return r.Ready(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
+    def started(self) -> r.Started:
+        return r.Started(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
 
     # --- threads -------------------------------------------------------------------------
     def hear(self) -> None:

@@ -46,14 +46,14 @@ class ShardedCluster(FakeCluster):
 
     def deliver(self) -> Event | None:
         if self.faults.holder_losses and self.rng.random() < 0.002:
-            self.lose_holder()
+            self.lose_state()
         return super().deliver()
 
     def check_return(self, before: int) -> None:
         assert self.has_lost_copies or 1 < self.every >= before - self.recorded
         self.returns += 1
 
-    def lose_holder(self) -> None:
+    def lose_state(self) -> None:
         """Of some ranks."""
         self.faults.holder_losses -= 1
         self.has_lost_copies = True

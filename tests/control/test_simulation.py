@@ -92,14 +92,14 @@ def simulate(
 
 
 def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> None:
-    """Every live worker is known in exactly one place; holders exist only without a generation."""
+    """Every live worker is known in exactly one place; members are in none of the sets."""
     sets = (
         ledger.spawned,
-        ledger.ready,
+        ledger.standbys,
         ledger.loading,
         ledger.syncing,
         ledger.synced,
-        ledger.holders,
+        ledger.with_state,
     )
     outside = set(in_pool(ledger))
     assert len(outside) == sum(len(s) for s in sets), ledger
@@ -107,7 +107,7 @@ def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> No
     if isinstance(phase, Suspending):
         members -= set(phase.lost)
     assert not members & outside
-    assert not isinstance(phase, Active) or not ledger.holders
+    assert not isinstance(phase, Active) or not ledger.with_state
     assert ledger.kept_step < 0 or ledger.kept_step in cluster.published, ledger
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
     assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"

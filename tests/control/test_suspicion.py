@@ -66,7 +66,7 @@ def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_i
     late = replace(building, phase_s=301.0)
     assert suspicion(Watch(building, 10.0), None, 10.0, detect_s=3.0) is None
     assert suspicion(Watch(late, 10.0), None, 10.0, detect_s=3.0) == (
-        "it is not ready to join; 301.0 s in starting of step 1 (no usual time known)"
+        "it has not started; 301.0 s in starting of step 1 (no usual time known)"
     )
     timeouts = replace(late, phase="pool")
     assert suspicion(Watch(timeouts, 10.0), None, 10.0, detect_s=3.0) is None

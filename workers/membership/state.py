@@ -184,7 +184,7 @@ class State:
         if self.source is not Source.NONE and not is_forming:
             return "synced" if self.source is Source.LEVEL else "syncing"
         if self.holding is Holding.NOTHING:
-            return "ready"
+            return "standby"
         return "working" if self.is_at_work and not is_forming else "stopped"
 
 

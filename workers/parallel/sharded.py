@@ -88,7 +88,7 @@ class Sharded(OverShards):
             return None
         replica, shard = mesh.replica(rank), mesh.shard(rank)
         shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
-        self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
+        self._replicas = group.part(f"shard{shard}", mesh.ranks_with_shard(shard), timeout_s)
         return shards
 
     # --- a step -----------------------------------------------------------------------------

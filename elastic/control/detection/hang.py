@@ -132,7 +132,7 @@ def suspicion(
     elif heartbeat.phase == RESTORING:
         why = "it does not get on with its state"  # nobody waits where all read from one storage
     elif heartbeat.generation == 0 and heartbeat.phase != "pool":
-        why = "it is not ready to join"  # it occupies a place, and nobody else would ever notice
+        why = "it has not started"  # it occupies a place, and nobody else would ever notice
     else:
         return None
     phase_s = heartbeat.phase_s + silent_s

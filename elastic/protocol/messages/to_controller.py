@@ -48,7 +48,9 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Started:
+    """Its model is built: it is a standby."""
+
     process: Process
 
 
@@ -306,7 +308,7 @@ class DrainNotice:
 
 Report: TypeAlias = (
     Introduction
-    | Ready
+    | Started
     | Loaded
     | Synced
     | SyncFailed

@@ -23,9 +23,9 @@ from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
+from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
-from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
@@ -103,7 +103,7 @@ class Staged:
         self._mesh = StagedMesh(spec.parallel, 1)
         """Of the generation at hand."""
         self._formed: Formed | None = None
-        self._groups: HolderGroups | None = None
+        self._groups: BlockGroups | None = None
         self._rows: SharedRows | None = None
 
     @property
@@ -181,7 +181,7 @@ class Staged:
         self._formed = formed
         if group.rank() == 0:
             formed.say(self._planned(formed.generation))
-        self._groups = HolderGroups(group, self._spec.join_timeout_s)
+        self._groups = BlockGroups(group, self._spec.join_timeout_s)
         if self._spec.parallel.cuts_tensors:
             self._rows = SharedRows(
                 self._parts, self._mesh, self._groups, self._on_lost, formed.gathering
