@@ -69,6 +69,8 @@ class ScriptLoop:
     ray_version: str = ""
     installed: Callable[["Call"], AbstractContextManager[Any]] = lambda call: nullcontext()
     """Within, the functions that the script calls answer from this call."""
+    keeps_all_metrics: bool = False
+    """reports.jsonl has those of every rank, and not of the lowest one alone."""
     goes_in_place: bool = False
     """After a loss a call goes on where it can (workers/scripts/in_place), instead of being called
     again."""
@@ -305,12 +307,15 @@ class Call:
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         metrics = plain(metrics)
-        bringing = self._gather(source is not None)
-        if not any(bringing.values()):
+        told = metrics if self.loop.keeps_all_metrics else None
+        said = self._gather([source is not None, told])
+        if self.loop.keeps_all_metrics:
+            self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
+        who = {member for member, (brings, _) in said.items() if brings}
+        if not who:
             if self.rank == 0:
                 self._log(metrics, None)
             return None
-        who = {member for member, brings in bringing.items() if brings}
         name, files = self._bring(source, name, who)
         self._told.newest = name
 
@@ -352,15 +357,16 @@ class Call:
         raise self._lost(PeerLost(why))
 
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
-        self.reports.log(
-            {
-                "report": self._told.num_reports,
-                "generation": self.generation,
-                "world_size": self.place.world_size if self.group is None else self.group.size(),
-                "metrics": metrics,
-                "checkpoint": name,
-            }
-        )
+        line: dict[str, Any] = {
+            "report": self._told.num_reports,
+            "generation": self.generation,
+            "world_size": self.place.world_size if self.group is None else self.group.size(),
+            "metrics": metrics,
+            "checkpoint": name,
+        }
+        if self.loop.keeps_all_metrics:
+            line["metrics_of_ranks"] = self._told.metrics_of_ranks
+        self.reports.log(line)
 
     # --- steps ----------------------------------------------------------------------------
     def _next_step(self) -> Step:

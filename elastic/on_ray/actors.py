@@ -312,6 +312,7 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
         "lifetime": "detached",
         "num_cpus": 0,
         "resources": ON_THE_HEAD,
+        "scheduling_strategy": "DEFAULT",  # not in the placement group of its driver, a Tune trial
         "max_restarts": -1,  # its successor takes the run over
         "max_task_retries": -1,
         "max_concurrency": 16,
