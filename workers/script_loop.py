@@ -46,6 +46,7 @@ from workers.scripts.roll_call import RollCall
 from workers.scripts.unwinding import Unwinding, raised
 from workers.scripts.values import plain, returned
 from workers.session import Session, Step
+from workers.tracebacks import begun_outside
 
 log = logging.getLogger(__name__)
 
@@ -435,6 +436,7 @@ class Call:
 
     def own_error(self, error: Exception) -> Exception:
         """What the run ends with."""
+        error = begun_outside(error)
         return raised(error, has_moved=self.has_moved, has_moved_before=self.reports.has_moved)
 
     def is_over_with(self, error: Exception) -> bool:
@@ -457,7 +459,7 @@ class Call:
             return False
         of = "" if most < 0 else f" of {most}"
         why = f"rank {rank} of the script raised {in_words(error)}; failure {num}{of}"
-        log.exception("%s", why)
+        log.error("%s", why, exc_info=begun_outside(error))
         self._member.collective_failed(PeerLost(why))
         return True
 

@@ -57,6 +57,7 @@ from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory, advice
 from workers.train_state.trial import check_kept, try_optimizer
@@ -160,7 +161,7 @@ class Worker:
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""
         self._link.send(r.UserFailed(self._describe(error)))
-        traceback.print_exc()
+        traceback.print_exception(begun_outside(sys.exception() or error))
         self._keep_log()
         raise error
 
