@@ -9,9 +9,11 @@ elastic/on_ray/train_api.py.
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +21,7 @@ from typing import Any, cast
 from elastic.driver.followed import Followed
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed
-from elastic.driver.scripts import ScriptRun, may_go_on_in_place, run_script
+from elastic.driver.scripts import HIGHEST_LEVEL, ScriptRun, may_go_on_in_place, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
@@ -61,7 +63,14 @@ def install() -> None:
     if trainer.fit is not fit:
         trainer.rays_own_fit = trainer.fit
         trainer.fit = fit
-        on_elastic(install, count_fit)
+        on_elastic(partial(begin_trial, os.environ.get(HIGHEST_LEVEL)), count_fit)
+
+
+def begin_trial(level: str | None) -> None:
+    """In the process of a Tuner's trial. level: as it was asked for where the Tuner is."""
+    if level is not None:
+        os.environ[HIGHEST_LEVEL] = level
+    install()
 
 
 def fit(trainer: Any) -> Any:
@@ -363,6 +372,7 @@ def rays_result(result: OwnResult) -> Any:
             checkpoint=None,
             error=None,
             path=folder.path,
+            best_checkpoints=[],
             _storage_filesystem=folder.filesystem,
         )
     found.return_value = json.loads(folder.at(MANIFESTS).read(RETURNED))

@@ -14,7 +14,7 @@ from ray.tune import trainable
 def on_elastic(begin: Callable[[], None], count: Callable[[], None]) -> None:
     """From now on functions that Tune is given run so.
 
-    begin: a function of a module, called in each trial's process. count: called here for each.
+    begin: by name, of a module; called in each trial's process. count: called here for each.
     """
     functions: Any = trainable
     rays_own = functions.wrap_function

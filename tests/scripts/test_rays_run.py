@@ -11,6 +11,8 @@ from ray.train import Checkpoint, CheckpointConfig, Result
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 
+from elastic.driver.launch import Result as OwnResult
+from elastic.ray_train import rays_result
 from tests.scripts.test_reports import names, opened, reported
 from workers.scripts.reports import SNAPSHOT, Retention
 
@@ -86,3 +88,19 @@ def test_what_ray_s_result_tells_of_our_run(tmp_path, mode, best):
     with chosen.as_directory() as folder:
         assert (Path(folder) / "part" / "w.pt").read_bytes() == b"weights"
     assert (result.error, result.path) == (None, str(tmp_path / "run"))
+
+
+def test_what_fit_gives_of_a_run_with_and_without_checkpoints(tmp_path):
+    reports = opened(tmp_path)
+    reports.folder.at("script").create()
+    reports.folder.at("script").write("returned.json", b'{"accuracy": 0.5}')
+    own = OwnResult(
+        outcome="succeeded", badput={}, recoveries=[], run_directory=str(tmp_path / "run")
+    )
+    without = rays_result(own)
+    assert (without.metrics, without.checkpoint, without.best_checkpoints) == (None, None, [])
+    assert (without.return_value, without.error) == ({"accuracy": 0.5}, None)
+    reported(tmp_path, reports, "a", score=3)
+    found = rays_result(own)
+    assert (found.metrics, Path(found.checkpoint.path).name) == ({"score": 3}, "a")
+    assert (found.path, found.return_value) == (str(tmp_path / "run"), {"accuracy": 0.5})
