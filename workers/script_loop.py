@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from elastic.protocol.errors import PeerLost, StepCancelled, in_words
+from elastic.protocol.errors import GivenUp, PeerLost, StepCancelled, in_words
 from elastic.protocol.messages.to_controller import LastWords, ScriptLevel
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
@@ -216,7 +216,7 @@ class Call:
 
     def deny(self, why: str) -> None:
         self.not_in_place = why
-        raise self._lost(PeerLost(why))
+        raise self._lost(GivenUp(why))
 
     def unwind(self) -> NoReturn:
         self._unwinding.tell()
@@ -355,7 +355,7 @@ class Call:
 
     def _call_again(self, why: str) -> NoReturn:
         log.warning('generation=%d called again reason="%s"', self.generation, why)
-        raise self._lost(PeerLost(why))
+        raise self._lost(GivenUp(why))
 
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
         line: dict[str, Any] = {
@@ -460,7 +460,7 @@ class Call:
         of = "" if most < 0 else f" of {most}"
         why = f"rank {rank} of the script raised {in_words(error)}; failure {num}{of}"
         log.error("%s", why, exc_info=begun_outside(error))
-        self._member.collective_failed(PeerLost(why))
+        self._member.collective_failed(GivenUp(why))
         return True
 
     def _end_process(self, status: int, why: str) -> NoReturn:

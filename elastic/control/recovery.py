@@ -197,11 +197,17 @@ def suspect_loss(
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 
-def hear_complaint(phase: Suspending, event: CollectiveFailed) -> Suspending:
-    """The first one is told; or the one that was refused, of which the others are consequences."""
+def hear_complaint(
+    ledger: Ledger, phase: Suspending, event: CollectiveFailed, limits: Limits
+) -> Decision:
+    """The first one is told; or the one that was refused, or needs no loss, of which the others are
+    consequences."""
     if event.is_refused and not phase.is_refused:
-        return replace(phase, complaint=event.message, is_refused=True)
-    return replace(phase, complaint=phase.complaint or event.message)
+        return Decision(ledger, replace(phase, complaint=event.message, is_refused=True))
+    if event.is_stall and (phase.deadline is not None or phase.is_overdue):
+        phase = replace(phase, complaint=event.message, is_overdue=True)
+        return settle(Decision(ledger, replace(phase, deadline=None)), event.at, limits)
+    return Decision(ledger, replace(phase, complaint=phase.complaint or event.message))
 
 
 def give_up_stalled(

@@ -201,7 +201,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Ending(), CollectiveFailed():
             return Decision(ledger, phase)  # every member has left its last step
         case Suspending(), CollectiveFailed():
-            return Decision(ledger, hear_complaint(phase, event))
+            return hear_complaint(ledger, phase, event, limits)
         case Suspending(), Ended() if not limits.is_whole:
             return Decision(ledger, phase)  # said before another was lost: all will say it again
         case Suspending(), (Connected(rank=rank) | Joined(rank=rank)):  # before it saw the Abort

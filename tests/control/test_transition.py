@@ -517,6 +517,17 @@ def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever()
     )
 
 
+@pytest.mark.parametrize("answered_before", [0, 2, 3])
+def test_what_needs_no_loss_is_heard_behind_its_consequences(answered_before):
+    closed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
+    explained = CollectiveFailed(7, 0, "the script raised", 9.1, is_stall=True)
+    answers = [suspended(rank, 40) for rank in range(3)]
+    events = [closed, *answers[:answered_before], explained, *answers[answered_before:]]
+    ledger, _, commands = play(LEDGER, Running(ABC), *events)
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
+    assert ledger.failures == 1
+
+
 def test_a_refused_call_is_told_though_its_consequences_were_heard_first():
     closed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
     refused = CollectiveFailed(7, 0, "sizes differ", 9.1, is_refused=True)

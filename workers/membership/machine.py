@@ -324,7 +324,9 @@ def lose_peers(state: State, event: e.PeersLost) -> Outcome:
         state = replace(state, phase=Broken())
     if is_known:
         return Outcome(state)
-    failed = r.CollectiveFailed(seat.generation, seat.rank, event.why, event.is_refused)
+    failed = r.CollectiveFailed(
+        seat.generation, seat.rank, event.why, event.is_refused, event.is_explained
+    )
     return Outcome(state, (a.Abandon(seat.generation), a.Say(failed)))
 
 

@@ -176,6 +176,8 @@ class CollectiveFailed:
     rank: int
     message: str
     is_refused: bool
+    is_explained: bool = False
+    """The loop ends the generation of its own accord: no loss is to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
