@@ -24,7 +24,7 @@ from workers.distributed.process_group import Group
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
-from workers.scripts.afresh import give_back_memory, no_start_method
+from workers.scripts.afresh import forget_accelerate, give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.epochs import Epochs
 from workers.scripts.in_place import trial
@@ -83,6 +83,7 @@ class ScriptLoop:
         while session.step >= 0 and not session.model.has_ended:
             not_in_place = self._call(Call(self, session, reports, num_calls, not_in_place))
             num_calls += 1
+            forget_accelerate()
             give_back_memory()  # this call's models and loaders are gone before the next
 
     def _call(self, call: "Call") -> str:
