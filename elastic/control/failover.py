@@ -12,7 +12,7 @@ from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Recall
 from elastic.control.events import Adopted
 from elastic.control.planning import Nodes, wants_nodes
-from elastic.control.pool import explain, names, record, top_up
+from elastic.control.pool import explain, in_pool, names, record, top_up
 from elastic.control.scaling import staff
 from elastic.control.shutdown import finish
 from elastic.control.standing import Standing
@@ -24,6 +24,7 @@ from elastic.control.state import (
     Finished,
     Ledger,
     Limits,
+    Notice,
     Phase,
     Running,
     Save,
@@ -31,6 +32,7 @@ from elastic.control.state import (
     Waiting,
 )
 from elastic.protocol.membership import Membership, NumberSet, counted
+from elastic.protocol.timeouts import UNLIMITED_S
 
 IT_ENDED = "it ended"
 """Why a run was to stop whose journal does not say it."""
@@ -48,7 +50,9 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         ledger = replace(with_pool(ledger, ()), standbys=everybody)
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
     holding, failures = with_state(standings), failures_of(ledger, phase, standings)
+    dismissed = dismissed_before(ledger, phase, standings)
     ledger = with_pool(ledger, standings)
+    ledger = let_go(ledger, dismissed, event.at)
     if wants_nodes(limits.parallel):
         ledger = replace(ledger, nodes=Nodes.of((s.worker, s.node) for s in standings))
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
@@ -109,6 +113,28 @@ def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         behind=NOBODY,
         kept_step=-1,  # whether it was published may never have been heard
         leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
+    )
+
+
+def dismissed_before(
+    ledger: Ledger, phase: Phase, standings: tuple[Standing, ...]
+) -> tuple[int, ...]:
+    """Those alive whom the journal's controller had counted out: the Retire that ends them may have
+    been lost with it."""
+    members = phase.membership.workers if isinstance(phase, Active) else ()
+    counted_in = in_pool(ledger) | ledger.spawned | NumberSet.of(members)
+    known = (s.worker for s in standings if s.worker < ledger.next_worker)
+    return tuple(worker for worker in known if worker not in counted_in)
+
+
+def let_go(ledger: Ledger, workers: tuple[int, ...], at: float) -> Ledger:
+    """They leave as under a drain notice: at once, unless what they hold is needed."""
+    notices = tuple(Notice(worker, at, at + UNLIMITED_S) for worker in workers)
+    leaving = ledger.leaving | NumberSet.of(workers)
+    return replace(
+        ledger,
+        leaving=leaving,
+        notices=(*(n for n in ledger.notices if n.worker in ledger.leaving), *notices),
     )
 
 

@@ -37,6 +37,42 @@ def test_the_number_of_a_worker_that_nobody_has_heard_of_is_not_given_again():
     assert (ledger.next_worker, ledger.spawned) == (6, some(5))
 
 
+@pytest.mark.parametrize("kind", ["standby", "syncing", "synced"])
+def test_who_was_retired_by_the_controller_that_died_is_retired_again(kind):
+    """Its Retire may have been lost with that controller."""
+    ledger = replace(LEDGER, next_worker=5, standbys=some(4))
+    standings = (*WORKING, Standing(3, kind), Standing(4, "standby"))
+    limits = replace(LIMITS, max_workers=3, standby=1)
+    ledger, phase, commands = play(ledger, Running(ABC), Adopted(standings, 9.0), limits=limits)
+    assert (phase, commands) == (Running(ABC), [Retire((3,))])
+    assert ledger.standbys == some(4)
+
+
+def test_who_was_retired_while_its_process_began_is_retired_when_it_is_there():
+    ledger, adopted = replace(LEDGER, next_worker=4), (*WORKING, Standing(3, "starting"))
+    ledger, phase, commands = play(ledger, Running(ABC), Adopted(adopted, 9.0))
+    assert (commands, ledger.spawned) == ([], some(3))
+    ledger, phase, commands = play(ledger, phase, WorkerStarted(3, 10.0))
+    assert (phase, commands) == (Running(ABC), [Retire((3,))])
+
+
+def test_who_left_the_members_and_was_retired_is_retired_again_while_they_work():
+    ledger = replace(LEDGER, next_worker=4)
+    stood = Standing(3, "stopped", 6, 3, 4, 39)
+    ledger, phase, commands = play(ledger, Running(ABC), Adopted((*WORKING, stood), 9.0))
+    assert (phase, commands) == (Running(ABC), [Retire((3,))])
+
+
+def test_who_was_retired_and_alone_holds_the_state_is_needed_once_more():
+    """What it holds is worth more than that it was to leave."""
+    ledger = replace(LEDGER, next_worker=4)
+    stood = Standing(3, "stopped", 6, 3, 4, 40)
+    ledger, phase, commands = play(ledger, Running(ABC), Adopted((stood,), 9.0))
+    assert isinstance(phase, Suspending)
+    assert phase.membership.workers == (3,)
+    assert not any(isinstance(command, Retire) for command in commands)
+
+
 def test_a_run_that_was_to_stop_ends_stopped_if_nobody_holds_its_state():
     """What is on record is what a resume begins with."""
     ledger, phase, _ = play(LEDGER, Running(ABC), StopRequested("SIGINT", 8.0))
@@ -97,7 +133,7 @@ def test_more_who_hold_the_state_than_may_be_members_are_not_all_members():
     """Two had followed a member that is lost: they hold the state, too."""
     members = tuple(Standing(w, "stopped", 7, w, 3, 40) for w in (0, 1))
     followers = tuple(Standing(w, "stopped", step=40) for w in (4, 5))
-    ledger = replace(LEDGER, leaving=some(1), next_worker=6)
+    ledger = replace(LEDGER, leaving=some(1), next_worker=6, synced=some(4, 5))
     ledger, phase, commands = play(ledger, Running(ABC), Adopted((*members, *followers), 9.0))
     assert commands == [Recall(Membership(12, (0, 1, 4, 5)))]
     answers = [Suspended(12, rank, 40, False, False, 9.0) for rank in range(4)]
