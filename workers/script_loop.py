@@ -228,6 +228,11 @@ class Call:
     def device(self) -> torch.device:
         return self._session.device
 
+    def hear_rank_asked(self) -> None:
+        """The script asks for its rank, or finds it in its environment."""
+        if self.course is not None:
+            self.course.hear_rank_asked()
+
     def check(self) -> None:
         """StepCancelled if the generation is over and the script does not go on in place: it
         unwinds the script. Each call into us."""
@@ -314,6 +319,8 @@ class Call:
         if self.loop.keeps_all_metrics:
             self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
         who = {member for member, (brings, _) in said.items() if brings}
+        if not self._told.count(who, said.keys()):
+            self._call_again("who has brought the checkpoints is lost, and no rank does it now")
         if not who:
             if self.rank == 0:
                 self._log(metrics, None)

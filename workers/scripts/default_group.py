@@ -4,6 +4,7 @@ A script's collectives, DistributedDataParallel and DistributedSampler use the d
 peer raises PeerLost in them, out of a backward as well; `failure` says afterwards what it was.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from workers.distributed.pending import GivenUp, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
+from workers.scripts.ranks import is_asked_by_script
 
 FORMED_S = 60.0
 """All ranks of a group of the script's own have asked for it by then."""
@@ -34,7 +36,8 @@ class Collectives(Protocol):
 
     @property
     def on_missing(self) -> str: ...
-    def begin_collective(self, own: OwnCollective) -> None: ...
+    def hear_rank_asked(self) -> None: ...
+    def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None: ...
     def drop_collective(self) -> None: ...
     def end_collective(self, own: OwnCollective) -> None: ...
     def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool: ...
@@ -79,6 +82,8 @@ class DefaultGroup(C10dGroup):
         inner.adopt(self)
 
     def rank(self) -> int:
+        if self.course is not None and is_asked_by_script(sys._getframe(1)):
+            self.course.hear_rank_asked()
         return self.inner.rank()
 
     def size(self) -> int:
@@ -202,7 +207,7 @@ class DefaultGroup(C10dGroup):
         if self.course is None:
             return self._told(lambda: self.inner._launch(what, launch))
         own = self._coming or OwnCollective(COLLECTIVE)
-        self.course.begin_collective(own)
+        self.course.begin_collective(own, is_by_rank=what[0] not in ("all_reduce", "broadcast"))
         try:
             return Mending(self, self.course, own, lambda: self.inner._launch(what, launch))
         except Exception:

@@ -123,6 +123,12 @@ class Training:
     has_begun: bool = False
     num_without_samples: int = REUSED
     """Units since the script had a batch of ours."""
+    has_rank: bool = False
+    """The script has asked for its rank, or was told it at its start."""
+    asks_for_rank: bool = False
+    """It has done so in the middle of the training."""
+    gathers: bool = False
+    """In the middle of the training, by ranks."""
     is_refusal_heard: bool = False
     """By all members."""
     suspicion: str = ""
@@ -283,10 +289,17 @@ class Course:
         """The step of the engine that was open counts, although it was cancelled here."""
         self.operations.end(self.operations.result)
 
-    def begin_collective(self, own: OwnCollective) -> None:
+    def hear_rank_asked(self) -> None:
+        """The script asks for its rank, which may be another one after a loss."""
+        self.training.has_rank = True
+        self.training.asks_for_rank |= self.training.has_begun
+
+    def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None:
         """One of the script's own is launched. Of several that are under way together none is
-        mended."""
+        mended. is_by_rank: who reads the result asks whose is which."""
         self.check()
+        is_training = self.training.has_begun and torch.is_grad_enabled()
+        self.training.gathers |= is_by_rank and is_training
         self.operations.num_collectives += 1
         self.operations.sole = own if self.operations.num_collectives == 1 else None
 
@@ -359,6 +372,8 @@ class Course:
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
             or ("" if self.num_models else "no model is in DistributedDataParallel"),
+            keeps_rank=self.training.has_rank and not self.training.asks_for_rank,
+            gathers=self.training.gathers,
         )
 
     def _doing(self) -> str:

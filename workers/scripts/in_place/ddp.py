@@ -133,7 +133,7 @@ class Replica:
 
     def _buffers(self) -> list[Tensor]:
         module = self._module()
-        if module is None or not module.forward_sync_buffers:
+        if module is None or not module.forward_sync_buffers or not module.modules_buffers:
             return []
         module._assign_modules_buffers()  # a script may have put others in their place
         return list(module.modules_buffers)
