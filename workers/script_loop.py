@@ -50,7 +50,7 @@ from workers.tracebacks import begun_outside
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "commit in place (level 1) is not on: ELASTIC_SCRIPT_LEVEL=1"
+NOT_HIGHER = "no higher one was asked for (ELASTIC_SCRIPT_LEVEL=0)"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
