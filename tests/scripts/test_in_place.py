@@ -120,7 +120,7 @@ def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
         (
             1,
             {"gathers": True},
-            "with fewer ranks than it was called with, the script met TypeError",
+            "with fewer ranks than it was called with, the script met Type",
         ),
         (0, {"keeps_rank": True}, ""),
     ],
@@ -196,7 +196,7 @@ def test_kills_at_any_instant(tmp_path):
 def test_what_one_rank_cannot_do_in_place_none_does(tmp_path):
     """Only rank 1 registers a hook of its own, and a loss follows: all are called again, twice."""
     place = tmp_path / "run"
-    run = started(place, hooks=[1], sleep_s=0.05, ends=[[2, 9, "backward"]])
+    run = started(place, hooks=[1], sleep_s=0.05, ends=[[2, 9, "backward"]], ends_in_call=1)
     assert run.wait() == "succeeded", run.failure
     assert run.level is not None
     assert (run.level.level, "register_comm_hook" in run.level.reason) == (0, True)
