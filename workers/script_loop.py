@@ -228,11 +228,6 @@ class Call:
     def device(self) -> torch.device:
         return self._session.device
 
-    def hear_rank_asked(self) -> None:
-        """The script asks for its rank, or finds it in its environment."""
-        if self.course is not None:
-            self.course.hear_rank_asked()
-
     def check(self) -> None:
         """StepCancelled if the generation is over and the script does not go on in place: it
         unwinds the script. Each call into us."""
@@ -465,7 +460,7 @@ class Call:
         has kept the number of ranks. It is its own if it meets the same without one."""
         log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
         self.not_in_place = why
-        self._member.collective_failed(PeerLost(why))
+        self._member.collective_failed(GivenUp(why))
 
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""

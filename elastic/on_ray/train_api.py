@@ -53,8 +53,9 @@ class Context(LocalTrainContext):
     def get_world_rank(self) -> int:
         frame = inspect.currentframe()
         asks = frame.f_back if frame else None
-        if asks is None or not asks.f_globals["__name__"].startswith("ray."):
-            self._call.hear_rank_asked()
+        is_script = asks is None or not asks.f_globals["__name__"].startswith("ray.")
+        if is_script and self._call.course is not None:
+            self._call.course.hear_rank_asked()
         return self._call.rank
 
     def get_storage(self) -> StorageContext:
