@@ -6,15 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cluster.live import environment
+from tests.cluster.fork_server import Forked
+from tests.cluster.live import begin, environment
 from tests.scripts import jobs, torchrun_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -44,11 +43,9 @@ def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(learn=inspect.getsource(jobs.learn)))
 
-    def run(place, sleep_s: float) -> subprocess.Popen:
-        command = [sys.executable, "-m", "elastic", "run", str(script), str(place), str(sleep_s)]
+    def run(place, sleep_s: float) -> Forked:
         env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=env, **pipes)
+        return begin(env, "-m", "elastic", "run", script, place, sleep_s)
 
     def reports(place) -> list[dict]:
         file = place / "run" / "reports.jsonl"
@@ -63,8 +60,9 @@ def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
     out, err = (process := run(calm, 0.0)).communicate(timeout=120)
     assert (process.returncode, "epoch 7 returned learned" in out) == (0, True), (out, err)
     result = json.loads((calm / "run" / "result.json").read_text())
-    assert (result["level"], "level 1" in result["level_reason"]) == (0, True)
-    assert "learn runs at level 0, restart in place, on 2 workers (at least 1)" in err
+    said = "nothing is trained in DistributedDataParallel" in result["level_reason"]
+    assert (result["level"], said) == (0, True)
+    assert "learn runs at level 1, commit in place, on 2 workers (at least 1)" in err
 
     process = run(hit, 0.1)
     deadline = time.monotonic() + 120
@@ -89,14 +87,13 @@ def test_a_script_that_torchrun_starts_survives_the_loss_of_rank_0_as_it_is(
     folder.mkdir()
     shutil.copy(torchrun_job.__file__, folder / "train.py")
 
-    def run(name: str, *arguments: str) -> tuple[Path, subprocess.Popen]:
+    def run(name: str, *arguments: str) -> tuple[Path, Forked]:
         place = tmp_path / name
         place.mkdir()
-        command = [sys.executable, "-m", "elastic", "torchrun", "--nproc-per-node", "2"]
-        command += ["--log-dir", "logs", "--rdzv-id", "run", str(folder / "train.py"), *arguments]
+        words = ["torchrun", "--nproc-per-node", 2, "--log-dir", "logs", "--rdzv-id", "run"]
+        words += [folder / "train.py", *arguments]
         env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return place, subprocess.Popen(command, env=env, cwd=place, **pipes)
+        return place, begin(env, "-m", "elastic", *words, folder=place)
 
     def epochs(place: Path) -> list[dict]:
         file = place / "epochs.jsonl"
@@ -107,7 +104,7 @@ def test_a_script_that_torchrun_starts_survives_the_loss_of_rank_0_as_it_is(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, (out, err)
     assert sorted(out.splitlines()) == [f"rank {rank} of 2 has finished" for rank in (0, 1)]
-    assert "train.py runs at level 0, restart in place, on 2 workers (at least 1)" in err
+    assert "train.py runs at level 1, commit in place, on 2 workers (at least 1)" in err
 
     hit, process = run("hit", "--sleep-s", "0.1")
     deadline = time.monotonic() + 120
@@ -124,4 +121,5 @@ def test_a_script_that_torchrun_starts_survives_the_loss_of_rank_0_as_it_is(
     assert done[0]["pids"][1] in found[-1]["pids"], "its process was kept"
     result = json.loads((hit / "logs" / "run" / "result.json").read_text())
     assert (result["level"], len(result["recoveries"])) == (0, 1)
+    assert "no DataLoader" in result["level_reason"]
     shared_head.assert_empty()
