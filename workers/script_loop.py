@@ -10,8 +10,8 @@ import logging
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -128,6 +128,7 @@ class Call:
         self._unwinding = Unwinding(self._end_process)
         self.course: Course | None = None
         """None: a loss unwinds the script."""
+        self._level, self._epochs = ScriptLevel(0, 0, ""), Epochs(self)
         self.loaders: Loaders | None = None
 
     def run(self) -> None:
@@ -159,7 +160,7 @@ class Call:
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
-            stack.enter_context(Epochs(self).at_hand())
+            stack.enter_context(self._epochs.at_hand())
             self._tell("called", began)
             value = self.loop.function()
         if self.loaders is not None:
@@ -216,6 +217,7 @@ class Call:
         return self._member.group
 
     def deny(self, why: str) -> None:
+        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
         self.not_in_place = why
         raise self._lost(GivenUp(why))
 
@@ -240,8 +242,9 @@ class Call:
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
+        self._level = ScriptLevel(self.generation, level, reason)
         if self.rank == 0:
-            self._member.link.send(ScriptLevel(self.generation, level, reason))
+            self._member.link.send(self._level)
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no
@@ -417,6 +420,8 @@ class Call:
 
         def publish() -> None:
             if self.rank == 0:
+                sha256 = self._epochs.weights_sha256()
+                self._member.link.send(replace(self._level, weights_sha256=sha256))
                 self.reports.folder.at(MANIFESTS).create()
                 self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
                 self.reports.flush_log()
@@ -451,16 +456,11 @@ class Call:
         if self._member.is_cancelled:
             return True
         if self.course is not None and self.course.operations.num_losses:
-            self._fall_back(f"{AFTER_A_LOSS} {in_words(error)}")
+            # the smaller group may have led to it; it is the script's own if it comes again
+            with suppress(StepCancelled):
+                self.deny(f"{AFTER_A_LOSS} {in_words(error)}")
             return True
         return self._is_forgiven(error)
-
-    def _fall_back(self, why: str) -> None:
-        """What a script meets after a loss in this call may come of the smaller group, as where it
-        has kept the number of ranks. It is its own if it meets the same without one."""
-        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
-        self.not_in_place = why
-        self._member.collective_failed(GivenUp(why))
 
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""

@@ -16,6 +16,7 @@ import torch
 from tests.scripts import counting
 from tests.scripts.local_run import LocalRun
 from workers.script_loop import ScriptLoop
+from workers.train_state.digest import weights_sha256
 
 WORKERS = 3
 KILLS = 30
@@ -111,7 +112,9 @@ def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
     place = tmp_path / "run"
     run = started(place, ends=[ends], **settings)
     assert run.wait() == "succeeded", run.failure
-    check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+    found = check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+    assert run.level is not None
+    assert (run.level.level, run.level.weights_sha256) == (1, weights_sha256(found))
 
 
 @pytest.mark.parametrize(
