@@ -179,7 +179,7 @@ def test_kills_at_any_instant(tmp_path):
         place = tmp_path / f"run-{number}"
         loaders = number % 3 == 2
         run = started(place, sleep_s=0.02, loaders=int(loaders), validates=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len([lines for lines in steps(place) if lines]) < WORKERS:
             assert time.monotonic() < deadline, run.decisions
             time.sleep(0.005)  # polling, bounded by the deadline
