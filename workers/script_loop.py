@@ -128,7 +128,6 @@ class Call:
         self._unwinding = Unwinding(self._end_process)
         self.course: Course | None = None
         """None: a loss unwinds the script."""
-        self._level, self._epochs = ScriptLevel(0, 0, ""), Epochs(self)
         self.loaders: Loaders | None = None
 
     def run(self) -> None:
@@ -160,12 +159,12 @@ class Call:
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
-            stack.enter_context(self._epochs.at_hand())
+            epochs = stack.enter_context(Epochs(self).at_hand())
             self._tell("called", began)
             value = self.loop.function()
         if self.loaders is not None:
             self.loaders.end()
-        self._end(value)
+        self._end(value, epochs)
 
     def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:
         """What all say that begin a call. Who is in the middle of one hears of it, and begins with
@@ -242,9 +241,9 @@ class Call:
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
-        self._level = ScriptLevel(self.generation, level, reason)
+        self._told.level = ScriptLevel(self.generation, level, reason)
         if self.rank == 0:
-            self._member.link.send(self._level)
+            self._member.link.send(self._told.level)
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no
@@ -414,14 +413,14 @@ class Call:
         step, self._step = self._step, None
         return step is None or step.__exit__(type(error) if error else None, error, None)
 
-    def _end(self, value: Any) -> None:
+    def _end(self, value: Any, epochs: Epochs) -> None:
         """The script has returned here; all ranks have when this does."""
         self.check()
 
         def publish() -> None:
             if self.rank == 0:
-                sha256 = self._epochs.weights_sha256()
-                self._member.link.send(replace(self._level, weights_sha256=sha256))
+                level = replace(self._told.level, weights_sha256=epochs.weights_sha256())
+                self._member.link.send(level)
                 self.reports.folder.at(MANIFESTS).create()
                 self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
                 self.reports.flush_log()

@@ -67,14 +67,14 @@ class Epochs:
         """It is there when the script has returned."""
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def at_hand(self) -> Iterator["Epochs"]:
         """Within, `elastic.torch` answers from this call, and what the script makes is known."""
         _at_hand.append(self)
         with ExitStack() as stack:
             for owner in [owner for kind in KINDS.values() for owner in kind]:
                 stack.enter_context(told(owner, self._hear))
             try:
-                yield
+                yield self
             finally:
                 _at_hand.pop()
 
