@@ -156,6 +156,8 @@ class Call:
             stack.enter_context(as_default(self.group))
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
+                if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
+                    print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))

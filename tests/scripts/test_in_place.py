@@ -139,6 +139,7 @@ def test_a_script_that_a_loss_would_confuse_is_called_again(tmp_path, lost, sett
     assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "xx", "xx"]
     assert run.level is not None
     assert why in run.level.reason
+    assert (f"elastic: called again at level 0: {why}" in text_of_logs(place)) is bool(why)
 
 
 @pytest.mark.slow
