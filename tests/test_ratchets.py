@@ -14,7 +14,16 @@ from tests.test_architecture import FILES, ROOT, module_of, named
 
 MAX_POSITIONAL, MAX_ATTRIBUTES = 6, 15
 ORDER = (
-    *("tensors", "distributed", "reduction", "step", "train_state", "checkpoint", "backup"),
+    *(
+        "torch_private",
+        "tensors",
+        "distributed",
+        "reduction",
+        "step",
+        "train_state",
+        "checkpoint",
+        "backup",
+    ),
     *("resharding", "data", "parallel", "health", "membership", "scripts"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""

@@ -57,12 +57,14 @@ from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.torch_private.version import untested
 from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory, advice
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
+log = logging.getLogger(__name__)
 EXIT_WITHOUT_LOADER = 72
 EXIT_WITHOUT_MEMORY = 73
 EXIT_WITHOUT_GPU = 74
@@ -234,6 +236,8 @@ class Worker:
         preflight.check(device, self._gpu_name, spec.host)
         if spec.has_checkpoints:
             storage.check(spec.place, spec.host, is_newcomer=spec.is_newcomer)
+        if why := untested():
+            log.warning('torch is untested reason="%s"', why)
         open_backup = partial(BackupClient, spec, self._link.send)
         self._strategy = build_strategy(workload, spec, device, open_backup)
         self._replica = self._strategy.train_state
