@@ -51,6 +51,7 @@ from workers.loop import fit
 from workers.membership.events import Loop
 from workers.membership.link import Address, ControllerLink, leave
 from workers.membership.member import Member
+from workers.membership.state import BrokenInvariant
 from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
@@ -69,6 +70,7 @@ EXIT_WITHOUT_LOADER = 72
 EXIT_WITHOUT_MEMORY = 73
 EXIT_WITHOUT_GPU = 74
 EXIT_WITH_STUCK_GROUP = 75
+EXIT_WITH_BROKEN_STATE = 76
 
 
 class Worker:
@@ -144,6 +146,8 @@ class Worker:
         except (LoaderLost, OutOfMemory) as error:  # the run goes on without this process
             is_memory = isinstance(error, OutOfMemory)
             self._leave(EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER, str(error))
+        except BrokenInvariant as error:
+            self._leave(EXIT_WITH_BROKEN_STATE, str(error))
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
@@ -168,8 +172,12 @@ class Worker:
         raise error
 
     def _on_command(self, command: Command) -> None:
-        if self._member is not None:
+        if self._member is None:
+            return
+        try:
             self._member.hear(command)
+        except BrokenInvariant as error:
+            self._leave(EXIT_WITH_BROKEN_STATE, str(error))
 
     def _introduce(self, controller: Address) -> r.Introduction:
         """Over each connection of the link, in its thread."""
@@ -256,7 +264,6 @@ class Worker:
             on_log_to=self._log_to,
             on_finish=self._finish,
             on_stuck=partial(self._leave, EXIT_WITH_STUCK_GROUP),
-            is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send(r.Started(self._process()))
