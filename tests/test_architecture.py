@@ -287,8 +287,10 @@ OF_OTHERS = {
     ("sys", "_getframe"),
     ("sys", "_current_frames"),
     ("spec.tensor_meta", "_replace"),
+    ("state.AcceleratorState", "_reset_state"),
+    ("state.GradientState", "_reset_state"),
 }
-"""Of the standard library, named tuples (`_fields`) included."""
+"""Of the standard library, named tuples (`_fields`) included, and of Accelerate."""
 
 
 def private_names_of_ours() -> set[str]:
