@@ -24,6 +24,11 @@ def is_persistent(module: nn.Module, key: str) -> bool:
     return key not in module._non_persistent_buffers_set
 
 
+def has_child(module: nn.Module, name: str) -> bool:
+    """Also of one whose constructor has raised."""
+    return name in module._modules
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Somebody is called before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
