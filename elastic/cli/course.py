@@ -27,6 +27,8 @@ class Course:
         self.losses: list[tuple[int, float]] = []
         """Step and loss, of all of the run in equal distances, more or less."""
         self._every = 1
+        self.newest: dict[str, Any] = {}
+        """The last committed step's line, where it is sound; empty before the first."""
 
     def hear(self, lines: Iterable[dict[str, Any]]) -> None:
         """Of metrics.jsonl, in their order. After a roll back earlier steps come again."""

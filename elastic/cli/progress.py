@@ -83,10 +83,7 @@ class Progress:
         self._live: Live | None = None
         self._folder: Folder | None = None
         self._tails: dict[str, LineTail] = {}
-        self._metrics: dict[str, Any] = {}
         self._course = Course()
-        self._num_recoveries: int | None = None
-        """So many are told; None before the first look."""
         self._shown: View | None = None
         self._unshown: list[str] = []
         self._decisions: deque[str] = deque(maxlen=NUM_DECISIONS)
@@ -156,7 +153,7 @@ class Progress:
         for line in steps[-1:]:
             kinds = {name: kind for name, kind in METRICS_KINDS.items() if name in ("step", *line)}
             check_kinds(line, kinds, "the last line of metrics.jsonl")
-            self._metrics = line
+            self._course.newest = line
         status = read_json(folder, "status.json")
         if status is not None:
             check_status(status, "status.json")
@@ -170,22 +167,14 @@ class Progress:
                 self._print(line)
         if status is None:
             return
-        self._shown = View(status, self._metrics, self._course)
-        for line in self._recovered(status.get("account")):
-            self._print(line)
+        before, self._shown = self._shown, View(status, self._course.newest, self._course)
+        if before is not None and not self._console.is_terminal:
+            for line in recovered_since(before.status, status):
+                self._print(line)
         if self._console.is_terminal:
             self._draw(self._shown)
         elif now - self._line_at >= LINE_EVERY_S:
             self._print_step(self._shown, now)
-
-    def _recovered(self, account: dict[str, Any] | None) -> list[str]:
-        """In plain logs a line for each recovery that is new; not for those of before."""
-        told, number = self._num_recoveries, account["num_recoveries"] if account else 0
-        self._num_recoveries = number
-        if account is None or told is None or self._console.is_terminal:
-            return []
-        num_new = min(max(0, number - told), len(account["recoveries"]))
-        return [recovery_line(r) for r in account["recoveries"][-num_new:]] if num_new else []
 
     def _new(self, folder: Folder, name: str) -> list[dict[str, Any]]:
         if name not in self._tails:
@@ -200,6 +189,16 @@ class Progress:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(screen(view, tuple(self._decisions)), refresh=True)
+
+
+def recovered_since(before: dict[str, Any], status: dict[str, Any]) -> list[str]:
+    """A line for each recovery that an earlier status did not have."""
+    then, now = before.get("account"), status.get("account")
+    if now is None:
+        return []
+    num_new = now["num_recoveries"] - (then["num_recoveries"] if then else 0)
+    newest: list[dict[str, Any]] = now["recoveries"][-num_new:] if num_new > 0 else []
+    return [recovery_line(recovery) for recovery in newest]
 
 
 def is_told(line: dict[str, Any]) -> bool:
