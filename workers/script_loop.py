@@ -10,8 +10,8 @@ import logging
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -156,15 +156,17 @@ class Call:
             stack.enter_context(as_default(self.group))
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
+                if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
+                    print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
-            stack.enter_context(Epochs(self).at_hand())
+            epochs = stack.enter_context(Epochs(self).at_hand())
             self._tell("called", began)
             value = self.loop.function()
         if self.loaders is not None:
             self.loaders.end()
-        self._end(value)
+        self._end(value, epochs)
 
     def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:
         """What all say that begin a call. Who is in the middle of one hears of it, and begins with
@@ -179,7 +181,7 @@ class Call:
 
     # --- going on in place --------------------------------------------------------------------
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
-        name = f"{self._session._spec.run_id}/{self.generation}/{self._num_calls}"
+        name = f"{self.run_id}/{self.generation}/{self._num_calls}"
         self.course = group.course = Course(name, group, self)
         self.loaders = Loaders(self.course)
         self.say_level(0, "nothing is trained in DistributedDataParallel yet")
@@ -216,6 +218,7 @@ class Call:
         return self._member.group
 
     def deny(self, why: str) -> None:
+        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
         self.not_in_place = why
         raise self._lost(GivenUp(why))
 
@@ -224,6 +227,10 @@ class Call:
         raise StepCancelled
 
     # --- what the script's calls come to ------------------------------------------------------
+    @property
+    def run_id(self) -> str:
+        return self._session._spec.run_id
+
     @property
     def device(self) -> torch.device:
         return self._session.device
@@ -240,8 +247,9 @@ class Call:
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
+        self._told.level = ScriptLevel(self.generation, level, reason)
         if self.rank == 0:
-            self._member.link.send(ScriptLevel(self.generation, level, reason))
+            self._member.link.send(self._told.level)
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no
@@ -411,12 +419,14 @@ class Call:
         step, self._step = self._step, None
         return step is None or step.__exit__(type(error) if error else None, error, None)
 
-    def _end(self, value: Any) -> None:
+    def _end(self, value: Any, epochs: Epochs) -> None:
         """The script has returned here; all ranks have when this does."""
         self.check()
 
         def publish() -> None:
             if self.rank == 0:
+                level = replace(self._told.level, weights_sha256=epochs.weights_sha256())
+                self._member.link.send(level)
                 self.reports.folder.at(MANIFESTS).create()
                 self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
                 self.reports.flush_log()
@@ -451,23 +461,16 @@ class Call:
         if self._member.is_cancelled:
             return True
         if self.course is not None and self.course.operations.num_losses:
-            self._fall_back(f"{AFTER_A_LOSS} {in_words(error)}")
+            # the smaller group may have led to it; it is the script's own if it comes again
+            with suppress(StepCancelled):
+                self.deny(f"{AFTER_A_LOSS} {in_words(error)}")
             return True
         return self._is_forgiven(error)
-
-    def _fall_back(self, why: str) -> None:
-        """What a script meets after a loss in this call may come of the smaller group, as where it
-        has kept the number of ranks. It is its own if it meets the same without one."""
-        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
-        self.not_in_place = why
-        self._member.collective_failed(GivenUp(why))
 
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""
         rank, most = self.place.rank, self.loop.max_failures
-        num = self.reports.add_failure(
-            self._session._spec.run_id, self.generation, rank, in_words(error)
-        )
+        num = self.reports.add_failure(self.run_id, self.generation, rank, in_words(error))
         if 0 <= most < num:
             return False
         of = "" if most < 0 else f" of {most}"

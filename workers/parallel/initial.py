@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from elastic.protocol.layout import Position, TensorLayout
 from workers.step.randomness import seed_module
 from workers.tensors.local import local, part_of
+from workers.torch_private.modules import own_buffers, own_parameters
 from workers.train_state.train_state import TrainState
 
 
@@ -90,23 +91,23 @@ def initialise_modules(
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        if not own and not module._buffers:
+        own = {key: p for key, p in own_parameters(module).items() if p is not None}
+        if not own and not own_buffers(module):
             continue
         begin_piece()
         try:
             for key, p in own.items():
                 shape = p.shape if shapes is None else shapes[f"{name}.{key}" if name else key]
                 whole = torch.zeros(shape, dtype=p.dtype)
-                module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
+                own_parameters(module)[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
             seed_module(seed, name)
             reset: Any = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
             initialise(module, name)
-            made = {key: module._parameters[key] for key in own}
+            made = {key: own_parameters(module)[key] for key in own}
         finally:
-            module._parameters.update(own)
+            own_parameters(module).update(own)
         for key, p in own.items():
             value = made[key]
             assert value is not None
@@ -120,12 +121,13 @@ def settle_small(model: nn.Module, device: torch.device) -> None:
     scalar parameters."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for key, p in module._parameters.items():
+        for key, p in own_parameters(module).items():
             if p is not None and p.is_meta and not p.dim():
                 if p not in made:
                     zero = torch.zeros((), dtype=p.dtype, device=device)
                     made[p] = nn.Parameter(zero, requires_grad=p.requires_grad)
-                module._parameters[key] = made[p]
-        for key, buffer in module._buffers.items():
+                own_parameters(module)[key] = made[p]
+        buffers = own_buffers(module)
+        for key, buffer in buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

@@ -41,6 +41,8 @@ from workers.resharding.whole import whole_on_first
 from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
+from workers.torch_private.modules import is_compiled
+from workers.torch_private.version import check_version
 from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
 from workers.train_state.digest import hash_of
@@ -95,7 +97,8 @@ class Staged:
         workload: Any,
         depth: int,
     ) -> None:
-        """depth: of a pipeline, as it is wanted."""
+        """depth: of a pipeline, as it is wanted. Raises WrongInput."""
+        check_version("a pipeline")
         self._spec, self.train_state, self._parts = spec, train_state, parts
         self.shards, self.backup = shards, backup
         self._workload, self._depth = workload, depth
@@ -159,7 +162,7 @@ class Staged:
 
     def _refuse_compiled(self) -> None:
         """The user may compile the model when it is built, or before the first step."""
-        if any(m._compiled_call_impl is not None for m in self.train_state.model.modules()):
+        if any(is_compiled(m) for m in self.train_state.model.modules()):
             raise WrongInput(
                 f"pp:{self._depth}: compile() makes one program of blocks that are on several "
                 "stages; leave it out, or use parallel='fsdp'"
