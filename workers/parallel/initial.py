@@ -90,29 +90,44 @@ def initialise_modules(
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        if not own and not module._buffers:
+        if not module._buffers and not any(p is not None for p in module._parameters.values()):
             continue
         begin_piece()
-        try:
-            for key, p in own.items():
-                shape = p.shape if shapes is None else shapes[f"{name}.{key}" if name else key]
-                whole = torch.zeros(shape, dtype=p.dtype)
-                module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
-            seed_module(seed, name)
-            reset: Any = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-            initialise(module, name)
-            made = {key: module._parameters[key] for key in own}
-        finally:
-            module._parameters.update(own)
+        # Nothing of one module is left when the next one gets its parameters.
+        _initialise_module(module, name, initialise, seed, put, shapes, seen)
+
+
+def _initialise_module(
+    module: nn.Module,
+    name: str,
+    initialise: Callable[[nn.Module, str], None],
+    seed: int,
+    put: Callable[[str, Tensor], None],
+    shapes: Mapping[str, torch.Size] | None,
+    seen: set[int],
+) -> None:
+    """As `initialise_modules` says. seen: parameters that were given to `put`, by id."""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    names = {key: f"{name}.{key}" if name else key for key in own}
+    try:
         for key, p in own.items():
-            value = made[key]
-            assert value is not None
-            if id(p) not in seen:
-                seen.add(id(p))
-                put(f"{name}.{key}" if name else key, value.detach())
+            shape = p.shape if shapes is None else shapes[names[key]]
+            whole = torch.zeros(shape, dtype=p.dtype)
+            module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
+        seed_module(seed, name)
+        reset: Any = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        initialise(module, name)
+        made = {key: module._parameters[key] for key in own}
+    finally:
+        module._parameters.update(own)
+    for key, p in own.items():
+        value = made[key]
+        assert value is not None
+        if id(p) not in seen:
+            seen.add(id(p))
+            put(names[key], value.detach())
 
 
 def settle_small(model: nn.Module, device: torch.device) -> None:

@@ -75,6 +75,8 @@ class StagePasses:
     def begin(self, step: int) -> None:
         self._todo, self._flight, self._summed = deque(self._order), {}, {}
         self._neighbours.begin()
+        for _, model in self._mine:
+            model.begin_step()
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._stages.ids[a.index] for a in self._order if a.kind == "forward"]

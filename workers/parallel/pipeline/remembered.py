@@ -1,8 +1,8 @@
 """A block of another stage: what it returns of arguments of these shapes, and what it draws, is
-remembered, so that its code runs once for each kind of arguments.
+remembered for a step, so that its code runs once in it for each kind of arguments.
 
-Where what it does may depend on more than these and its modules' attributes, its code runs each
-time. How single operations are done without values is absent.py's.
+Where what it does may depend on what changes within a step other than its modules' attributes, its
+code runs each time. How single operations are done without values is absent.py's.
 """
 
 import operator
@@ -30,8 +30,6 @@ from workers.parallel.pipeline.absent import (
 )
 from workers.parallel.pipeline.trees import tensors_in, tree_flatten, tree_unflatten
 
-MOST_KINDS = 1_000
-"""Of arguments that are remembered of a block."""
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 """What says all that it is by its value."""
 _BY_VALUE = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -78,6 +76,11 @@ class RememberedBlock:
         self._inner = self._modules[1:]
         self._seen: dict[Any, _Seen] = {}
 
+    def forget(self) -> None:
+        """Its code may do something else from now on: a schedule, a configuration, anything that
+        it reads may have changed."""
+        self._seen.clear()
+
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `forward` returns of these arguments. NotHere as `forward` raises it."""
         try:
@@ -108,8 +111,6 @@ class RememberedBlock:
                 returned, spec = _remembered(result, leaves)
             except Unknown:
                 return result
-            if len(self._seen) >= MOST_KINDS:
-                self._seen.clear()
             self._seen[key] = _Seen(attributes, returned, spec, tuple(noting.draws))
         return result
 

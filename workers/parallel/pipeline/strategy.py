@@ -11,18 +11,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.errors import PeerLost, WrongInput
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
-from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
+from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
 from workers.parallel.pipeline.holders import HolderGroups
@@ -33,18 +32,15 @@ from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
-from workers.parallel.shards import Ownership, Shards
+from workers.parallel.shards import Shards
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
-from workers.resharding.whole import whole_on_first
 from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
-from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
-from workers.train_state.digest import hash_of
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +75,8 @@ class _Place:
     neighbours: Neighbours
 
 
-class Staged:
+class Staged(OverShards):
     """See `workers.parallel.strategy.Strategy`."""
-
-    is_whole = False
 
     def __init__(
         self,
@@ -96,46 +90,12 @@ class Staged:
         depth: int,
     ) -> None:
         """depth: of a pipeline, as it is wanted."""
-        self._spec, self.train_state, self._parts = spec, train_state, parts
-        self.shards, self.backup = shards, backup
-        self._workload, self._depth = workload, depth
+        super().__init__(spec, train_state, parts, shards, backup)
+        self._parts, self._workload, self._depth = parts, workload, depth
         self.chain: Chain | None = None
-        self._mesh = StagedMesh(spec.parallel, 1)
-        """Of the generation at hand."""
-        self._formed: Formed | None = None
+        self._on_lost: Callable[[PeerLost], NoReturn] | None = None
         self._groups: HolderGroups | None = None
         self._rows: SharedRows | None = None
-
-    @property
-    def is_runnable(self) -> bool:
-        """Before the first generation."""
-        return self.shards.is_untouched and self._formed is None
-
-    # --- what this worker holds --------------------------------------------------------
-    def load(
-        self,
-        catalogue: Catalogue,
-        recorded_step: int = 0,
-        known_step: int = 0,
-        begin_piece: Callable[[], None] = lambda: None,
-    ) -> list[Damage]:
-        return self.shards.load(catalogue, recorded_step, begin_piece)
-
-    @property
-    def held_step(self) -> int:
-        return self.shards.held_step
-
-    def mesh_of(self, world_size: int) -> Mesh:
-        return self._mesh
-
-    def position(self, rank: int, world_size: int) -> Position:
-        return self.shards.position(self._mesh.position(rank), world_size)
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        return self._parts.layout(name, tensor)
-
-    def forget(self) -> None:
-        self.shards.forget()
 
     # --- a generation begins --------------------------------------------------------------
     def examine(self, compute: Callable[[], Any]) -> None:
@@ -168,30 +128,21 @@ class Staged:
     def enter(self, formed: Formed) -> Entered:
         """Cut the blocks for these members; each gets what it lacks of the newest state of at most
         `formed.step` steps that is whole."""
-        group, order = formed.group, formed.order
+        group, parallel = formed.group, self._spec.parallel
         self.reset()
         plan = self._plan_together(group)
-        mesh = Mesh(self._spec.parallel, group.size(), order, plan.cuts)
-        self._mesh = StagedMesh(mesh.parallel, mesh.world_size, order, plan.cuts, plan)
+        mesh = self.mesh = StagedMesh(parallel, group.size(), formed.order, plan.cuts, plan)
         self.shards.note_steps()
-        claimed = gather_json(group, self.shards.holding.to_json())
-        formed.on_connected()
-        formed.pieces.begin()
-        entered = self.shards.enter(formed, mesh, [Ownership.from_json(c) for c in claimed])
-        self._formed = formed
+        entered = self.take_part(formed, self.claims(formed))
+        self._on_lost = when_lost(formed)
         if group.rank() == 0:
-            formed.say(self._planned(formed.generation))
+            formed.say(self._planned(mesh, formed.generation))
         self._groups = HolderGroups(group, self._spec.join_timeout_s)
-        if self._spec.parallel.cuts_tensors:
+        if parallel.cuts_tensors:
             self._rows = SharedRows(
-                self._parts, self._mesh, self._groups, self._on_lost, formed.gathering
+                self._parts, mesh, self._groups, self._on_lost, formed.gathering
             )
         return entered
-
-    def _on_lost(self, error: PeerLost) -> NoReturn:
-        assert self._formed is not None
-        self._formed.say_lost(error)
-        raise StepCancelled from error
 
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
         mine = None if self.chain is None else [self.chain.names, self.chain.costs]
@@ -225,10 +176,10 @@ class Staged:
         assert self.chain is not None
         return self.chain
 
-    def _planned(self, generation: int) -> Planned:
+    def _planned(self, mesh: StagedMesh, generation: int) -> Planned:
         plan, stages = self.plan, list[Stage | None]()
-        for rank in range(self._mesh.world_size):
-            position = self._mesh.position(rank)
+        for rank in range(mesh.world_size):
+            position = mesh.position(rank)
             seat = plan.seat(position)
             if seat is None:
                 stages.append(None)
@@ -243,20 +194,20 @@ class Staged:
     @property
     def plan(self) -> PipelinePlan:
         """Of the generation at hand."""
-        assert self._mesh.plan is not None
-        return self._mesh.plan
+        assert isinstance(self.mesh, StagedMesh)
+        assert self.mesh.plan is not None
+        return self.mesh.plan
 
     # --- a step -----------------------------------------------------------------------------
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> PipelineReducer:
-        assert self.chain is not None
         assert self._groups is not None
         return PipelineReducer(
             parameters,
             self.train_state.buffers,
             self._groups,
-            self.chain,
+            self._known_chain,
             self.plan,
             ranks=mesh.ranks(),
             num_microbatches=self._spec.num_microbatches,
@@ -267,11 +218,10 @@ class Staged:
         place = self._place(mesh, group)
         if place is None:
             return NoPasses()  # it stands by
-        assert self.chain is not None
         assert isinstance(reducer, PipelineReducer)
         return StagePasses(
             place.models,
-            self.chain,
+            self._known_chain,
             place.pipeline,
             place.neighbours,
             parameters=self.train_state.parameters,
@@ -296,10 +246,9 @@ class Staged:
 
     def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
         """This rank's in the generation at hand; None if it stands by."""
-        plan, formed, chain = self.plan, self._formed, self.chain
-        assert formed is not None
+        plan, chain, on_lost = self.plan, self._known_chain, self._on_lost
+        assert on_lost is not None
         self._refuse_compiled()
-        assert chain is not None
         position = mesh.position(group.rank())
         seat = plan.seat(position)
         if seat is None:
@@ -312,7 +261,7 @@ class Staged:
             stage: StageModel(model, chain, pipeline.blocks(stage), whole)
             for stage in pipeline.stages_at(seat.stage)
         }
-        neighbours = Neighbours(group, of_stages, self._on_lost, formed.gathering)
+        neighbours = Neighbours(group, of_stages, on_lost, self._gathering)
         return _Place(seat, pipeline, models, neighbours)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
@@ -321,35 +270,12 @@ class Staged:
         assert self._groups is not None
         mine = [(self.layout(f"model/{n}", g), g) for n, g in reduced.gradients.items()]
         group, device = self._groups.group, self._parts.device
-        squares = squares_of_shards(mine, self._mesh, group, read, device)
+        squares = squares_of_shards(mine, self.mesh, group, read, device)
         return replace(reduced, squares=dict(zip(reduced.gradients, squares, strict=True)))
-
-    def apply(self, update: Update) -> None:
-        self.train_state.apply(update)
 
     def reset(self) -> None:
         if self._rows is not None:
             self._rows.release()
-
-    def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        return dict(parameters)
-
-    # --- the end ------------------------------------------------------------------------------
-    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
-        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
-        assert self._formed is not None
-        group, mesh, device = self._formed.group, self._mesh, self._parts.device
-        names = serialization.weight_names(self.train_state.model)
-        _, tensors = self.train_state.header_and_tensors()
-
-        def whole(name: str) -> Tensor:
-            tensor = tensors[names[name]]
-            layout = self.layout(names[name], tensor)
-            return whole_on_first(tensor, layout, mesh, group, device)
-
-        with self._formed.gathering():
-            sha256 = hash_of(((name, whole(name)) for name in sorted(names)), tell)
-            return str(gather_json(group, sha256)[0])
 
 
 def build_staged(
