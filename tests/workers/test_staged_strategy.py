@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from tests.workers import where
 from tests.workers.pipeline_models import CASES, Case
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import CPU, enter, sha256, spec
 from workers.backup.backup import NoBackup
+from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
 from workers.parallel.shards import Ownership
 from workers.step.passes import Passes
-from workers.step.randomness import seed_microbatch
 from workers.train_state.train_state import Update
 
 STEPS, LOST_AFTER = 4, 2
@@ -50,8 +51,8 @@ def build(
     torch.set_num_threads(1)
     work = Work(name)
     config = spec(parallel, global_batch=16, micro_batch=4, precision=precision)
-    strategy = build_staged(work, config, CPU, NoBackup(), config.parallel.pp)
-    batch = work.case.batches()[0]
+    strategy = build_staged(work, config, where.HERE, NoBackup(), config.parallel.pp)
+    batch = to_device(work.case.batches()[0], where.HERE)
     if is_examined:
         strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
     strategy.shards.holding = Ownership("initial")
@@ -70,7 +71,7 @@ def train(
     """As a session does it, with a vote of what was used. of: the case, or its name. see: given the
     passes."""
     case = of if isinstance(of, Case) else CASES[of]
-    state, batches = strategy.train_state, case.batches()
+    state, batches = strategy.train_state, to_device(case.batches(), where.HERE)
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
     passes = strategy.passes(mesh, group, reducer)
@@ -85,7 +86,7 @@ def train(
         order = passes.order(ids)
         for number, i in enumerate(order, 1):
             state.buffers.begin_microbatch()
-            seed_microbatch(3, state.step, i)
+            where.seed(3, state.step, i)
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))

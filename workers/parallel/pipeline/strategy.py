@@ -25,6 +25,7 @@ from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
 from workers.parallel.pipeline.holders import HolderGroups
+from workers.parallel.pipeline.links import Links, links_of
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
@@ -95,6 +96,7 @@ class Staged(OverShards):
         self.chain: Chain | None = None
         self._on_lost: Callable[[PeerLost], NoReturn] | None = None
         self._groups: HolderGroups | None = None
+        self._links: Links | None = None
         self._rows: SharedRows | None = None
 
     # --- a generation begins --------------------------------------------------------------
@@ -137,7 +139,10 @@ class Staged(OverShards):
         self._on_lost = when_lost(formed)
         if group.rank() == 0:
             formed.say(self._planned(mesh, formed.generation))
-        self._groups = HolderGroups(group, self._spec.join_timeout_s)
+        timeout_s = self._spec.join_timeout_s
+        links = links_of(plan, self._known_chain, mesh.ranks())
+        self._links = Links(group, links, timeout_s)
+        self._groups = HolderGroups(group, timeout_s)
         if parallel.cuts_tensors:
             self._rows = SharedRows(
                 self._parts, mesh, self._groups, self._on_lost, formed.gathering
@@ -211,6 +216,7 @@ class Staged(OverShards):
             self.plan,
             ranks=mesh.ranks(),
             num_microbatches=self._spec.num_microbatches,
+            links=self._links,
             rows=self._rows,
         )
 
@@ -246,8 +252,9 @@ class Staged(OverShards):
 
     def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
         """This rank's in the generation at hand; None if it stands by."""
-        plan, chain, on_lost = self.plan, self._known_chain, self._on_lost
+        plan, chain, on_lost, links = self.plan, self._known_chain, self._on_lost, self._links
         assert on_lost is not None
+        assert links is not None
         self._refuse_compiled()
         position = mesh.position(group.rank())
         seat = plan.seat(position)
@@ -261,7 +268,7 @@ class Staged(OverShards):
             stage: StageModel(model, chain, pipeline.blocks(stage), whole)
             for stage in pipeline.stages_at(seat.stage)
         }
-        neighbours = Neighbours(group, of_stages, on_lost, self._gathering)
+        neighbours = Neighbours(links, of_stages, on_lost, self._gathering)
         return _Place(seat, pipeline, models, neighbours)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
