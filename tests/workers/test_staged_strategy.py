@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def build(
     strategy = build_staged(work, config, where.HERE, NoBackup(), config.parallel.pp)
     batch = to_device(work.case.batches()[0], where.HERE)
     if is_examined:
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
     strategy.shards.holding = Ownership("initial")
     return strategy
 
@@ -199,7 +200,7 @@ def test_a_parameter_of_three_blocks_is_refused_and_one_of_two_is_not():
     strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
     with pytest.raises(WrongInput, match=r"blocks\.0\.linear\.weight is shared by 3 blocks"):
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
 
 
 def test_a_worker_that_could_not_find_the_blocks_says_so():
@@ -229,4 +230,4 @@ def test_a_compiled_model_is_refused_when_it_is_built_and_before_a_step():
     with pytest.raises(WrongInput, match=r"pp:2: compile\(\) makes one program of blocks"):
         train(strategy, Alone(), "gates", 1)
     with pytest.raises(WrongInput, match=r"leave it out, or use parallel='fsdp'"):
-        strategy.examine(lambda: None)
+        strategy.examine(lambda batch: None, lambda: None)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from workers.data.loader import AnyLoader
 from workers.reduction.reducers import Reducer
 from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
@@ -30,6 +31,10 @@ class Passes(Protocol):
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         """The micro-batch of each forward of a step; ids: this rank's, each once or more often."""
+        ...
+
+    def loader(self, loader: AnyLoader) -> AnyLoader:
+        """What this rank's micro-batches come from; loader: the worker's own."""
         ...
 
     def begin(self, step: int) -> None:
@@ -65,6 +70,9 @@ class NoPasses:
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return ids
+
+    def loader(self, loader: AnyLoader) -> AnyLoader:
+        return loader
 
     def begin(self, step: int) -> None:
         pass

@@ -16,8 +16,9 @@ from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.pipeline.chain import Chain
 
-Kind = Literal["activation", "gradient", "shared", "sum"]
-"""The last two of a parameter that two stages use: a micro-batch's gradient, and a step's sum."""
+Kind = Literal["activation", "gradient", "shared", "sum", "batch"]
+"""Shared and sum: of a parameter that two stages use, a micro-batch's gradient and a step's sum.
+Batch: the shapes of a micro-batch, on the host."""
 
 
 class Link(NamedTuple):
@@ -60,16 +61,16 @@ class Links:
 
     def send(self, tensor: Tensor, rank: int, kind: Kind, tag: int) -> TorchWork:
         """tensor: contiguous, and not to be changed before the work is done."""
-        if self._group.has_tags:
-            return self._group.send([tensor], rank, tag)
+        if self._group.has_tags or kind == "batch":
+            return self._group.control.send([tensor], rank, tag)
         pair, flat = self._pairs[Link(kind, self.rank, rank)], tensor.view(-1)
         nothing, sizes = flat.new_empty(0), [0, flat.numel()]
         return TorchWork(pair.all_to_all_flat(nothing, flat, [0, 0], sizes))
 
     def receive(self, tensor: Tensor, rank: int, kind: Kind, tag: int) -> TorchWork:
         """tensor: contiguous; it has what was sent once the work is done."""
-        if self._group.has_tags:
-            return self._group.recv([tensor], rank, tag)
+        if self._group.has_tags or kind == "batch":
+            return self._group.control.recv([tensor], rank, tag)
         pair, flat = self._pairs[Link(kind, rank, self.rank)], tensor.view(-1)
         nothing, sizes = flat.new_empty(0), [flat.numel(), 0]
         return TorchWork(pair.all_to_all_flat(flat, nothing, sizes, [0, 0]))

@@ -119,6 +119,16 @@ class Neighbours:
                 works.append(self._do(partial(self._links.receive, tensor, rank, kind, tag)))
         return Arriving(self, works, into)
 
+    def announce(self, numbers: Tensor, stages: Sequence[int], microbatch_id: int) -> None:
+        """Of a micro-batch, to these. Not to be changed before `settle`."""
+        for stage in stages:
+            self._send(numbers, stage, "batch", _tag("batch", microbatch_id, 0))
+
+    def hear(self, numbers: Tensor, microbatch_id: int) -> None:
+        """What the first stage announces."""
+        rank, tag = self._ranks[0], _tag("batch", microbatch_id, 0)
+        self.wait([self._do(lambda: self._links.receive(numbers, rank, "batch", tag))])
+
     def settle(self) -> None:
         """Until all that was sent has arrived."""
         self.wait([work for work, _ in self._sending])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.pipeline import Stages
+from workers.data.loader import AnyLoader
 from workers.parallel.pipeline.absent import Absent
 from workers.parallel.pipeline.backward import StageBackward
 from workers.parallel.pipeline.chain import Chain
@@ -42,11 +43,12 @@ class StagePasses:
         reducer: PipelineReducer,
         has_halves: bool = True,
         sum_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        source: Callable[[AnyLoader], AnyLoader] = lambda loader: loader,
     ) -> None:
         """models: by stage, those of this rank. parameters: all that are trained. has_halves: a
         backward may be computed in two, where the schedule has it so. sum_dtype: see
-        `Casting.dtype_of`."""
-        self._sum_dtype = sum_dtype
+        `Casting.dtype_of`. source: makes `loader`."""
+        self._sum_dtype, self._source = sum_dtype, source
         self._begin = partial(
             StageBackward, parameters=list(parameters.values()), has_halves=has_halves
         )
@@ -71,6 +73,9 @@ class StagePasses:
         self._shared = {p: users for p, users in self._shared.items() if len(users) > 1}
         self._summed: dict[tuple[int, int], Tensor] = {}
         """By shared parameter and micro-batch what another stage of this rank has."""
+
+    def loader(self, loader: AnyLoader) -> AnyLoader:
+        return self._source(loader)
 
     def begin(self, step: int) -> None:
         self._todo, self._flight, self._summed = deque(self._order), {}, {}

@@ -6,6 +6,7 @@ How a worker gets its part is workers/parallel/shards.py's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
 from workers.backup.backup import Backup
+from workers.data.loader import AnyLoader
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
@@ -29,10 +31,12 @@ from workers.parallel.pipeline.links import Links, links_of
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
+from workers.parallel.pipeline.readers import find_readers
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.rows import SharedRows
 from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
+from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
 from workers.parallel.shards import Shards
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
@@ -97,18 +101,29 @@ class Staged(OverShards):
         self._on_lost: Callable[[PeerLost], NoReturn] | None = None
         self._groups: HolderGroups | None = None
         self._links: Links | None = None
+        self._structure: Structure | None = None
+        """Of a micro-batch; None: ranks load what they take nothing from, too."""
+        self._told: Structure | None = None
+        """Likewise, of the generation at hand."""
         self._rows: SharedRows | None = None
 
     # --- a generation begins --------------------------------------------------------------
-    def examine(self, compute: Callable[[], Any]) -> None:
+    def examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, is_seen: bool = True
+    ) -> None:
         self._refuse_compiled()
         if self.chain is not None:
             return
         model, device = self.train_state.model, self._parts.device
+        compute = lambda: loss(batch())  # noqa: E731
         try:
-            self._take_chain(find_chain(model, self._workload, compute, device=device))
+            chain = find_chain(model, self._workload, compute, device=device)
         except WrongInput as error:
             raise WrongInput(f"pp:{self._depth}: {error}") from error
+        self._structure = None if is_seen else Structure.of(batch())
+        if self._structure is not None:
+            chain = replace(chain, readers=find_readers(model, chain, loss, batch(), device))
+        self._take_chain(chain)
         trained = self.train_state.parameters
         shared = self._known_chain.shared
         many = [n for n, used in shared.items() if len(used) > 2 and n in trained]
@@ -150,12 +165,16 @@ class Staged(OverShards):
         return entered
 
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
-        mine = None if self.chain is None else [self.chain.names, self.chain.costs]
+        mine = None
+        if self.chain is not None:
+            mine = [self.chain.names, self.chain.costs, self.chain.readers, str(self._structure)]
         said = gather_json(group, mine)
         if None in said:
             self._share_chain(group, said)
-        names, costs = next(of_rank for of_rank in said if of_rank is not None)
+        names, costs, *batches = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self._known_chain.names, (names, self._known_chain.names)
+        is_agreed = all(of_rank is not None and of_rank[2:] == batches for of_rank in said)
+        self._told = self._structure if is_agreed else None
         schedule, count = self._spec.parallel.schedule, self._spec.num_microbatches
         return plan_pipeline(self._depth, group.size(), costs, count, schedule)
 
@@ -235,7 +254,22 @@ class Staged(OverShards):
             reducer=reducer,
             has_halves=not self._spec.activation_checkpointing,
             sum_dtype=self.train_state.casting.dtype_of,
+            source=partial(self._source, place),
         )
+
+    def _source(self, place: _Place, loader: AnyLoader) -> AnyLoader:
+        """What a rank's micro-batches come from; loader: the worker's own."""
+        structure, readers = self._told, self._known_chain.readers
+        without = [] if readers is None else places_without(place.pipeline, readers)
+        if structure is None or not without:
+            return loader
+        at, neighbours = place.seat.stage, place.neighbours
+        if at in without:
+            return StandIns(loader, structure, neighbours.hear)
+        if at == 0:
+            tell = lambda numbers, i: neighbours.announce(numbers, without, i)  # noqa: E731
+            return Announced(loader, structure, tell)
+        return loader
 
     def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
         place = self._place(mesh, group)
