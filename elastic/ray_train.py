@@ -9,16 +9,19 @@ elastic/on_ray/train_api.py.
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
 
+from elastic.driver.followed import Followed
 from elastic.driver.launch import Result as OwnResult
 from elastic.driver.launch import RunFailed
-from elastic.driver.scripts import ScriptRun, may_go_on_in_place, run_script
+from elastic.driver.scripts import HIGHEST_LEVEL, ScriptRun, may_go_on_in_place, run_script
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import place_of, reach_folder
 
@@ -33,11 +36,18 @@ class Refused(WrongInput, ValueError):
 
 
 num_fits: int = 0
-"""How many `fit()`s have run here: a script without one is to be told so."""
+"""How many `fit()`s have run here, or in the trials of a Tuner: a script without one is to be told
+so."""
+
+
+def count_fit() -> None:
+    global num_fits
+    num_fits += 1
 
 
 def install() -> None:
-    """Make `fit()` ours. WrongInput for a Ray that is not known here."""
+    """Make `fit()` ours, in the trials of a Tuner, too. WrongInput for a Ray that is not known
+    here."""
     import ray
 
     if not any(ray.__version__.startswith(f"{version}.") for version in TESTED):
@@ -47,10 +57,20 @@ def install() -> None:
         )
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+    from elastic.on_ray.trials import on_elastic
+
     trainer: Any = DataParallelTrainer
     if trainer.fit is not fit:
         trainer.rays_own_fit = trainer.fit
         trainer.fit = fit
+        on_elastic(partial(begin_trial, os.environ.get(HIGHEST_LEVEL)), count_fit)
+
+
+def begin_trial(level: str | None) -> None:
+    """In the process of a Tuner's trial. level: as it was asked for where the Tuner is."""
+    if level is not None:
+        os.environ[HIGHEST_LEVEL] = level
+    install()
 
 
 def fit(trainer: Any) -> Any:
@@ -67,8 +87,7 @@ def fit(trainer: Any) -> Any:
             print(f"elastic: {name} is not ours: Ray Train's own fit() runs it", file=sys.stderr)
         return trainer.rays_own_fit()
     refuse(trainer)
-    global num_fits
-    num_fits += 1
+    count_fit()
     for note in notes(trainer):
         print(f"elastic: {note}", file=sys.stderr)
     try:
@@ -84,6 +103,8 @@ def fit(trainer: Any) -> Any:
 
 def run_trainer(trainer: Any) -> OwnResult:
     """Raises what `run_config` raises."""
+    from ray.train import ControllerError
+
     from elastic.cli.worker_output import WorkerOutput
     from elastic.on_ray.train_api import answering, ray_version
     from workers.script_loop import ScriptLoop
@@ -103,6 +124,7 @@ def run_trainer(trainer: Any) -> OwnResult:
         ),
         ray_version=ray_version(),
         installed=answering,
+        keeps_all_metrics=bool(run.callbacks),
         goes_in_place=may_go_on_in_place(),
     )
     refuse_unpicklable(trainer, loop)
@@ -119,7 +141,40 @@ def run_trainer(trainer: Any) -> OwnResult:
     )
     check_settings(asked)
     print(f"elastic: {level_line(trainer, least, most)}", file=sys.stderr)
-    return run_script(asked, loop, WorkerOutput(loop.place))
+    output = WorkerOutput(loop.place)
+    if not run.callbacks:
+        return run_script(asked, loop, output)
+    followed = followed_for(trainer, loop.place)
+
+    def on_progress(place: str) -> None:
+        output(place)
+        followed(place)
+
+    try:
+        return run_script(asked, loop, on_progress)
+    finally:
+        followed(loop.place)
+        if followed.error is not None:
+            raise ControllerError(followed.error) from followed.error
+
+
+def followed_for(trainer: Any, place: str) -> Followed:
+    """Its callbacks are told in this process what the ranks report and raise."""
+    from ray.train import Checkpoint
+
+    callbacks, context = trainer.run_config.callbacks, trainer.train_run_context
+
+    def after_report(metrics: list[dict[str, Any]], name: str | None) -> None:
+        folder = reach_folder(place)
+        found = None if name is None else Checkpoint(folder.at(name).path, folder.filesystem)
+        for callback in callbacks:
+            callback.after_report(run_context=context, metrics=metrics, checkpoint=found)
+
+    def after_exception(exceptions: dict[int, Exception]) -> None:
+        for callback in callbacks:
+            callback.after_exception(run_context=context, worker_exceptions=exceptions)
+
+    return Followed(place, after_report, after_exception)
 
 
 def check_settings(asked: ScriptRun) -> None:
@@ -173,6 +228,8 @@ def refuse(trainer: Any) -> None:
 
 def refusals(trainer: Any) -> list[tuple[bool, str]]:
     """Whether it is asked for, and what to do instead."""
+    from ray.train import UserCallback
+
     scaling, run, torch = trainer.scaling_config, trainer.run_config, trainer.backend_config
     resources = scaling.resources_per_worker or {}
     others = sorted(set(resources) - {"CPU", "GPU"})
@@ -215,8 +272,9 @@ def refusals(trainer: Any) -> list[tuple[bool, str]]:
             "storage_filesystem is not supported yet: write storage_path as a URI",
         ),
         (
-            bool(run.callbacks),
-            "RunConfig callbacks are not supported yet: leave them out",
+            any(not isinstance(callback, UserCallback) for callback in run.callbacks or ()),
+            "RunConfig callbacks other than UserCallbacks talk to Ray Train's controller, which "
+            "does not run here: leave them out",
         ),
         (
             bool(run.worker_runtime_env),
@@ -270,15 +328,31 @@ def unpicklable_in(function: Callable[..., Any], config: dict[str, Any]) -> str:
 
 
 # --- where the script is ----------------------------------------------------------------------
+def main_file() -> Path | None:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def is_of_ray(file: Path) -> bool:
+    """The process is one of Ray's workers, as that of a Tune trial."""
+    import ray
+
+    return file.is_relative_to(Path(ray.__file__).resolve().parent)
+
+
 def script_name() -> str:
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return Path(file).name if file else "interactive"
+    file = main_file()
+    if file is None:
+        return "interactive"
+    return "trial" if is_of_ray(file) else file.name
 
 
-def script_folder() -> Path:
-    """Where a script's own imports come from."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return Path(file).resolve().parent if file else Path.cwd()
+def script_folder() -> Path | None:
+    """Where a script's own imports come from; None: Ray has brought them to all its workers."""
+    file = main_file()
+    if file is None:
+        return Path.cwd()
+    return None if is_of_ray(file) else file.parent
 
 
 # --- how it ended -----------------------------------------------------------------------------
@@ -298,6 +372,7 @@ def rays_result(result: OwnResult) -> Any:
             checkpoint=None,
             error=None,
             path=folder.path,
+            best_checkpoints=[],
             _storage_filesystem=folder.filesystem,
         )
     found.return_value = json.loads(folder.at(MANIFESTS).read(RETURNED))

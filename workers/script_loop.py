@@ -17,7 +17,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from elastic.protocol.errors import PeerLost, StepCancelled, in_words
+from elastic.protocol.errors import GivenUp, PeerLost, StepCancelled, in_words
 from elastic.protocol.messages.to_controller import LastWords, ScriptLevel
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
@@ -46,6 +46,7 @@ from workers.scripts.roll_call import RollCall
 from workers.scripts.unwinding import Unwinding, raised
 from workers.scripts.values import plain, returned
 from workers.session import Session, Step
+from workers.tracebacks import begun_outside
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class ScriptLoop:
     ray_version: str = ""
     installed: Callable[["Call"], AbstractContextManager[Any]] = lambda call: nullcontext()
     """Within, the functions that the script calls answer from this call."""
+    keeps_all_metrics: bool = False
+    """reports.jsonl has those of every rank, and not of the lowest one alone."""
     goes_in_place: bool = False
     """After a loss a call goes on where it can (workers/scripts/in_place), instead of being called
     again."""
@@ -213,7 +216,7 @@ class Call:
 
     def deny(self, why: str) -> None:
         self.not_in_place = why
-        raise self._lost(PeerLost(why))
+        raise self._lost(GivenUp(why))
 
     def unwind(self) -> NoReturn:
         self._unwinding.tell()
@@ -305,12 +308,15 @@ class Call:
 
     def _report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         metrics = plain(metrics)
-        bringing = self._gather(source is not None)
-        if not any(bringing.values()):
+        told = metrics if self.loop.keeps_all_metrics else None
+        said = self._gather([source is not None, told])
+        if self.loop.keeps_all_metrics:
+            self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
+        who = {member for member, (brings, _) in said.items() if brings}
+        if not who:
             if self.rank == 0:
                 self._log(metrics, None)
             return None
-        who = {member for member, brings in bringing.items() if brings}
         name, files = self._bring(source, name, who)
         self._told.newest = name
 
@@ -349,18 +355,19 @@ class Call:
 
     def _call_again(self, why: str) -> NoReturn:
         log.warning('generation=%d called again reason="%s"', self.generation, why)
-        raise self._lost(PeerLost(why))
+        raise self._lost(GivenUp(why))
 
     def _log(self, metrics: dict[str, Any], name: str | None) -> None:
-        self.reports.log(
-            {
-                "report": self._told.num_reports,
-                "generation": self.generation,
-                "world_size": self.place.world_size if self.group is None else self.group.size(),
-                "metrics": metrics,
-                "checkpoint": name,
-            }
-        )
+        line: dict[str, Any] = {
+            "report": self._told.num_reports,
+            "generation": self.generation,
+            "world_size": self.place.world_size if self.group is None else self.group.size(),
+            "metrics": metrics,
+            "checkpoint": name,
+        }
+        if self.loop.keeps_all_metrics:
+            line["metrics_of_ranks"] = self._told.metrics_of_ranks
+        self.reports.log(line)
 
     # --- steps ----------------------------------------------------------------------------
     def _next_step(self) -> Step:
@@ -429,6 +436,7 @@ class Call:
 
     def own_error(self, error: Exception) -> Exception:
         """What the run ends with."""
+        error = begun_outside(error)
         return raised(error, has_moved=self.has_moved, has_moved_before=self.reports.has_moved)
 
     def is_over_with(self, error: Exception) -> bool:
@@ -451,8 +459,8 @@ class Call:
             return False
         of = "" if most < 0 else f" of {most}"
         why = f"rank {rank} of the script raised {in_words(error)}; failure {num}{of}"
-        log.exception("%s", why)
-        self._member.collective_failed(PeerLost(why))
+        log.error("%s", why, exc_info=begun_outside(error))
+        self._member.collective_failed(GivenUp(why))
         return True
 
     def _end_process(self, status: int, why: str) -> NoReturn:

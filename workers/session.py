@@ -440,7 +440,7 @@ class Step:
         self._apply(prepared, vote, vector)
         measure(member, vote)
         if member.rank == 0:  # the others keep the step on record until the controller has it
-            member.records.tell(member)
+            member.records.tell(member.machine.seat)
         self.committed, session.fitted_over = True, member.world_size
         self._vitals.enter("user")
 

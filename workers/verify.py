@@ -80,10 +80,10 @@ def groups_alike(
     mesh: Mesh, axes: tuple[Axis, ...], blocks: tuple[int, ...] = ()
 ) -> list[list[int]]:
     """Ranks that must agree on what `axes` cut: who is in the same place on these; who holds one of
-    `blocks`, on what these need, and if `axes` cut it, too, nobody; all, also those who stand by,
+    `blocks`, on what these need, and if `axes` cut it, too, nobody; all, also the inactive,
     on what nothing cuts."""
     if blocks:
-        return [] if axes else [mesh.holders_of_blocks(blocks)]
+        return [] if axes else [mesh.ranks_with_blocks(blocks)]
     if not axes:
         return [list(range(mesh.world_size))]
     found: dict[tuple[int, ...], list[int]] = {}

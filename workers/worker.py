@@ -44,7 +44,7 @@ from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
 from workers.health import gpu, preflight, stacks
 from workers.health.notice import Notice
-from workers.health.pulse_keeper import PulseKeeper
+from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
 from workers.health.vitals import Vitals
 from workers.loop import fit
@@ -57,6 +57,7 @@ from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory, advice
 from workers.train_state.trial import check_kept, try_optimizer
@@ -106,7 +107,7 @@ class Worker:
         self._session: Session | None = None
         self._member: Member | None = None
         self._vitals = Vitals()
-        self._pulse = PulseKeeper(spec, self._vitals.fd, stacks.arm())
+        self._pulse = PulseProcess(spec, self._vitals.fd, stacks.arm())
         self._pulse.start(spec.controller)
         self._link = ControllerLink(
             spec.controller,
@@ -160,7 +161,7 @@ class Worker:
     def _fail(self, error: Exception) -> NoReturn:
         """The user's code raised: the run ends with it."""
         self._link.send(r.UserFailed(self._describe(error)))
-        traceback.print_exc()
+        traceback.print_exception(begun_outside(sys.exception() or error))
         self._keep_log()
         raise error
 
@@ -177,17 +178,17 @@ class Worker:
         self._notice.repeat()
         member = self._member
         member.evaluated.say(member.rank)
-        standing = member.standing
-        told, process = standing.word.told, self._process()
+        machine = member.machine
+        told, process = machine.word.told, self._process()
         return r.Introduction(
-            standing.kind,
+            machine.kind,
             before,
             told.generation,
             told.rank,
             told.world_size,
-            standing.step,
+            machine.step,
             process,
-            standing.origin,
+            machine.origin,
         )
 
     def _say_notice(self, cause: str, notice_s: float) -> None:
@@ -252,7 +253,7 @@ class Worker:
             is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
-        self._link.send(r.Ready(self._process()))
+        self._link.send(r.Started(self._process()))
         self._again = partial(self._loop, session, loop or fit)
         self._again()
 

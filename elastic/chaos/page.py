@@ -89,7 +89,7 @@ def merged(spans: list[Span]) -> list[Span]:
 
 
 def sorted_lives(line: Timeline) -> list[tuple[int, float, float | None, str]]:
-    return sorted((life.worker, life.ready_at, life.ended_at, life.cause) for life in line.lives)
+    return sorted((life.worker, life.started_at, life.ended_at, life.cause) for life in line.lives)
 
 
 def losses(story: Story) -> str:

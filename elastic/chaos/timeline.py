@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 
 from elastic.control.accounting import Account, Recovery, account, losses_in, open_account
 from elastic.control.commands import Retire
-from elastic.control.events import Committed, DrainNotice, Loaded, WorkerLost, WorkerReady
+from elastic.control.events import Committed, DrainNotice, Loaded, WorkerLost, WorkerStarted
 from elastic.control.replay import Entry, Started
 from elastic.control.state import Active, Decision, Finished, Phase, Running
 from elastic.control.transition import start, transition
@@ -52,10 +52,10 @@ class Episode:
 
 @dataclass
 class Life:
-    """A worker's time from ready to its end."""
+    """A worker's time from its start to its end."""
 
     worker: int
-    ready_at: float
+    started_at: float
     ended_at: float | None = None
     cause: str = ""
     """Empty: it was retired, or the journal ends before it does."""
@@ -266,7 +266,7 @@ def follow_workers(
 ) -> None:
     """found: the losses in it."""
     event = entry.event
-    if isinstance(event, WorkerReady):
+    if isinstance(event, WorkerStarted):
         line.lives.append(Life(event.worker, event.at))
     for loss in found:
         end_life(line, loss.worker, loss.at, loss.cause)

@@ -44,7 +44,7 @@ BUCKETS: tuple[Bucket, ...] = (
     "retried",  # work on a step that was given up and done again
     "growing",  # pausing and forming with newcomers
     "idle",  # in steps, while a member waits for slower ones or for those with more to compute
-    "rolled_back",  # steps that were committed and then lost with all their holders
+    "rolled_back",  # steps that were committed and then lost with all who had them
     "ending",  # after the last step
 )
 

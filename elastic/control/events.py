@@ -12,7 +12,7 @@ from elastic.protocol.messages import to_controller as r
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReady:
+class WorkerStarted:
     worker: int
     at: float
     node: str = ""
@@ -156,7 +156,8 @@ class CollectiveFailed:
     rank: int
     message: str
     at: float
-    is_stall: bool = False  # the controller's word: all wait, and no loss will explain it
+    is_stall: bool = False
+    """No loss will explain it: all wait, or the loop ends the generation of its own accord."""
     is_refused: bool = False
     """The backend refused the call itself, which no connection explains."""
 
@@ -271,7 +272,7 @@ Report = (
     | StillSaving
 )
 Event = (
-    WorkerReady
+    WorkerStarted
     | WorkerLost
     | Loaded
     | Synced
@@ -333,8 +334,10 @@ def event_of(worker: int, report: Eventful, at: float) -> Event:  # noqa: C901
                 is_copied=said.is_copied,
                 has_vote=said.vote is not None,
             )
-        case r.CollectiveFailed(generation, rank, message, is_refused):
-            return CollectiveFailed(generation, rank, message, at, is_refused=is_refused)
+        case r.CollectiveFailed(generation, rank, message, is_refused, is_explained):
+            return CollectiveFailed(
+                generation, rank, message, at, is_stall=is_explained, is_refused=is_refused
+            )
         case r.Done(generation, rank, step, origin):
             return Done(generation, rank, step, at, origin)
         case r.Ended(generation, rank, weights_sha256):

@@ -45,10 +45,10 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     standings = event.standings
     if isinstance(phase, Finished):
         everybody = NumberSet.of(s.worker for s in standings)
-        ledger = replace(with_lobby(ledger, ()), ready=everybody)
+        ledger = replace(with_pool(ledger, ()), standbys=everybody)
         return finish(ledger, Waiting(""), phase.outcome, phase.reason, phase.weights_sha256)
     holding, failures = with_state(standings), failures_of(ledger, phase, standings)
-    ledger = with_lobby(ledger, standings)
+    ledger = with_pool(ledger, standings)
     if wants_nodes(limits.parallel):
         ledger = replace(ledger, nodes=Nodes.of((s.worker, s.node) for s in standings))
     ledger = replace(ledger, next_worker=max(ledger.next_worker, event.newest + 1))
@@ -68,7 +68,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
         older = NumberSet.of(s.worker for s in holding) - NumberSet.of(membership.workers)
         ledger = replace(
             ledger,
-            ready=ledger.ready | older,
+            standbys=ledger.standbys | older,
             outdated=older,
             save=Save(),  # every rank says again what it has saved
         )
@@ -83,7 +83,7 @@ def adopt(ledger: Ledger, phase: Phase, event: Adopted, limits: Limits) -> Decis
     return explain(why, decision)._replace(commands=(*dropped, *decision.commands))
 
 
-def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
+def with_pool(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
     """The ledger with those who hold no state of their own; whoever was on its way is given up.
 
     Its generation is the highest that anybody was told of: the next one is above all of them.
@@ -99,13 +99,13 @@ def with_lobby(ledger: Ledger, standings: tuple[Standing, ...]) -> Ledger:
         next_worker=max(ledger.next_worker, newest + 1),
         failures=0,
         spawned=who("starting"),
-        ready=who("ready"),
+        standbys=who("standby"),
         outdated=NOBODY,
         left=NOBODY,
         loading=NOBODY,
         syncing=who("syncing"),
         synced=who("synced"),
-        holders=NOBODY,
+        with_state=NOBODY,
         behind=NOBODY,
         kept_step=-1,  # whether it was published may never have been heard
         leaving=ledger.leaving & NumberSet.of(s.worker for s in standings),
@@ -116,7 +116,9 @@ def failures_of(ledger: Ledger, phase: Phase, standings: tuple[Standing, ...]) -
     """Whether nobody holds the state because of losses, for which the budget of falls is: 1, since
     what took the controller along may have been one loss for all."""
     members = phase.membership.workers if isinstance(phase, Active) else ()
-    missing = (NumberSet.of(members) | ledger.holders) - NumberSet.of(s.worker for s in standings)
+    missing = (NumberSet.of(members) | ledger.with_state) - NumberSet.of(
+        s.worker for s in standings
+    )
     return int(ledger.failures > 0 or bool(missing - ledger.leaving))
 
 
@@ -155,14 +157,14 @@ def with_state(standings: Iterable[Standing]) -> tuple[Standing, ...]:
 def have_all(
     standings: tuple[Standing, ...],
     step: int,
-    holders: Iterable[int],
+    expected: Iterable[int],
     limits: Limits,
     origin: int = 0,
 ) -> bool:
     """Whether those who have introduced themselves are enough for the state of `step`, the last one
     on record: then whoever is missing may be given up as a member that hangs.
 
-    holders: who should hold it, by the journal. origin: the generation that computed the step; 0:
+    expected: who should hold it, by the journal. origin: the generation that computed the step; 0:
     the journal does not say.
     """
     holding = with_state(standings)
@@ -172,7 +174,7 @@ def have_all(
         return True
     newest = max(holding, key=lambda s: s.generation)
     num_members = sum(s.generation == newest.generation for s in holding)
-    missing = set(holders) - {s.worker for s in standings}
+    missing = set(expected) - {s.worker for s in standings}
     # the copies of one member's part are elsewhere, those of two may be with each other
     return limits.has_copies and max(len(missing), newest.world_size - num_members) <= 1
 
@@ -217,7 +219,7 @@ def end_again(
         step=step,
         origin=origin,
         has_vote=False,
-        ready=ledger.ready | others,
+        standbys=ledger.standbys | others,
     )
     ledger, dropped = drop_save(ledger)
     ending = Ending(membership, outcome, why, at + limits.end_timeout_s)

@@ -111,8 +111,8 @@ def _note(mesh: Mesh) -> str:
     wanted, found = mesh.parallel.dp_shard, mesh.num_shards
     if wanted is not None and found < wanted:
         return f"hsdp:{wanted} over {counted(found, 'worker')} becomes fsdp over {found}"
-    num_standbys = mesh.world_size - mesh.num_active
-    if num_standbys and mesh.parallel.pp == 1:
-        stand = "stands" if num_standbys == 1 else "stand"
-        return f"{num_standbys} {stand} by, which {mesh.parallel} has no place for"
+    num_inactive = mesh.world_size - mesh.num_active
+    if num_inactive and mesh.parallel.pp == 1:
+        stand = "stands" if num_inactive == 1 else "stand"
+        return f"{num_inactive} {stand} by, which {mesh.parallel} has no place for"
     return ""

@@ -44,21 +44,21 @@ def first(numbers: NumberSet, count: int) -> tuple[int, ...]:
     return tuple(islice(numbers, count))
 
 
-def lobby_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
+def pool_sets(ledger: Ledger) -> tuple[NumberSet, ...]:
     """Every live worker that is not a member is in exactly one of these."""
     return (
         ledger.spawned,
-        ledger.ready,
+        ledger.standbys,
         ledger.loading,
         ledger.syncing,
         ledger.synced,
-        ledger.holders,
+        ledger.with_state,
     )
 
 
-def lobby(ledger: Ledger) -> NumberSet:
+def in_pool(ledger: Ledger) -> NumberSet:
     """Every live worker that is not a member."""
-    spawned, *others = lobby_sets(ledger)
+    spawned, *others = pool_sets(ledger)
     return reduce(NumberSet.__or__, others, spawned)
 
 
@@ -66,7 +66,7 @@ def set_aside(ledger: Ledger, workers: NumberSet) -> Ledger:
     """They hold the state of `step`, and are no members of the next generation."""
     return replace(
         ledger,
-        ready=ledger.ready | workers,
+        standbys=ledger.standbys | workers,
         outdated=ledger.outdated | workers,
         left=ledger.left | workers,
     )
@@ -93,21 +93,21 @@ def commit(ledger: Ledger, step: int, origin: int, *, has_vote: bool) -> Ledger:
     )
 
 
-def is_in_lobby(ledger: Ledger, worker: int) -> bool:
-    return any(worker in of_kind for of_kind in lobby_sets(ledger))
+def is_in_pool(ledger: Ledger, worker: int) -> bool:
+    return any(worker in of_kind for of_kind in pool_sets(ledger))
 
 
 def leave(ledger: Ledger, worker: int) -> Ledger:
     return replace(
         ledger,
         spawned=ledger.spawned.remove(worker),
-        ready=ledger.ready.remove(worker),
+        standbys=ledger.standbys.remove(worker),
         outdated=ledger.outdated.remove(worker),
         left=ledger.left.remove(worker),
         loading=ledger.loading.remove(worker),
         syncing=ledger.syncing.remove(worker),
         synced=ledger.synced.remove(worker),
-        holders=ledger.holders.remove(worker),
+        with_state=ledger.with_state.remove(worker),
         behind=ledger.behind.remove(worker),
         leaving=ledger.leaving.remove(worker),
     )
@@ -119,7 +119,7 @@ def move(ledger: Ledger, worker: int) -> Ledger:
 
 
 def arrivals(ledger: Ledger) -> NumberSet:
-    """Those who may be members of the next generation, holders apart."""
+    """Those who may be members of the next generation, apart from those with the state."""
     return ledger.synced - ledger.leaving
 
 
@@ -128,8 +128,8 @@ def dismiss(ledger: Ledger, phase: Phase) -> tuple[Ledger, tuple[Command, ...]]:
     members, nor for the state that they hold."""
     if not ledger.leaving or not isinstance(phase, Running | Waiting):
         return ledger, ()
-    useless = ledger.ready | ledger.syncing | ledger.synced
-    if isinstance(phase, Waiting) and not ledger.holders:  # theirs may be the newest state
+    useless = ledger.standbys | ledger.syncing | ledger.synced
+    if isinstance(phase, Waiting) and not ledger.with_state:  # theirs may be the newest state
         useless = useless - ledger.outdated - ledger.synced
     gone = tuple(useless & ledger.leaving)
     for worker in gone:
@@ -166,7 +166,7 @@ def top_up(decision: Decision, at: float, limits: Limits) -> Decision:
     is_healing = ledger.failures > 0 and not isinstance(phase, Waiting)
     if ledger.stop or is_healing or at < ledger.respawn_at:
         return decision
-    alive = sum(map(len, lobby_sets(ledger))) + num_members(phase) - len(ledger.leaving)
+    alive = sum(map(len, pool_sets(ledger))) + num_members(phase) - len(ledger.leaving)
     barred = ledger.barred if at < ledger.barred_until else 0
     missing = limits.max_workers + limits.standby - alive - barred
     if missing <= 0:

@@ -1,7 +1,7 @@
 """Losing workers: give the generation up, hear where the survivors stand, regroup them.
 
 Any survivor at `Ledger.step` proves the step; who holds its reduced gradient rolls forward to it;
-who holds neither goes back to the lobby. Only if nobody alive can reach the step does it fall.
+who holds neither goes back to the pool. Only if nobody alive can reach the step does it fall.
 """
 
 from collections.abc import Iterable
@@ -114,11 +114,11 @@ def toll(ledger: Ledger, event: WorkerLost) -> str:
 
 
 def lose_outsider(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
-    """A worker of the lobby is gone."""
-    was_holder, had_notice = event.worker in ledger.holders, event.worker in ledger.leaving
-    if was_holder:
+    """A worker of the pool is gone."""
+    had_state, had_notice = event.worker in ledger.with_state, event.worker in ledger.leaving
+    if had_state:
         ledger = leave(count_losses(ledger, NumberSet.of((event.worker,))), event.worker)
-        return lose_holder(ledger, phase, event, limits)
+        return lose_state(ledger, phase, event, limits)
     ledger = leave(ledger, event.worker)
     if had_notice:
         reason = f"{worker_name(event.worker)} is gone ({event.cause}), as it had said"
@@ -147,14 +147,14 @@ def back_off_s(stillborn: int) -> float:
     return min(2 ** min(stillborn, 6), MAX_BACKOFF_S) / 2
 
 
-def lose_holder(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
+def lose_state(ledger: Ledger, phase: Phase, event: WorkerLost, limits: Limits) -> Decision:
     """A waiting run lost one of those who hold its state."""
     if ledger.failures > limits.max_failures:
         why = budget_reason(ledger, NumberSet.of((event.worker,)), told(event), limits)
         return finish(ledger, phase, "failed", why)
     reason = (
         f"{worker_name(event.worker)} lost ({told(event)}) while waiting, "
-        f"{len(ledger.holders)} left who hold step {ledger.step}, "
+        f"{len(ledger.with_state)} left who hold step {ledger.step}, "
         f"budget {ledger.failures}/{limits.max_failures}"
     )
     return explain(reason, top_up(staff(ledger, phase, event.at, limits), event.at, limits))
@@ -197,11 +197,17 @@ def suspect_loss(
     return Decision(ledger, suspending, (Abort(phase.membership),), reason)
 
 
-def hear_complaint(phase: Suspending, event: CollectiveFailed) -> Suspending:
-    """The first one is told; or the one that was refused, of which the others are consequences."""
+def hear_complaint(
+    ledger: Ledger, phase: Suspending, event: CollectiveFailed, limits: Limits
+) -> Decision:
+    """The first one is told; or the one that was refused, or needs no loss, of which the others are
+    consequences."""
     if event.is_refused and not phase.is_refused:
-        return replace(phase, complaint=event.message, is_refused=True)
-    return replace(phase, complaint=phase.complaint or event.message)
+        return Decision(ledger, replace(phase, complaint=event.message, is_refused=True))
+    if event.is_stall and (phase.deadline is not None or phase.is_overdue):
+        phase = replace(phase, complaint=event.message, is_overdue=True)
+        return settle(Decision(ledger, replace(phase, deadline=None)), event.at, limits)
+    return Decision(ledger, replace(phase, complaint=phase.complaint or event.message))
 
 
 def give_up_stalled(
@@ -419,7 +425,9 @@ def regroup_answered(ledger: Ledger, phase: Suspending, at: float, limits: Limit
         usable = usable - (phase.copied - phase.between - rollers)
     stateless = NumberSet.of(workers[rank] for rank in answered(phase) - usable)
     with_state = NumberSet.of(workers[rank] for rank in ranks_of(near) - usable)
-    ledger = replace(ledger, ready=ledger.ready | stateless, outdated=ledger.outdated | with_state)
+    ledger = replace(
+        ledger, standbys=ledger.standbys | stateless, outdated=ledger.outdated | with_state
+    )
     for worker in left:
         ledger = move(ledger, worker)
     decision = regroup(

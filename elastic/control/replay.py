@@ -66,6 +66,20 @@ def limits_of(**fields: Any) -> Limits:
     return Limits(**fields)
 
 
+def ledger_of(**fields: Any) -> Ledger:
+    """As a journal has it, also one of before `standbys` and `with_state` had these names."""
+    if "holders" in fields:
+        fields["standbys"], fields["with_state"] = fields.pop("ready"), fields.pop("holders")
+    return Ledger(**fields)
+
+
+def standing_of(**fields: Any) -> Standing:
+    """As a journal has it, also one in which a standby was called ready."""
+    if fields["kind"] == "ready":
+        fields["kind"] = "standby"
+    return Standing(**fields)
+
+
 _CLASSES = registry(
     Membership,
     Ledger,
@@ -80,7 +94,13 @@ _CLASSES = registry(
     Entry,
     *(c for union in (state.Phase, events.Event, commands.Command) for c in get_args(union)),
 )
-JOURNAL_TYPES: Registry = {**_CLASSES, "Limits": limits_of}
+JOURNAL_TYPES: Registry = {
+    **_CLASSES,
+    "Limits": limits_of,
+    "Ledger": ledger_of,
+    "Standing": standing_of,
+    "WorkerReady": events.WorkerStarted,  # as it was called
+}
 """For `elastic.protocol.encoding.decode`."""
 
 

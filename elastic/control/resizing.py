@@ -47,7 +47,7 @@ def surplus(
 
     Nobody goes who is to load the state that the run begins with.
     """
-    members = tuple(ledger.holders)
+    members = tuple(ledger.with_state)
     if isinstance(phase, Active):
         gone = lost_members(phase)
         members = tuple(w for w in phase.membership.workers if w not in gone)
@@ -55,7 +55,7 @@ def surplus(
     num_staying = min(len(staying), limits.max_workers)
     room = limits.max_workers + limits.standby - num_staying - len(ledger.loading - ledger.leaving)
     outside: list[int] = []
-    for kind in (ledger.synced, ledger.syncing, ledger.ready, ledger.spawned):
+    for kind in (ledger.synced, ledger.syncing, ledger.standbys, ledger.spawned):
         outside += kind - ledger.leaving
     extra = tuple(outside[max(0, room) :])
     unplaced = tuple(w for w in extra if w in ledger.spawned)

@@ -13,7 +13,7 @@ from elastic.control.pool import (
     dismiss,
     explain,
     first,
-    lobby,
+    in_pool,
     move,
     names,
     set_aside,
@@ -34,7 +34,7 @@ from elastic.control.state import (
 from elastic.protocol.membership import Membership, NumberSet, counted, worker_name
 
 MAX_SOURCES = 64
-"""Newcomers of a waiting run are spread over at most so many holders."""
+"""Newcomers of a waiting run are spread over at most so many sources."""
 
 
 def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
@@ -54,35 +54,37 @@ def staff(ledger: Ledger, phase: Phase, at: float, limits: Limits) -> Decision:
 
 
 def staff_waiting(ledger: Ledger, phase: Waiting, at: float, limits: Limits) -> Decision:
-    if not ledger.holders and ledger.stop:  # asked for before this controller took over
+    if not ledger.with_state and ledger.stop:  # asked for before this controller took over
         return finish(ledger, phase, "stopped", ledger.stop)
-    if not ledger.holders:
+    if not ledger.with_state:
         return load(ledger, phase)
-    num_holders = len(ledger.holders - ledger.leaving)
-    is_enough = not lack(num_usable(ledger, tuple(ledger.holders)), limits)
-    is_complete = ledger.step >= limits.steps and not shortage(limits.parallel, len(ledger.holders))
+    num_with_state = len(ledger.with_state - ledger.leaving)
+    is_enough = not lack(num_usable(ledger, tuple(ledger.with_state)), limits)
+    is_complete = ledger.step >= limits.steps and not shortage(
+        limits.parallel, len(ledger.with_state)
+    )
     if is_enough or is_complete:  # a complete run only says its hash
         is_kept = ledger.kept_step == ledger.step
-        holders = tuple(ledger.holders)
+        members = tuple(ledger.with_state)
         if ledger.behind:  # newcomers enter at the boundary after it
-            return form(ledger, holders, ledger.behind, at, limits, then_pause=True)
-        ledger, members, why = without_leavers(ledger, holders, limits, may_all_leave=is_kept)
+            return form(ledger, members, ledger.behind, at, limits, then_pause=True)
+        ledger, members, why = without_leavers(ledger, members, limits, may_all_leave=is_kept)
         decision = form(ledger, members, NOBODY, at, limits, with_newcomers=True)
         return explain(why, decision)
-    level = ledger.holders - ledger.behind
-    sources = first(level or ledger.holders, MAX_SOURCES)
-    return sync(ledger, phase, sources, num_holders, at, limits)
+    level = ledger.with_state - ledger.behind
+    sources = first(level or ledger.with_state, MAX_SOURCES)
+    return sync(ledger, phase, sources, num_with_state, at, limits)
 
 
 def load(ledger: Ledger, phase: Waiting) -> Decision:
     """Nobody holds the state: the run starts, or its last tier of recovery does.
 
-    Who followed the lost holders has a newer state than the newest checkpoint.
+    Who followed the lost has a newer state than the newest checkpoint.
     """
     followers = ledger.synced | ledger.outdated
-    if ledger.loading or not (followers or ledger.ready):
+    if ledger.loading or not (followers or ledger.standbys):
         return Decision(ledger, phase)
-    candidates = followers or ledger.ready
+    candidates = followers or ledger.standbys
     (worker,) = first(candidates - ledger.leaving or candidates, 1)
     ledger = move(ledger, worker)
     ledger = replace(ledger, loading=ledger.loading.add(worker))
@@ -133,26 +135,26 @@ def sync(
     ledger: Ledger,
     phase: Phase,
     sources: tuple[int, ...],
-    num_holders: int,
+    num_with_state: int,
     at: float,
     limits: Limits,
 ) -> Decision:
-    """Let so many ready workers copy the state that the next generation can be full.
+    """Let so many standbys copy the state that the next generation can be full.
 
     The second of the decision turns the sources, so that a retry meets another one.
     """
-    candidates = ledger.ready - ledger.leaving
+    candidates = ledger.standbys - ledger.leaving
     if not candidates:
         return Decision(ledger, phase)
     on_the_way = len(ledger.syncing) + len(ledger.synced)
-    chosen = first(candidates, max(0, limits.max_workers - num_holders - on_the_way))
+    chosen = first(candidates, max(0, limits.max_workers - num_with_state - on_the_way))
     if not chosen:
         return Decision(ledger, phase)
     sources = tuple(w for w in sources if w not in ledger.leaving) or sources
     moved = NumberSet.of(chosen)
     ledger = replace(
         ledger,
-        ready=ledger.ready - moved,
+        standbys=ledger.standbys - moved,
         outdated=ledger.outdated - moved,
         left=ledger.left - moved,
         syncing=ledger.syncing | moved,
@@ -187,8 +189,7 @@ def regroup(
         return explain(why, form(ledger, staying, rollers, at, limits, with_newcomers=True))
     if ledger.stop:
         return finish(ledger, Waiting(""), "stopped", ledger.stop)
-    holders = NumberSet.of(survivors)
-    ledger = replace(ledger, holders=holders, behind=rollers, stillborn=0)
+    ledger = replace(ledger, with_state=NumberSet.of(survivors), behind=rollers, stillborn=0)
     if survivors and ledger.kept_step == ledger.step:
         why = f"too few stay when {names(leavers_of(ledger, survivors))} leave; step {ledger.step}"
         why += " is saved"
@@ -215,7 +216,7 @@ def without_surplus(
     surplus = NumberSet.of(staying_first[limits.max_workers :])
     ledger = replace(
         ledger,
-        ready=ledger.ready | surplus,
+        standbys=ledger.standbys | surplus,
         outdated=ledger.outdated | surplus,
         left=ledger.left | (surplus & ledger.leaving),
     )
@@ -253,7 +254,7 @@ def without_leavers(
 ) -> tuple[Ledger, tuple[int, ...], str]:
     """Who of `survivors` stays, if they are enough, and why not all.
 
-    Those who leave wait in the lobby until the generation has formed: newcomers may still read
+    Those who leave wait in the pool until the generation has formed: newcomers may still read
     their state, which may become the newest.
     """
     leavers = leavers_of(ledger, survivors)
@@ -281,7 +282,7 @@ def form(
     ledger = replace(
         ledger,
         generation=membership.generation,
-        holders=NOBODY,
+        with_state=NOBODY,
         behind=NOBODY,
         synced=ledger.synced - NumberSet.of(newcomers),
         save_asked_at=0.0,
@@ -297,7 +298,7 @@ def form(
     if rollers:
         reason += f", {names(rollers)} roll forward"
     if wants_nodes(limits.parallel):
-        ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *lobby(ledger))))
+        ledger = replace(ledger, nodes=ledger.nodes.only((*membership.workers, *in_pool(ledger))))
     planned = plan(limits.parallel, membership.workers, ledger.nodes)
     reason += f"; {planned.note}" if planned.note else ""
     command = Form(

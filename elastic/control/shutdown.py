@@ -5,7 +5,7 @@ from dataclasses import replace
 from elastic.control.checkpointing import drop_save
 from elastic.control.commands import Finish, Retire
 from elastic.control.events import Ended
-from elastic.control.pool import lobby, lost_members
+from elastic.control.pool import in_pool, lost_members
 from elastic.control.state import (
     NOBODY,
     Active,
@@ -71,20 +71,20 @@ def finish(
     ledger: Ledger, phase: Phase, outcome: str, reason: str, weights_sha256: str = ""
 ) -> Decision:
     """Over: nobody may be forgotten."""
-    everyone = lobby(ledger)
+    everyone = in_pool(ledger)
     if isinstance(phase, Active):
         everyone = everyone | (NumberSet.of(phase.membership.workers) - lost_members(phase))
     ledger, dropped = drop_save(ledger)
     ledger = replace(
         ledger,
         spawned=NOBODY,
-        ready=NOBODY,
+        standbys=NOBODY,
         outdated=NOBODY,
         left=NOBODY,
         loading=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,
-        holders=NOBODY,
+        with_state=NOBODY,
         behind=NOBODY,
         leaving=NOBODY,
     )

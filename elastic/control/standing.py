@@ -30,7 +30,7 @@ KINDS = (
     "stopped",  # holds state, waits at a boundary: paused, done, suspended, forming
     "ended",  # a member that was told to write the final state
     "starting",  # builds the model
-    "ready",  # without state
+    "standby",  # without state
     "syncing",  # copying state
     "synced",  # following somebody
 )

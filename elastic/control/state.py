@@ -96,21 +96,22 @@ class Ledger:
     """...and is not asked for before this time."""
     next_worker: int = 0
     stop: str = ""  # why the run was asked to stop; empty: it was not
-    spawned: NumberSet = NOBODY  # asked for, not yet ready
-    ready: NumberSet = NOBODY
-    """Model built, no current state: the warm standbys."""
+    spawned: NumberSet = NOBODY  # asked for, not yet started
+    standbys: NumberSet = NOBODY
+    """Model built, no current state: those that are warm."""
     outdated: NumberSet = NOBODY
-    """Those of `ready` who hold an earlier state of this run: if nobody has the newest, theirs may
-    be the newest there is."""
+    """Those of `standbys` who hold an earlier state of this run: if nobody has the newest, theirs
+    may be the newest there is."""
     loading: NumberSet = NOBODY
     """At most one: it reads the state the run starts from."""
-    syncing: NumberSet = NOBODY  # copying state from a holder or member
+    syncing: NumberSet = NOBODY  # copying the state
     synced: NumberSet = NOBODY
-    """Following a holder or member, at most one step behind."""
-    holders: NumberSet = NOBODY
+    """Following whom they copied it from, at most one step behind."""
+    with_state: NumberSet = NOBODY
     """Not members, hold the state of `step`."""
     behind: NumberSet = NOBODY
-    """Holders one step behind who hold the reduced gradient of `step`: Form rolls them forward."""
+    """Those of `with_state` one step behind who hold the reduced gradient of `step`: Form rolls
+    them forward."""
     save: Save = Save()
     saved_at: float = 0.0
     """When the newest checkpoint was published, or the run began; with `Limits.save_every_s`."""

@@ -96,8 +96,8 @@ def what_was_said(event: Event, membership: Membership | None, worker: int) -> s
             return standing_of(standings, membership, worker)
         case e.StopRequested() | e.Cancelled() | e.Tick():
             return ""
-        case e.WorkerReady(worker=w) if w == worker:
-            return "is ready: its model is built"
+        case e.WorkerStarted(worker=w) if w == worker:
+            return "has started: its model is built"
         case e.WorkerLost(worker=w, cause=cause, why=why) if w == worker:
             return f"is lost: {cause}{why and f', {why}'}"
         case e.Loaded(worker=w, step=step) if w == worker:
@@ -111,7 +111,7 @@ def what_was_said(event: Event, membership: Membership | None, worker: int) -> s
         case e.UserFailed(worker=w, message=message) if w == worker:
             return f"has failed in the user's code: {(message.splitlines() or [''])[0]}"
         case (
-            e.WorkerReady()
+            e.WorkerStarted()
             | e.WorkerLost()
             | e.Loaded()
             | e.Synced()

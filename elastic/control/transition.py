@@ -41,14 +41,14 @@ from elastic.control.events import (
     Tick,
     UserFailed,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.failover import adopt
 from elastic.control.planning import wants_nodes
 from elastic.control.pool import (
     commit,
     explain,
-    is_in_lobby,
+    is_in_pool,
     is_member,
     lost_members,
     move,
@@ -150,14 +150,16 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
     limits = in_force(ledger, limits)
     match phase, event:
         # --- workers outside the generation
-        case _, WorkerReady(worker=w, at=at) if w in ledger.spawned:
-            ledger = replace(ledger, spawned=ledger.spawned.remove(w), ready=ledger.ready.add(w))
+        case _, WorkerStarted(worker=w, at=at) if w in ledger.spawned:
+            ledger = replace(
+                ledger, spawned=ledger.spawned.remove(w), standbys=ledger.standbys.add(w)
+            )
             if wants_nodes(limits.parallel):
                 ledger = replace(ledger, nodes=ledger.nodes.add(w, event.node))
             return staff(ledger, phase, at, limits)
-        case _, WorkerReady(worker=w) if is_in_lobby(ledger, w) or is_member(phase, w):
+        case _, WorkerStarted(worker=w) if is_in_pool(ledger, w) or is_member(phase, w):
             return Decision(ledger, phase)  # it has introduced itself to a new controller already
-        case _, WorkerReady(worker=w):
+        case _, WorkerStarted(worker=w):
             why = f"{worker_name(w)} is no part of the run any more"
             return Decision(ledger, phase, (Retire((w,)),), why)
         case _, Loaded():
@@ -170,7 +172,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case _, SyncFailed(worker=w) if w in ledger.syncing or w in ledger.synced:
             had_synced = w in ledger.synced
             ledger = move(ledger, w)
-            ledger = replace(ledger, ready=ledger.ready.add(w))
+            ledger = replace(ledger, standbys=ledger.standbys.add(w))
             if had_synced:
                 ledger = replace(ledger, outdated=ledger.outdated.add(w))
             if isinstance(phase, Suspending):
@@ -181,7 +183,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         # --- losses
         case _, DrainNotice():
             return hear_notice(ledger, phase, event, limits)
-        case _, WorkerLost(worker=w) if is_in_lobby(ledger, w):
+        case _, WorkerLost(worker=w) if is_in_pool(ledger, w):
             without = lose_outsider(ledger, phase, event, limits)
             if isinstance(without.phase, Suspending):
                 return settle(without, event.at, limits)
@@ -199,7 +201,7 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case Ending(), CollectiveFailed():
             return Decision(ledger, phase)  # every member has left its last step
         case Suspending(), CollectiveFailed():
-            return Decision(ledger, hear_complaint(phase, event))
+            return hear_complaint(ledger, phase, event, limits)
         case Suspending(), Ended() if not limits.is_whole:
             return Decision(ledger, phase)  # said before another was lost: all will say it again
         case Suspending(), (Connected(rank=rank) | Joined(rank=rank)):  # before it saw the Abort
@@ -263,8 +265,8 @@ def transition(ledger: Ledger, phase: Phase, event: Event, limits: Limits) -> De
         case _, Adopted() as adopted:
             return adopt(ledger, phase, adopted, limits)
         case Waiting(), StopRequested(reason=reason, at=at):
-            survivors, rollers = tuple(ledger.holders), ledger.behind
-            ledger = replace(ledger, stop=reason, holders=NOBODY, behind=NOBODY)
+            survivors, rollers = tuple(ledger.with_state), ledger.behind
+            ledger = replace(ledger, stop=reason, with_state=NOBODY, behind=NOBODY)
             return regroup(ledger, survivors, rollers, False, at, limits)
         case ((Forming() | Suspending() | Pausing()), StopRequested(reason=reason)):
             stop = ledger.stop or reason
@@ -308,7 +310,7 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
         case DrainNotice(worker=w, deadline=deadline) if w in ledger.leaving:
             return any(n.worker == w and n.gone_at <= deadline for n in ledger.notices)
         case WorkerLost(worker=w) | UserFailed(worker=w) | DrainNotice(worker=w):
-            return not is_in_lobby(ledger, w) and not is_member(phase, w)
+            return not is_in_pool(ledger, w) and not is_member(phase, w)
         case Loaded(worker=w):
             return w not in ledger.loading
         case Synced(worker=w):
@@ -321,7 +323,7 @@ def is_stale(ledger: Ledger, phase: Phase, event: Event) -> bool:
 
 
 def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> Decision:
-    """The first holder. Whoever copied from a former one copies again from it."""
+    """The first with the state. Whoever copied from a former one copies again from it."""
     if event.step < ledger.step and ledger.failures:  # drains alone never count
         fallen_from = max(ledger.step, ledger.fallen_from) if ledger.falls else ledger.step
         ledger = replace(ledger, falls=ledger.falls + 1, fallen_from=fallen_from)
@@ -332,8 +334,8 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
             f"{limits.max_failures}; if the same step ends all workers, their logs tell why"
         )
         return finish(ledger, phase, "failed", why)
-    holders = NumberSet.of((event.worker,))
-    others = ledger.ready | ledger.syncing | ledger.synced
+    with_state = NumberSet.of((event.worker,))
+    others = ledger.standbys | ledger.syncing | ledger.synced
     ledger = replace(
         ledger,
         step=event.step,
@@ -341,12 +343,12 @@ def hear_loaded(ledger: Ledger, phase: Phase, event: Loaded, limits: Limits) -> 
         has_vote=False,
         recorded=-1,
         loading=NOBODY,
-        ready=others,
+        standbys=others,
         outdated=NOBODY,
         left=NOBODY,
         syncing=NOBODY,
         synced=NOBODY,
-        holders=holders,
+        with_state=with_state,
     )
     reason = f"{worker_name(event.worker)} holds the state of step {event.step}"
     return explain(reason, staff(ledger, phase, event.at, limits))

@@ -90,7 +90,7 @@ class Recorder:
 
     # --- the run directory --------------------------------------------------------------
     async def open(self) -> str:
-        """Make the run directory, before any worker is ready: status and journal are there."""
+        """Make the run directory, before any worker has started: status and journal are there."""
         async with self._opening:
             await self._open()
         return self.place
@@ -103,7 +103,7 @@ class Recorder:
         """
         for damage in damaged:
             self.trouble.hear_damaged(damage.step, damage.what)
-        async with self._opening:  # the next worker may be ready before it ends
+        async with self._opening:  # the next worker may have started before it ends
             if self.checkpoints is None:
                 return await self._open_first(step, damaged)
         self.roll_back(step)

@@ -84,5 +84,5 @@ def worker_spec(
         lease_s=timeouts.lease_s,
         stall_s=timeouts.stall_s,
         spot=config.resources.spot,
-        is_spare=has_formed and config.standby > 0,
+        is_standby=has_formed and config.standby > 0,
     )

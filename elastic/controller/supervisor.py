@@ -210,10 +210,10 @@ class Supervisor:
             )
             self.actor.place, self.actor.has_begun = directory.place, has_formed
             self.cluster.progress.evaluations.recorded = past.last_evaluation
-        self.cluster.takeover = takeover = Failover(self.cluster, found)
+        self.cluster.failover = failover = Failover(self.cluster, found)
         self.actor.link_address = self._controller_address
-        event = await takeover.collect(decision.ledger, decision.phase, self.limits)
-        self.cluster.takeover = None
+        event = await failover.collect(decision.ledger, decision.phase, self.limits)
+        self.cluster.failover = None
         return decision.ledger, decision.phase, event
 
     @property

@@ -29,8 +29,8 @@ class ScriptRun:
 
     script: str
     """By this name it is in config.json."""
-    folder: Path
-    """What every node needs."""
+    folder: Path | None
+    """What every node needs; None: it has it."""
     storage: str
     name: str
     workers: tuple[int, int]

@@ -118,16 +118,16 @@ def hover(charts: Charts, chart: Any, rows: list[tuple[str, str]], glyph: Any) -
 # --- workers -----------------------------------------------------------------------
 def workers(charts: Charts, line: Timeline) -> None:
     """A lane for each worker: grey while it is there, blue while it is a member."""
-    lives = [life for life in line.lives if math.isfinite(life.ready_at)][-MOST_LANES:]
+    lives = [life for life in line.lives if math.isfinite(life.started_at)][-MOST_LANES:]
     if not lives:
         return
-    lives.sort(key=lambda life: (life.ready_at, life.worker))
+    lives.sort(key=lambda life: (life.started_at, life.worker))
     chart = figure(charts, "workers", min(140 + 9 * len(lives), 700), "worker, oldest first")
     chart.yaxis.major_label_text_font_size = "0px"
     chart.y_range.flipped = True
     ends = [ended(life, line) for life in lives]
     columns: dict[str, Any] = {
-        "left": np.array([life.ready_at - line.began for life in lives]),
+        "left": np.array([life.started_at - line.began for life in lives]),
         "right": np.array(ends) - line.began,
         "top": np.arange(len(lives)) + 0.4,
         "bottom": np.arange(len(lives)) - 0.4,
@@ -149,7 +149,7 @@ def edges() -> dict[str, str]:
 
 
 def ended(life: Life, line: Timeline) -> float:
-    return line.ended if life.ended_at is None else max(life.ready_at, life.ended_at)
+    return line.ended if life.ended_at is None else max(life.started_at, life.ended_at)
 
 
 def cause_of(life: Life, line: Timeline) -> str:
@@ -180,8 +180,8 @@ def memberships(lives: list[Life], ends: list[float], line: Timeline) -> dict[st
     boxes: list[tuple[float, float, float]] = []
     for i, (life, end) in enumerate(zip(lives, ends, strict=True)):
         for began, until in times.get(life.worker, ()):
-            if began < end and life.ready_at < until:
-                boxes.append((max(began, life.ready_at), min(until, end), float(i)))
+            if began < end and life.started_at < until:
+                boxes.append((max(began, life.started_at), min(until, end), float(i)))
     found = np.array(boxes).reshape(-1, 3)
     lane = found[:, 2]
     left, right = found[:, 0] - line.began, found[:, 1] - line.began

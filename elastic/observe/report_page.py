@@ -46,7 +46,7 @@ MEANINGS = {
     "recovering": "from a worker's last sign of life until the survivors have formed",
     "retried": "work on a step that was given up and done again",
     "growing": "pausing and forming with newcomers",
-    "rolled_back": "steps that were committed and then lost with all their holders",
+    "rolled_back": "steps that were committed and then lost with all who had them",
     "ending": "after the last step",
     "down": "between a controller's end and the next start of the same run",
     "unsettled": "the end of a journal that does not end with the run",

@@ -200,7 +200,7 @@ class WorkerActor:
     def run(self, spec: WorkerSpec) -> None:
         """Train until the controller ends this process; raises what the user's code raises."""
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages, before it loads
-        if spec.is_spare:
+        if spec.is_standby:
             importing = Thread(target=import_patiently, args=("torch._dynamo", "workers.worker"))
             importing.start()
             importing.join()
@@ -312,6 +312,7 @@ def start_controller(run_id: str, supervise: Supervise, order: dict[str, Any]) -
         "lifetime": "detached",
         "num_cpus": 0,
         "resources": ON_THE_HEAD,
+        "scheduling_strategy": "DEFAULT",  # not in the placement group of its driver, a Tune trial
         "max_restarts": -1,  # its successor takes the run over
         "max_task_retries": -1,
         "max_concurrency": 16,

@@ -85,7 +85,7 @@ class RayCluster:
         self._untold: c.Form | None = None
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
-        self.takeover: Failover | None = None
+        self.failover: Failover | None = None
         self._inquiry = Diagnosis(self)
         self.progress = Progress(self.host.record, self.say, self.now)
         self.protection = Protection(self.host.on_unprotected, self.now)
@@ -163,7 +163,7 @@ class RayCluster:
 
     async def _watch(self, worker: int, record: Slot) -> None:
         """One never-returning call per worker: Ray's news of its death is the call's end."""
-        why = "it ended before it was ready"
+        why = "it ended before its model was built"
         try:
             actor = await asyncio.wrap_future(record.actor)
             try:
@@ -215,7 +215,7 @@ class RayCluster:
         if not is_alone:
             self.stores.open(membership.generation)
         store = self.stores.opened(membership.generation)
-        has_fallen = form.step < self.recorded_step  # its last holder is lost
+        has_fallen = form.step < self.recorded_step  # the last with the state is lost
         is_known = not self.progress.is_unknown_to(membership.workers)
         if not has_fallen and is_known and (is_alone or store is not None):
             await self._tell_form(form, store)
@@ -359,8 +359,8 @@ class RayCluster:
                 self._inquiry.hear(worker, said)
         elif record is not None:
             self._on_heartbeat(worker, record, said)
-        elif self.takeover is not None:
-            self.takeover.hear_pulse(worker, said)
+        elif self.failover is not None:
+            self.failover.hear_pulse(worker, said)
 
     def _on_heartbeat(self, worker: int, record: Slot, heartbeat: Heartbeat) -> None:
         record.watch = watch(record.watch, heartbeat, self.now())
@@ -381,8 +381,8 @@ class RayCluster:
             self._hear(worker, record, report)
         elif not (
             isinstance(report, r.Introduction)
-            and self.takeover is not None
-            and self.takeover.hear(worker, report)
+            and self.failover is not None
+            and self.failover.hear(worker, report)
         ):
             self.links.drop(worker)
 
@@ -390,8 +390,8 @@ class RayCluster:
         match report:
             case r.Introduction():
                 self._on_return(worker, record, report)
-            case r.Ready():
-                self._on_ready(worker, record, report.process)
+            case r.Started():
+                self._on_started(worker, record, report.process)
             case r.Loaded():
                 self._on_loaded(worker, record, report)
             case r.WrongInput():
@@ -437,18 +437,18 @@ class RayCluster:
 
     def _on_return(self, worker: int, record: Slot, said: r.Introduction) -> None:
         """Over another connection. What else counts it says again."""
-        if said.process is not None and not record.pid:  # that it is ready may be lost
-            self._on_ready(worker, record, said.process)
+        if said.process is not None and not record.pid:  # that it has started may be lost
+            self._on_started(worker, record, said.process)
         self.send_word(worker)
 
-    def _on_ready(self, worker: int, record: Slot, process: r.Process) -> None:
+    def _on_started(self, worker: int, record: Slot, process: r.Process) -> None:
         record.locate(process)
         self.holders.on_node(record.node_id)
         self.holders.tell(worker)
         record.state = "standby"
         if self.log_folder is not None:
             self.links.send(worker, t.LogTo(self.log_folder))
-        self.say(e.WorkerReady(worker, self.now(), record.node_id))
+        self.say(e.WorkerStarted(worker, self.now(), record.node_id))
 
     def _on_loaded(self, worker: int, record: Slot, report: r.Loaded) -> None:
         async def open_then_say() -> None:

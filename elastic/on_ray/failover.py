@@ -34,7 +34,7 @@ QUIET_S = 0.3
 """How long nobody else introduces himself before a whole generation at work is enough."""
 RETRY_S = 0.5
 """Between two calls of an actor that Ray cannot reach."""
-SHOWN = {"working": "training", "ready": "standby", "synced": "ready", "starting": "pending"}
+SHOWN = {"working": "training", "synced": "ready", "starting": "pending"}
 """A worker's state in status.json, by the kind of its standing."""
 
 
@@ -122,13 +122,15 @@ class Failover:
         detect_s, began = self._cluster.detect_s, time.monotonic()
         step = max(ledger.step, self._cluster.recorded_step)
         self._costly = ledger.costly
-        holders = phase.membership.workers if isinstance(phase, Active) else tuple(ledger.holders)
+        expected = (
+            phase.membership.workers if isinstance(phase, Active) else tuple(ledger.with_state)
+        )
         watching = [asyncio.ensure_future(self._drop_dead(w)) for w in self._candidates]
         while self._candidates:
             origin = ledger.origin if step == ledger.step else 0
-            if have_all(tuple(self._standings.values()), step, holders, limits, origin):
-                self._give_up(w for w in holders if w in self._candidates)
-            is_missed = any(w in self._candidates for w in holders)
+            if have_all(tuple(self._standings.values()), step, expected, limits, origin):
+                self._give_up(w for w in expected if w in self._candidates)
+            is_missed = any(w in self._candidates for w in expected)
             limit_s = timeouts_of(detect_s).lease_s if is_missed else detect_s or PATIENCE_S
             left_s = began + limit_s - time.monotonic()
             if left_s <= 0:

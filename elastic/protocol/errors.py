@@ -55,6 +55,10 @@ class CollectiveRefused(PeerLost):
     """The backend refused what was asked of it: the same members would meet it again."""
 
 
+class GivenUp(PeerLost):
+    """The loop ends the generation of its own accord: no loss is waited for that explains it."""
+
+
 class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not what was written."""
 

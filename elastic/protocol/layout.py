@@ -107,10 +107,10 @@ class TensorLayout:
     shape: tuple[int, ...]
     cuts: tuple[tuple[Axis, int], ...] = ()
     """Which axis cuts which dim: (("dp_shard", 0), ("tp", 1)). Of two that cut the same dim the
-    first one is the outer. What no axis cuts every rank has, also one that stands by."""
+    first one is the outer. What no axis cuts every rank has, also one that is inactive."""
     blocks: tuple[int, ...] = ()
     """Of a model in stages, those that need the tensor: who holds one of them has all of it, or of
-    what `cuts` says a part as all holders of these blocks share it, and the others nothing. Empty:
+    what `cuts` says a part as all ranks with these blocks share it, and the others nothing. Empty:
     every rank has it."""
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class TensorLayout:
         start, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
             part = range(0)
-            if not at.mesh.is_standby(at.rank):
+            if not at.mesh.is_inactive(at.rank):
                 index = at.mesh.coordinate(axis, at.rank)
                 part = cut(shape[dim], at.mesh.size(axis), index)
             start[dim], shape[dim] = start[dim] + part.start, len(part)
@@ -153,8 +153,8 @@ class TensorLayout:
         if not self.cuts:
             return whole(self.shape)
         assert self.cuts == ROWS, self
-        holders = at.mesh.holders_of_blocks(self.blocks)
-        rows = cut(self.shape[0], len(holders), holders.index(at.rank))
+        ranks = at.mesh.ranks_with_blocks(self.blocks)
+        rows = cut(self.shape[0], len(ranks), ranks.index(at.rank))
         return Box((rows.start, *(0 for _ in self.shape[1:])), (len(rows), *self.shape[1:]))
 
     def own(self, at: Position) -> Box | None:
@@ -165,11 +165,11 @@ class TensorLayout:
             return box if box.size else None
         if mesh.cuts:
             # Evenly among those who hold the same blocks.
-            holders = mesh.holders_of_blocks(self.blocks) if self.blocks else mesh.ranks()
-            owner = holders[min(self.blocks, default=0) % len(holders)]
+            ranks = mesh.ranks_with_blocks(self.blocks) if self.blocks else mesh.ranks()
+            owner = ranks[min(self.blocks, default=0) % len(ranks)]
             return box if at.rank == owner else None
         cutting = self.axes if has_elements else ()
         others: list[Axis] = [axis for axis in AXES if axis not in cutting]
-        if mesh.is_standby(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):
+        if mesh.is_inactive(at.rank) or any(mesh.coordinate(axis, at.rank) for axis in others):
             return None
         return box if box.size or not has_elements else None

@@ -188,7 +188,7 @@ rank has which stages follows from the schedule."""
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The axes of one generation. "ddp" has no shards, "fsdp" no replicas. Ranks behind the last
-    whole replica stand by: they compute and hold nothing.
+    whole replica are inactive: they compute and hold nothing.
     """
 
     parallel: Parallel
@@ -230,7 +230,7 @@ class Mesh:
 
     @property
     def num_active(self) -> int:
-        """Ranks that do not stand by."""
+        """Those that are active."""
         if self.cuts:
             return sum(self._num_ranks(cuts) for cuts in self.cuts)
         return self.dp_degree * self.parallel.ranks_per_microbatch
@@ -239,7 +239,7 @@ class Mesh:
         return num_ranks_of(len(cuts) - 1, self.parallel.schedule)
 
     def blocks(self, rank: int) -> tuple[int, ...]:
-        """Of a model in stages, those that `rank` holds; none if it stands by."""
+        """Of a model in stages, those that `rank` holds; none if it is inactive."""
         at = self.position(rank)
         for cuts in self.cuts:
             count = self._num_ranks(cuts)
@@ -249,7 +249,7 @@ class Mesh:
             at -= count
         return ()
 
-    def holders_of_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def ranks_with_blocks(self, blocks: Sequence[int]) -> list[int]:
         """The ranks that hold one of these, by position."""
         ranks = self.ranks()[: self.num_active]
         return [r for r in ranks if any(block in self.blocks(r) for block in blocks)]
@@ -257,11 +257,11 @@ class Mesh:
     def position(self, rank: int) -> int:
         return self.order[rank] if self.order else rank
 
-    def is_standby(self, rank: int) -> bool:
+    def is_inactive(self, rank: int) -> bool:
         return self.position(rank) >= self.num_active
 
     def coordinate(self, axis: Axis, rank: int) -> int:
-        """Where on `axis`. Not for one that stands by."""
+        """Where on `axis`. Not for one that is inactive."""
         return self.position(rank) // self._stride(axis) % self.size(axis)
 
     def _stride(self, axis: Axis) -> int:
@@ -272,7 +272,7 @@ class Mesh:
         return stride
 
     def along(self, axis: Axis, rank: int) -> list[int]:
-        """The ranks that differ from `rank` on `axis` only, in its order. Not for a standby."""
+        """The ranks that differ from `rank` on `axis` only, in its order, of active ranks."""
         stride, at = self._stride(axis), self.position(rank)
         first = at - self.coordinate(axis, rank) * stride
         ranks = self.ranks()
@@ -283,24 +283,24 @@ class Mesh:
         return self.coordinate("dp_shard", rank)
 
     def replica(self, rank: int) -> int:
-        """Where on the replica axis; behind the last one if it stands by."""
-        if self.is_standby(rank):
+        """Where on the replica axis; behind the last one if it is inactive."""
+        if self.is_inactive(rank):
             return self.num_replicas
         return self.coordinate("dp_replicate", rank)
 
     def dp_rank(self, rank: int) -> int:
-        """Where on the two data axes, replica by replica. Not for one that stands by."""
+        """Where on the two data axes, replica by replica. Not for one that is inactive."""
         return self.replica(rank) * self.num_shards + self.shard(rank)
 
     def ranks(self) -> list[int]:
-        """By position: those that do not stand by come first, replica by replica."""
+        """By position: those that are active come first, replica by replica."""
         return sorted(range(self.world_size), key=self.position)
 
     def replica_of(self, rank: int) -> list[int]:
-        """The ranks of this rank's replica, by shard. Not for one that stands by."""
+        """The ranks of this rank's replica, by shard. Not for one that is inactive."""
         return self.along("dp_shard", rank)
 
-    def holders_of(self, shard: int) -> list[int]:
+    def ranks_with_shard(self, shard: int) -> list[int]:
         """The ranks that hold `shard`, by replica."""
         return self.along("dp_replicate", self.ranks()[shard * self._stride("dp_shard")])
 
@@ -314,7 +314,7 @@ class Mesh:
         Where every pass exchanges parameters, the ranks of a replica compute neighbours in the
         canonical tree in each round. Else a rank's ids are contiguous.
         """
-        if self.is_standby(rank):
+        if self.is_inactive(rank):
             return range(0)
         if not self.parallel.has_rounds:
             return microbatch_ids(num_microbatches, self.dp_degree, self.dp_rank(rank))
@@ -324,7 +324,7 @@ class Mesh:
     def num_passes(self, num_microbatches: int, rank: int) -> int:
         """Forward and backward passes of `rank` in a step. Where every pass exchanges parameters,
         all of a replica make as many, and who has no id left serves the others."""
-        if self.is_standby(rank) or not self.parallel.has_rounds:
+        if self.is_inactive(rank) or not self.parallel.has_rounds:
             return len(self.ids(num_microbatches, rank))
         ids = self.ids_of_replica(num_microbatches, self.replica(rank))
         return -(-len(ids) // self.num_shards)

@@ -90,7 +90,7 @@ class PipelinePlan:
 
     @property
     def num_active(self) -> int:
-        """Positions behind these stand by."""
+        """Positions behind these are inactive."""
         return sum(p.depth for p in self.pipelines)
 
     @property
@@ -105,12 +105,12 @@ class PipelinePlan:
 
     @property
     def idle_share(self) -> float:
-        """Of the time of the ranks that do not stand by, what they wait."""
+        """Of the time of the ranks that are active, what they wait."""
         num_microbatches = sum(len(p.ids) for p in self.pipelines)
         return 1 - num_microbatches * sum(self.costs) / (self.num_active * self.time)
 
     def seat(self, position: int) -> Seat | None:
-        """None: it stands by."""
+        """None: it is inactive."""
         for number, pipeline in enumerate(self.pipelines):
             if position < pipeline.depth:
                 return Seat(number, position)
@@ -121,7 +121,7 @@ class PipelinePlan:
         return sum(p.depth for p in self.pipelines[: seat.pipeline]) + seat.stage
 
     def stages(self, position: int) -> list[range]:
-        """The blocks of each stage of a position; none if it stands by."""
+        """The blocks of each stage of a position; none if it is inactive."""
         seat = self.seat(position)
         if seat is None:
             return []
@@ -129,7 +129,7 @@ class PipelinePlan:
         return [pipeline.blocks(stage) for stage in pipeline.stages_at(seat.stage)]
 
     def blocks(self, position: int) -> tuple[int, ...]:
-        """That a position holds and computes; none if it stands by."""
+        """That a position holds and computes; none if it is inactive."""
         return tuple(block for stage in self.stages(position) for block in stage)
 
     def ids(self, position: int) -> range:
@@ -138,11 +138,11 @@ class PipelinePlan:
         return range(0) if seat is None else self.pipelines[seat.pipeline].ids
 
     def segments(self) -> list[range]:
-        """The longest runs of blocks that have the same holders."""
+        """The longest runs of blocks that the same positions have."""
         cuts = sorted({cut for p in self.pipelines for cut in p.cuts})
         return [range(a, b) for a, b in pairwise(cuts)]
 
-    def holders(self, block: int) -> list[int]:
+    def positions_with(self, block: int) -> list[int]:
         """The positions that hold a block, one in each pipeline."""
         found: list[int] = []
         first = 0
@@ -158,9 +158,9 @@ class PipelinePlan:
         words = f"{counted(len(depths), 'pipeline')} of {_listed(sizes, 'stage', 'stages')}"
         words += ", " if list(depths) == sizes else f" on {_listed(depths, 'rank', 'ranks')}, "
         words += f"{_listed(shares, 'micro-batch', 'micro-batches')}; {self.idle_share:.2f} idle"
-        num_standbys = self.num_ranks - self.num_active
-        if num_standbys:
-            words += f"; {num_standbys} {'stands' if num_standbys == 1 else 'stand'} by"
+        num_inactive = self.num_ranks - self.num_active
+        if num_inactive:
+            words += f"; {num_inactive} {'stands' if num_inactive == 1 else 'stand'} by"
         return words
 
     def warnings(self, wanted_depth: int, schedule: str = "") -> list[str]:

@@ -9,7 +9,7 @@ CAUSES = (
     "device_failed",  # its GPU can do nothing more
     "diverged",  # its replica has other bits than the majority's
     "join_timeout",  # it did not join its generation in time, nor answer when that was given up
-    "start_failed",  # it died before it was ready
+    "start_failed",  # it died before its model was built
 )
 """Values of `cause` in result.json's recoveries and of a WorkerLost event."""
 

@@ -35,7 +35,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Join:
-    """Seconds. The longest interval between two commits from the newcomer's being ready until two
+    """Seconds. The longest interval between two commits from the newcomer's start until two
     steps after its entry, and the median step of the generation that it came to."""
 
     longest_s: float
@@ -59,11 +59,11 @@ def joins_of_a_run(storage: Path, name: str, settings: dict[str, int], count: in
             entered = status["step"]
             status = run.wait_until(lambda s, e=entered: s["step"] >= e + 6, timeout_s=300)
         lines = run.metrics()
-        ready = times_of(run.directory / "journal.jsonl", "WorkerReady")
+        started = times_of(run.directory / "journal.jsonl", "WorkerStarted")
     found: list[Join] = []
     for before, after in itertools.pairwise(lines):
         if after["world_size"] == WORKERS > before["world_size"] and after["step"] > 8:
-            since = max(t for t in ready if t < after["time"])
+            since = max(t for t in started if t < after["time"])
             near = [
                 later["time"] - earlier["time"]
                 for earlier, later in itertools.pairwise(lines)

@@ -1,13 +1,15 @@
 """A script of Ray Train's as it is: under Ray Train itself, tuned, and on elastic at a level.
 
 Each pair runs the same file (script_job.py) once under each, in processes of their own. Measured:
-command to first step; SIGKILL of rank 1 to the first step of the new call (level 0) or to the next
-applied step less one step (level 1), and steps redone; the median step without faults, and how far
-the losses of all steps differ; 1,000 reports without a checkpoint. Ray Train is tuned as in
-ray_train.py. What 20 calls leave behind is tests/scripts/test_called_often.py's.
+command to first step, by `elastic run` and by the import of elastic.ray_train; SIGKILL of rank 1 to
+the first step of the new call (level 0) or to the next applied step less one step (level 1), and
+steps redone; the median step without faults, and how far the losses of all steps differ; 1,000
+reports without a checkpoint. Ray Train is tuned as in ray_train.py. What 20 calls leave behind is
+tests/scripts/test_called_often.py's.
     python -m tests.bench.scripts --pairs 9 --workers 3
     python -m tests.bench.scripts --pairs 9 --level 0
     python -m tests.bench.scripts --pairs 3 --only reports
+    python -m tests.bench.scripts --only start
 """
 
 import argparse
@@ -97,6 +99,13 @@ def recovery(marks: list[dict[str, Any]], at: float, step_s: float) -> dict[str,
 
 
 OURS = [sys.executable, "-m", "elastic", "run"]
+BY_IMPORT = [
+    sys.executable,
+    "-c",
+    "import elastic.ray_train, runpy, sys; "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
+]
+"""As with the line in the script."""
 THEIRS = [sys.executable, "-c", RAYS_OWN]
 
 
@@ -163,10 +172,24 @@ def measure_reports(pairs: int, workers: int) -> dict[str, str]:
     }
 
 
+def measure_start(pairs: int, workers: int) -> dict[str, str]:
+    def begun(command: list[str]) -> dict[str, Any]:
+        return run(command, steps=2, workers=workers)
+
+    ours, theirs = in_turn(pairs, lambda: begun(BY_IMPORT), lambda: begun(THEIRS))
+    ratios = [o["first_step_s"] / t["first_step_s"] for o, t in zip(ours, theirs, strict=True)]
+    return {
+        "python train.py to its first step, s": medians(ours, "first_step_s"),
+        "Ray Train": medians(theirs, "first_step_s"),
+        "of Ray Train's": f"{statistics.median(ratios):.3f}",
+    }
+
+
 MEASURES: dict[str, Callable[[int, int], dict[str, str]]] = {
     "kill": measure_kill,
     "calm": measure_calm,
     "reports": measure_reports,
+    "start": measure_start,
 }
 
 

@@ -36,7 +36,7 @@ from elastic.control.events import (
     Paused,
     Suspended,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.events import Done as LoopDone
 from elastic.control.replay import Entry, Started
@@ -58,7 +58,7 @@ END: list[Event] = [LoopDone(3, 0, 4, 10.5), Ended(3, 0, "ab", 11.0)]
 ALL_LOST: list[Event] = [
     WorkerLost(0, "process_died", 8.25, 8.5),
     WorkerLost(1, "process_died", 8.25, 8.5),
-    WorkerReady(2, 10.0),
+    WorkerStarted(2, 10.0),
     Loaded(2, 1, 10.5),
     Joined(3, 0, 0.0, 11.0),
     Committed(3, 2, 1.0, 12.0),
@@ -303,7 +303,7 @@ def test_steps_that_were_fallen_back_behind_were_not_productive():
 
 
 def test_a_run_that_is_resumed_was_down_between():
-    part = journal([WorkerReady(0, 22.0), Loaded(0, 1, 23.0), Joined(1, 0, 0.0, 24.0)], at=20.0)
+    part = journal([WorkerStarted(0, 22.0), Loaded(0, 1, 23.0), Joined(1, 0, 0.0, 24.0)], at=20.0)
     line = follow([journal(BEGIN), part], 25.0)
     assert spans_are_seamless(line)
     assert [(s.bucket, s.began, s.ended) for s in line.spans if s.bucket in (DOWN, UNSETTLED)] == [
@@ -368,8 +368,10 @@ def test_a_worker_under_notice_leaves_as_planned(tmp_path):
     ]
     end = [LoopDone(3, 0, 4, 12.5), Ended(3, 0, "ab", 13.0)]
     done = replace(KILLED, what="term")
-    ready = [WorkerReady(2, 10.2)]
-    folder = write_run(tmp_path / "run", [*BEGIN, *noticed[:1], *ready, *noticed[1:], *end], [done])
+    started = [WorkerStarted(2, 10.2)]
+    folder = write_run(
+        tmp_path / "run", [*BEGIN, *noticed[:1], *started, *noticed[1:], *end], [done]
+    )
     [fault] = report(read_story(folder))["faults"]
     assert (fault["result"], fault["cause"]) == ("left as planned", "SIGTERM")
     assert fault["detect_s"] == pytest.approx(0.2)

@@ -26,7 +26,7 @@ from elastic.control.events import (
     Synced,
     Tick,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.replay import JOURNAL_TYPES, Entry, Started
 from elastic.control.state import Running
@@ -69,7 +69,7 @@ class Run:
         head = Started(LIMITS, 0.0, self.decision.commands, self.decision.reason)
         self.lines: dict[str, list[str]] = {name: [] for name in ("journal", "metrics", "samples")}
         self.lines["journal"].append(self.line(0.0, head))
-        for event in (WorkerReady(0, 2.0), Loaded(0, 0, 3.0), Joined(1, 0, 0.0, 4.0)):
+        for event in (WorkerStarted(0, 2.0), Loaded(0, 0, 3.0), Joined(1, 0, 0.0, 4.0)):
             self.happen(event)
 
     def line(self, at: float, entry: object) -> str:
@@ -97,7 +97,7 @@ class Run:
     def grow(self) -> None:
         """A second worker is let in."""
         self.happen(Tick(self.now))
-        self.happen(WorkerReady(self.newest, self.now))
+        self.happen(WorkerStarted(self.newest, self.now))
         self.happen(Synced(self.newest, self.now))
         self.train(1)
         self.happen(Paused(self.generation, 0, self.step, self.now))

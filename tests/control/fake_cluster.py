@@ -68,8 +68,8 @@ class FakeCluster:
         self.dropped: set[tuple[int, int]] = set()
         self.num_adopted = self.num_breaks = self.rollbacks = self.returns = 0
         self.retired: set[int] = set()
-        self.ready: set[int] = set()
-        """Whose Ready was heard."""
+        self.started: set[int] = set()
+        """Whose Started was heard."""
         self.trace: list[c.Command] = []
         self.has_drains = faults.drains > 0
         self.kept: dict[int, tuple[int, int]] = {}
@@ -322,9 +322,9 @@ class FakeCluster:
         if w.number in self.in_force:
             self.in_force[w.number].answered(report)
         match report:
-            case r.Ready():
-                self.ready.add(w.number)
-                return ev.WorkerReady(w.number, self.now)
+            case r.Started():
+                self.started.add(w.number)
+                return ev.WorkerStarted(w.number, self.now)
             case r.Loaded(step, origin=origin):
                 if self.loading != w.number:
                     return None  # a controller before this one had asked for it, or said again
@@ -388,7 +388,7 @@ class FakeCluster:
         self.progress.recorded_generation = self.record.generation
         standings: list[Standing] = []
         everybody = sorted(self.workers.items())
-        if self.faults.slow_takeover:
+        if self.faults.slow_failover:
             self.rng.shuffle(everybody)
         for number, w in everybody:
             self.go_on_alone()
@@ -410,7 +410,7 @@ class FakeCluster:
 
     def go_on_alone(self) -> None:
         """Without a controller, until the next worker has found its successor."""
-        for _ in range(self.rng.randint(0, 25) if self.faults.slow_takeover else 0):
+        for _ in range(self.rng.randint(0, 25) if self.faults.slow_failover else 0):
             self.now += 0.002
             self.go_wrong()
             self.advance_one()
@@ -433,8 +433,8 @@ class FakeCluster:
         if w.number in self.in_force:
             again = self.in_force[w.number].again()
             w.wire.extend(c for c in again if not isinstance(c, t.SaveConcluded))
-        if w.number not in self.ready:  # that it is ready may be lost
-            w.unsent.appendleft(w.ready())
+        if w.number not in self.started:  # that it has started may be lost
+            w.unsent.appendleft(w.started())
 
     # --- faults ------------------------------------------------------------------------------
     def start_pending(self) -> None:
@@ -555,7 +555,7 @@ class FakeCluster:
             self.kill(worker)
         elif self.rng.random() < 0.5:
             worker.is_up = True
-            worker.send(worker.ready())
+            worker.send(worker.started())
 
     def followers_of(self, w: Process) -> list[Process]:
         return [f for f in self.workers.values() if f.source is w and f.is_alive]

@@ -30,32 +30,32 @@ class PartsProcess(Process):
         super().__init__(number, cluster, is_whole=False, is_delayed=cluster.every == 1)
         self.live: Rows | None = None
         self.reference: int | None = None
-        self.shadows: tuple[Rows, ...] = ()
+        self.own_copies: tuple[Rows, ...] = ()
         self.is_pushed = True
         self.is_delayed = cluster.every == 1
 
     @property
     def has_state(self) -> bool:
-        return self.live is not None or self.reference is not None or bool(self.shadows)
+        return self.live is not None or self.reference is not None or bool(self.own_copies)
 
     def forget(self) -> None:
-        self.live, self.reference, self.shadows, self.is_pushed = None, None, (), True
+        self.live, self.reference, self.own_copies, self.is_pushed = None, None, (), True
         self.records.forget()
         self.gradient = None
 
     def load(self, recorded: int) -> tuple[int, int]:
         """What holders have of the state on record, else the newest checkpoint, by reference."""
         step, self.weights = self.cluster.copied() or self.cluster.checkpoint
-        self.live, self.shadows, self.is_pushed, self.gradient = None, (), True, None
+        self.live, self.own_copies, self.is_pushed, self.gradient = None, (), True, None
         self.reference = step
         return step, 0
 
     # --- copies ----------------------------------------------------------------------------
     def hold(self) -> None:
-        """The last shadow has come to a holder."""
-        if not self.is_pushed and self.shadows:
+        """The last copy has come to a holder."""
+        if not self.is_pushed and self.own_copies:
             self.is_pushed = True
-            rows, copies = self.shadows[-1], self.cluster.copies
+            rows, copies = self.own_copies[-1], self.cluster.copies
             kept = copies.get((self.generation, rows.rank), ())
             copies[self.generation, rows.rank] = (*kept, rows)[-2:]
             if self.is_delayed:
@@ -77,9 +77,9 @@ class PartsProcess(Process):
         assert self.live is not None
         self.live = Rows(self.step, self.generation, weights, self.rank, self.live.size)
         if self.step % self.cluster.every == 0:
-            if self.shadows and self.rng.random() < 0.7:
-                self.cluster.settle(self.generation, self.shadows[-1].step)
-            self.shadows = (*self.shadows[-1:], self.live)
+            if self.own_copies and self.rng.random() < 0.7:
+                self.cluster.settle(self.generation, self.own_copies[-1].step)
+            self.own_copies = (*self.own_copies[-1:], self.live)
             self.is_pushed = False
 
     def save(self) -> None:
@@ -132,8 +132,8 @@ class PartsProcess(Process):
         self.weights, self.gradient = found.state, None
         self.live = found._replace(rank=form.rank, size=form.world_size)
         self.reference, self.is_pushed = None, False
-        same = [rows for rows in self.shadows if rows[:2] == found[:2]]
-        self.shadows = (*same[-1:], self.live)
+        same = [rows for rows in self.own_copies if rows[:2] == found[:2]]
+        self.own_copies = (*same[-1:], self.live)
         self.records.learn(known)
         self.records.go_back(found.step)
         self.recorded.go_back(form.generation, found.step, form.recorded_step)

@@ -24,7 +24,7 @@ from workers.membership.state import (
     Ended,
     Entering,
     Forming,
-    Lobby,
+    InPool,
     Paused,
     Source,
     State,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 JOIN_S = 60.0
 MODES = {
-    Lobby: "idle",
+    InPool: "idle",
     Entering: "rendezvous",
     Paused: "paused",
     Done: "done",
@@ -171,8 +171,8 @@ class Process:
         seat = told.generation, told.rank, told.world_size
         return r.Introduction(self.machine.kind, ("", 0), *seat, self.step, None, self.origin)
 
-    def ready(self) -> r.Ready:
-        return r.Ready(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
+    def started(self) -> r.Started:
+        return r.Started(r.Process("n", "ip", 1, "cpu", ("w", self.number)))
 
     # --- threads -------------------------------------------------------------------------
     def hear(self) -> None:
@@ -301,7 +301,7 @@ class Process:
         self.cluster.check_commit(self)
         yield from self.commit(self.gradient, should_pause=should_pause)
         if self.rank == 0:
-            self.records.tell(self)
+            self.records.tell(self.machine.seat)
         if self.step % 3 == 0 or (should_save and self.step < self.cluster.steps):
             self.save()
 
@@ -416,7 +416,7 @@ class Process:
                 yield from self.tell(e.CopyLevel())
 
     def catch_up(self, step: int, origin: int) -> Work:
-        self.at, deadline = "lobby", self.cluster.now + JOIN_S
+        self.at, deadline = "pool", self.cluster.now + JOIN_S
         while not (self.stands_at(step, origin) or self.is_lagging):
             if self.received or self.is_copying:
                 yield from self.apply_received()
@@ -433,7 +433,7 @@ class Process:
         return (self.step, self.origin) == (step, origin)
 
     def catch_up_late(self, step: int, origin: int) -> Work:
-        self.at = "lobby"
+        self.at = "pool"
         while not self.stands_at(step, origin):
             yield from self.apply_received()
             if self.stands_at(step, origin):
@@ -489,7 +489,7 @@ class Process:
             case a.AssembleState(form):
                 return (yield from self.assemble(form))
             case a.SayUnrecorded(recorded):
-                self.records.repeat(self, min(recorded, self.recorded_step))
+                self.records.repeat(self.machine.seat, min(recorded, self.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.step)
                 self.evaluated.say(self.rank)
@@ -535,7 +535,7 @@ class Process:
             origin, self.weights = self.cluster.kept[newest]
         self.gradient = None
         self.records.go_back(step)
-        self.records.repeat(self, recorded)
+        self.records.repeat(self.machine.seat, recorded)
         return step, origin
 
     def save(self) -> None:

@@ -27,7 +27,7 @@ class Faults:
     controller_chance: float = 0.004
     burst: float = 0.0
     """Chance, per turn of the cluster, that a fault has company: within BURST_TURNS of the last."""
-    slow_takeover: bool = False
+    slow_failover: bool = False
     """Between the introductions to a new controller the others go on, and may die."""
     drains: int = 0
     drain_chance: float = 0.01

@@ -14,7 +14,7 @@ from elastic.control.events import (
     Suspended,
     Synced,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.state import Decision, Finished, Limits, Phase
 from elastic.control.transition import start, transition
@@ -64,8 +64,8 @@ class ManyWorkers:
         return next(c for c in reversed(self.commands) if isinstance(c, Form))
 
     def gather(self) -> None:
-        """All are ready; one loads, the others copy; the last Synced makes the first Form."""
-        self.play(WorkerReady(w, 1.0, f"node{w % NODES}") for w in range(self.size))
+        """All have started; one loads, the others copy; the last Synced makes the first Form."""
+        self.play(WorkerStarted(w, 1.0, f"node{w % NODES}") for w in range(self.size))
         self.hear(Loaded(0, 0, 2.0))
         self.play(Synced(w, 3.0) for w in range(1, self.size))
 

@@ -1,8 +1,8 @@
 """FakeCluster whose members hold parts, with peer memory: rows are lost only with their holders.
 
 Newcomers follow nobody; when a generation forms, its members find out alike which newest state
-they can put together from live rows, shadows and copies, and go back to the newest checkpoint if
-there is none. The shell's own `Commits` says when a step goes on record.
+they can put together from live rows, own copies and holders' copies, and go back to the newest
+checkpoint if there is none. The shell's own `Commits` says when a step goes on record.
 """
 
 from elastic.control import commands as c
@@ -46,14 +46,14 @@ class ShardedCluster(FakeCluster):
 
     def deliver(self) -> Event | None:
         if self.faults.holder_losses and self.rng.random() < 0.002:
-            self.lose_holder()
+            self.lose_state()
         return super().deliver()
 
     def check_return(self, before: int) -> None:
         assert self.has_lost_copies or 1 < self.every >= before - self.recorded
         self.returns += 1
 
-    def lose_holder(self) -> None:
+    def lose_state(self) -> None:
         """Of some ranks."""
         self.faults.holder_losses -= 1
         self.has_lost_copies = True
@@ -67,7 +67,7 @@ class ShardedCluster(FakeCluster):
         for w in members:
             assert isinstance(w, PartsProcess)
             if w.is_alive and w.generation and w.has_state:
-                assert w.mode in ("idle", "suspended", "paused", "done", "lobby"), (w, command)
+                assert w.mode in ("idle", "suspended", "paused", "done", "pool"), (w, command)
 
     def copied(self) -> tuple[int, int] | None:
         """The state on record, if holders have all of it."""
@@ -96,7 +96,7 @@ class ShardedCluster(FakeCluster):
         for w in members:
             w.recorded.hear_of_peers(recorded)
         limit = members[0].records.known_step
-        rows = [r for w in members for r in (w.live, *w.shadows) if r is not None]
+        rows = [r for w in members for r in (w.live, *w.own_copies) if r is not None]
         rows += [r for of_rank in self.copies.values() for r in of_rank]
         whole = [
             label for label in sorted({r[:2] for r in rows}, reverse=True) if covers(rows, label)

@@ -1,6 +1,6 @@
 """How a small run is limited and begins; what becomes of it is each test's own."""
 
-from elastic.control.events import Committed, Event, Joined, Loaded, Paused, Synced, WorkerReady
+from elastic.control.events import Committed, Event, Joined, Loaded, Paused, Synced, WorkerStarted
 from elastic.control.state import Limits
 
 LIMITS = Limits(
@@ -14,10 +14,10 @@ LIMITS = Limits(
     confirm_timeout_s=3,
 )
 BEGIN: list[Event] = [
-    WorkerReady(0, 2.0),
+    WorkerStarted(0, 2.0),
     Loaded(0, 0, 3.0),
     Joined(1, 0, 0.0, 4.0),
-    WorkerReady(1, 4.0),
+    WorkerStarted(1, 4.0),
     Committed(1, 1, 1.0, 6.0),
     Synced(1, 6.5),
     Committed(1, 2, 1.0, 7.0),

@@ -17,7 +17,7 @@ from elastic.control.events import (
     Suspended,
     Tick,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.standing import Standing
 from elastic.control.state import Decision, Ledger, Limits, Phase, Running
@@ -93,7 +93,7 @@ def test_a_fall_back_to_an_earlier_step_counts_its_lines_as_lost():
             *BEGIN,
             WorkerLost(0, "process_died", 8.0, 8.0),
             WorkerLost(1, "process_died", 8.0, 8.0),
-            WorkerReady(2, 10.0),
+            WorkerStarted(2, 10.0),
             Loaded(2, 0, 11.0),
             Joined(3, 0, 0.0, 11.5),
             Committed(3, 1, 1.0, 12.0),
@@ -115,10 +115,10 @@ def test_waiting_for_capacity_is_no_part_of_the_fence():
             *BEGIN,
             WorkerLost(0, "process_died", 8.0, 8.25),
             WorkerLost(1, "process_died", 8.5, 8.5),
-            WorkerReady(2, 10.0),
+            WorkerStarted(2, 10.0),
             Loaded(2, 2, 11.0),
             WorkerLost(2, "process_died", 11.5, 11.75),
-            WorkerReady(3, 12.0),
+            WorkerStarted(3, 12.0),
             Loaded(3, 2, 13.0),
             Joined(4, 0, 0.0, 13.5),
             Committed(4, 3, 1.0, 14.0),

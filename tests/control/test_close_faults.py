@@ -35,7 +35,7 @@ def close_faults(seed: int) -> tuple[Limits, Faults]:
         faults.kill_chance = 0.3
     faults.controller_kills = rng.choice((1, 2, 3))
     faults.controller_chance = rng.choice((0.004, 0.02))
-    faults.slow_takeover = True
+    faults.slow_failover = True
     faults.drains = rng.choice((0, 0, 2, 6))
     faults.drain_chance = 0.005
     return replace(limits, can_save=rng.random() < 0.5), faults

@@ -211,7 +211,7 @@ def test_whoever_was_asked_and_is_frozen_or_silent_is_lost_wherever_it_is():
         (watch(None, stopped, 20.0), "hung"),
         (Watch(beat, 13.9), "heartbeat_silent"),
     ):
-        both = asked(beat, replace(HUNG, worker=2, phase="lobby", p95_s=None), at=20.0)
+        both = asked(beat, replace(HUNG, worker=2, phase="pool", p95_s=None), at=20.0)
         both.workers[1].watch, both.workers[1].peer_address = watched, None
         assert both.look()[-1][:2] == (1, cause)
 

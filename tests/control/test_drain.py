@@ -24,7 +24,7 @@ from elastic.control.events import (
     Suspended,
     Synced,
     Tick,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.state import Forming, Notice, Pausing, Running, Waiting
 from elastic.protocol.membership import Membership
@@ -36,7 +36,7 @@ ONE = replace(LIMITS, min_workers=1)
 
 def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
     ledger, phase, commands = play(
-        LEDGER, Running(ABC), NOTICE, WorkerReady(3, 13.0), Synced(3, 14.0), limits=ONE
+        LEDGER, Running(ABC), NOTICE, WorkerStarted(3, 13.0), Synced(3, 14.0), limits=ONE
     )
     assert commands == [Spawn((3,)), Sync(3, 1), Pause(ABC)]
     ledger, phase, commands = play(
@@ -45,7 +45,9 @@ def test_the_replacement_is_asked_for_at_once_and_enters_as_the_leaver_leaves():
     new = Membership(8, (1, 2, 3))
     assert commands == [Form(new, 44)]
     assert phase == Forming(new, 45.0, newcomers=some(3))
-    assert (ledger.ready, ledger.leaving) == (some(0), some(0)), "newcomers may still read from it"
+    assert (ledger.standbys, ledger.leaving) == (some(0), some(0)), (
+        "newcomers may still read from it"
+    )
     ledger, phase, commands = play(
         ledger, phase, *(Joined(8, rank, 0.0, 16.0) for rank in range(3)), limits=ONE
     )
@@ -67,11 +69,11 @@ def test_who_has_left_comes_back_if_nobody_else_has_its_state_any_more():
         limits=ONE,
     )
     assert commands == [Pause(alone), Spawn((3,)), Form(two, 44, origin=7)]
-    assert (ledger.ready, ledger.left) == (some(0), some(0))
+    assert (ledger.standbys, ledger.left) == (some(0), some(0))
     behind = Suspended(8, 1, 43, False, False, 16.1, origin=7, is_copied=True)
     ledger, phase, commands = play(ledger, phase, lost(1, at=16.0), behind, limits=ONE)
     assert commands == [Abort(two), Form(Membership(9, (0,)), 44, origin=7)]
-    assert (ledger.step, ledger.ready, ledger.left) == (44, some(2), some())
+    assert (ledger.step, ledger.standbys, ledger.left) == (44, some(2), some())
     ledger, phase, _ = play(ledger, phase, Joined(9, 0, 0.0, 17.0), limits=ONE)
     assert phase == Running(Membership(9, (0,)))
 
@@ -112,7 +114,7 @@ def test_a_deadline_goes_with_its_worker_and_hurries_no_other():
         LEDGER,
         Running(ABC),
         *(early, late, lost(2, 14.5), suspended(0, 40, at=14.6), suspended(1, 40, at=14.6)),
-        *(WorkerReady(3, 15.0), Synced(3, 15.5)),
+        *(WorkerStarted(3, 15.0), Synced(3, 15.5)),
         limits=limits,
     )
     three = Membership(8, (0, 1, 3))
@@ -139,11 +141,11 @@ def test_a_newcomer_for_whom_there_is_no_room_yet_does_not_pause_the_others():
     second: a pause would form the same generation again, for ever."""
     limits = replace(LIMITS, min_workers=3, max_workers=3)
     second = replace(NOTICE, worker=2)
-    events = (NOTICE, second, WorkerReady(3, 13.0), Synced(3, 14.0), Tick(14.2))
+    events = (NOTICE, second, WorkerStarted(3, 13.0), Synced(3, 14.0), Tick(14.2))
     ledger, phase, commands = play(LEDGER, Running(ABC), *events, limits=limits)
     assert phase == Running(ABC)
     assert Pause(ABC) not in commands
-    events = (WorkerReady(4, 15.0), Synced(4, 15.5), *(Paused(7, r, 44, 16.0) for r in range(3)))
+    events = (WorkerStarted(4, 15.0), Synced(4, 15.5), *(Paused(7, r, 44, 16.0) for r in range(3)))
     _, phase, commands = play(ledger, phase, *events, limits=limits)
     assert commands[-1] == Form(Membership(8, (1, 3, 4)), 44)
 
@@ -155,7 +157,7 @@ def test_everybody_may_leave_if_the_replacements_are_enough():
         LEDGER,
         Running(alone),
         NOTICE,
-        WorkerReady(3, 13.0),
+        WorkerStarted(3, 13.0),
         Synced(3, 14.0),
         Paused(7, 0, 44, 15.0),
         Joined(8, 0, 0.0, 16.0),
@@ -167,7 +169,7 @@ def test_everybody_may_leave_if_the_replacements_are_enough():
 
 
 def test_a_standby_with_a_notice_is_replaced_at_once():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     limits = replace(LIMITS, standby=1)
     notice = replace(NOTICE, worker=3)
     ledger, _, commands = play(ledger, Running(ABC), notice, limits=limits)
@@ -175,12 +177,12 @@ def test_a_standby_with_a_notice_is_replaced_at_once():
     assert ledger.leaving == some()
 
 
-def test_the_only_holder_of_the_state_is_kept_whatever_its_notice_says():
-    ledger = replace(LEDGER, holders=some(0), next_worker=4, spawned=some(1, 2))
+def test_the_only_one_with_the_state_is_kept_whatever_its_notice_says():
+    ledger = replace(LEDGER, with_state=some(0), next_worker=4, spawned=some(1, 2))
     ledger, phase, commands = play(ledger, Waiting("few"), NOTICE, Tick(30.0))
     assert isinstance(phase, Waiting)
     assert commands == [Spawn((4,))]
-    assert (ledger.holders, ledger.leaving) == (some(0), some(0))
+    assert (ledger.with_state, ledger.leaving) == (some(0), some(0))
 
 
 def test_a_notice_said_twice_or_by_a_stranger_is_no_news():
@@ -206,10 +208,10 @@ def test_a_state_that_only_leavers_hold_is_saved_and_they_go_no_further():
     )
     assert commands == [Spawn((3,)), Pause(alone), Keep(alone), Publish(7, 44)]
     assert isinstance(phase, Waiting)
-    assert ledger.holders == some(0)
-    _, _, synced = play(ledger, phase, WorkerReady(3, 29.0), Synced(3, 30.0), limits=limits)
+    assert ledger.with_state == some(0)
+    _, _, synced = play(ledger, phase, WorkerStarted(3, 29.0), Synced(3, 30.0), limits=limits)
     assert synced == [Sync(3, 0), Form(Membership(8, (3,)), 44)], "it came in time"
-    ledger, phase, late = play(ledger, phase, lost(0, 40.0), WorkerReady(3, 41.0), limits=limits)
+    ledger, phase, late = play(ledger, phase, lost(0, 40.0), WorkerStarted(3, 41.0), limits=limits)
     assert (late, ledger.failures) == ([Load(3)], 0), "it takes the state that was saved"
 
 

@@ -43,7 +43,7 @@ def test_a_set_is_its_ranges():
     st.builds(
         Ledger,
         respawn_at=st.floats(allow_nan=False),
-        ready=st.builds(NumberSet.of, st.lists(st.integers(0, 300))),
+        standbys=st.builds(NumberSet.of, st.lists(st.integers(0, 300))),
     )
 )
 def test_ledgers_come_back_exactly(ledger: Ledger):

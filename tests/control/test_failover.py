@@ -17,7 +17,7 @@ from elastic.control.events import (
     StopRequested,
     Suspended,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.failover import have_all
 from elastic.control.standing import Standing
@@ -40,10 +40,10 @@ def test_the_number_of_a_worker_that_nobody_has_heard_of_is_not_given_again():
 def test_a_run_that_was_to_stop_ends_stopped_if_nobody_holds_its_state():
     """What is on record is what a resume begins with."""
     ledger, phase, _ = play(LEDGER, Running(ABC), StopRequested("SIGINT", 8.0))
-    standings = (Standing(3, "ready"), Standing(4, "starting"))
+    standings = (Standing(3, "standby"), Standing(4, "starting"))
     ledger, phase, commands = play(ledger, phase, Adopted(standings, 9.0))
     assert (phase, commands) == (Finished("stopped", "SIGINT"), [Retire((3, 4))])
-    assert (ledger.ready, ledger.spawned) == (some(), some())
+    assert (ledger.standbys, ledger.spawned) == (some(), some())
 
 
 def test_what_takes_all_members_and_the_controller_along_is_not_tried_for_ever():
@@ -54,7 +54,7 @@ def test_what_takes_all_members_and_the_controller_along_is_not_tried_for_ever()
         ledger, phase, _ = play(
             ledger,
             phase,
-            *(Adopted((), at), WorkerReady(worker, at), Loaded(worker, 38, at)),
+            *(Adopted((), at), WorkerStarted(worker, at), Loaded(worker, 38, at)),
             *(Joined(generation, 0, 0.0, at), Committed(generation, 39, 0.1, at)),
             Committed(generation, 40, 0.1, at),
             limits=limits,
@@ -70,7 +70,7 @@ def test_a_fall_is_counted_whoever_was_about_to_load_the_state():
     ledger, *_ = play(
         waiting,
         Waiting("nobody is left"),
-        *(Adopted((), 9.0), WorkerReady(4, 10.0), Loaded(4, 38, 11.0)),
+        *(Adopted((), 9.0), WorkerStarted(4, 10.0), Loaded(4, 38, 11.0)),
     )
     assert (ledger.step, ledger.falls) == (38, 1)
 
@@ -88,7 +88,7 @@ def test_drains_alone_are_no_fall_whoever_hears_of_their_end():
     ledger, *_ = play(
         leaving,
         Running(ABC),
-        *(Adopted((), 9.0), WorkerReady(3, 10.0), Loaded(3, 38, 11.0)),
+        *(Adopted((), 9.0), WorkerStarted(3, 10.0), Loaded(3, 38, 11.0)),
     )
     assert (ledger.step, ledger.falls) == (38, 0)
 
@@ -105,14 +105,14 @@ def test_more_who_hold_the_state_than_may_be_members_are_not_all_members():
         asked = replace(ledger, stop=stop)
         after, _, commands = play(asked, phase, *answers)
         assert commands == [Form(Membership(13, (0, 4, 5)), 40, then_pause=bool(stop))]
-        assert (after.ready, after.outdated) == (some(1), some(1))
+        assert (after.standbys, after.outdated) == (some(1), some(1))
 
 
 def test_nobody_is_needed_besides_who_holds_the_last_step():
     one = WORKING[:1]
     assert have_all(one, 40, range(3), LIMITS)
     assert not have_all(one, 41, range(3), LIMITS), "a missing one may have committed it alone"
-    assert not have_all((Standing(4, "synced", step=40), Standing(5, "ready")), 40, (), LIMITS)
+    assert not have_all((Standing(4, "synced", step=40), Standing(5, "standby")), 40, (), LIMITS)
     assert not have_all((), 0, range(3), LIMITS)
 
 
@@ -137,7 +137,7 @@ def answer(rank: int, step: int, *, is_prepared: bool = False) -> Suspended:
     return Suspended(12, rank, step, is_prepared, False, 10.0)
 
 
-def test_a_step_whose_only_holder_dies_without_its_vote_is_done_again():
+def test_a_step_whose_only_owner_dies_without_its_vote_is_done_again():
     together, two = Membership(12, (0, 1, 2)), Membership(13, (1, 2))
     ledger, phase, commands = play(
         LEDGER,
@@ -211,7 +211,7 @@ def test_who_has_the_step_of_an_older_generation_gets_the_newer_ones(order):
         LEDGER, Running(ABC), Adopted((*AGAIN, FOLLOWER), 9.0), *(answers[i] for i in order)
     )
     assert commands == [Recall(CALLED), Form(Membership(14, (1, 2)), 41, origin=8)]
-    assert (ledger.ready, ledger.outdated) == (some(3), some(3))
+    assert (ledger.standbys, ledger.outdated) == (some(3), some(3))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -227,7 +227,7 @@ def test_the_gradients_of_a_generation_do_not_become_the_step_of_another(order):
         limits=ONE,
     )
     assert commands == [Recall(CALLED), Form(Membership(14, (3,)), 41, origin=7)]
-    assert (ledger.ready, ledger.outdated) == (some(1, 2), some(1, 2))
+    assert (ledger.standbys, ledger.outdated) == (some(1, 2), some(1, 2))
 
 
 def test_the_gradients_of_the_same_generation_do():
@@ -248,7 +248,7 @@ def test_who_followed_a_lost_member_is_no_member_of_those_who_evaluate_after_the
     )
     form = Form(Membership(14, (1, 2)), 41, then_pause=True, origin=7)
     assert commands == [Recall(CALLED), form]
-    assert (ledger.ready, ledger.outdated) == (some(3), some(3))
+    assert (ledger.standbys, ledger.outdated) == (some(3), some(3))
 
 
 def test_nor_of_those_who_roll_forward_to_the_step_that_it_has():
@@ -265,7 +265,7 @@ def test_nor_of_those_who_roll_forward_to_the_step_that_it_has():
 
 
 def test_nobody_rolls_forward_to_a_step_whose_vote_nobody_has_brought():
-    """Its holder has loaded it, from a checkpoint that has no vote."""
+    """Its owner has loaded it, from a checkpoint that has no vote."""
     loaded = replace(stands(0, 41, 7), has_vote=False)
     behind = stands(1, 40, 7, prepared_by=7), stands(2, 40, 7, prepared_by=7)
     before = tuple(replace(s, step=40 + (s.worker == 1), origin=7) for s in AGAIN)
@@ -298,7 +298,7 @@ def test_the_final_state_is_that_of_those_who_were_told_to_write_it():
     follower = replace(FOLLOWER, step=100)
     ledger, _, commands = play(LEDGER, Running(ABC), Adopted((*ended, follower), 9.0))
     assert commands == [Finish(Membership(13, (1, 2)), "succeeded")]
-    assert ledger.ready == some(3)
+    assert ledger.standbys == some(3)
 
 
 def test_an_older_state_of_the_last_step_does_not_make_up_for_who_is_missing():

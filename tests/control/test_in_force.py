@@ -36,7 +36,7 @@ def test_what_was_done_is_not_asked_for_again():
     for command, report in ((LOAD, r.Loaded(3, ())), (SYNC, r.Synced(3)), (SYNC, r.SyncFailed(""))):
         in_force = CommandsInForce()
         in_force.say(command)
-        in_force.answered(r.Ready(r.Process("n", "ip", 1, "cpu", ("h", 1))))
+        in_force.answered(r.Started(r.Process("n", "ip", 1, "cpu", ("h", 1))))
         assert in_force.again() == (command,)
         in_force.answered(report)
         assert in_force.again() == ()

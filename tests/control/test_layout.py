@@ -139,18 +139,18 @@ CUTS = ((0, 2, 4), (0, 1, 4), (0, 4))
 
 @pytest.mark.parametrize("blocks", [(0,), (1,), (3,), (0, 3)], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 7])
-def test_each_row_of_a_stages_tensor_is_one_holders_own(blocks: tuple[int, ...], rows: int):
-    """Each segment is cut by its own number of holders: blocks 0 and 1 have others."""
+def test_each_row_of_a_stages_tensor_is_one_ranks_own(blocks: tuple[int, ...], rows: int):
+    """Each segment is cut by its own number of ranks: blocks 0 and 1 have others."""
     mesh = Mesh(Parallel(data="fsdp-grad-op", pp=2), 6, (5, 0, 1, 2, 3, 4), CUTS)
     layout = TensorLayout("w", "float32", (rows, 3), ROWS, blocks)
-    holders = mesh.holders_of_blocks(blocks)
+    ranks = mesh.ranks_with_blocks(blocks)
     places = [Position(mesh, rank) for rank in range(6)]
     boxes = [layout.box(at) for at in places]
-    assert all(box.size == 0 for rank, box in enumerate(boxes) if rank not in holders)
-    if len(holders) == 1 or not rows:
-        assert boxes[holders[0]] == whole((rows, 3))
+    assert all(box.size == 0 for rank, box in enumerate(boxes) if rank not in ranks)
+    if len(ranks) == 1 or not rows:
+        assert boxes[ranks[0]] == whole((rows, 3))
     else:
-        assert max(box.shape[0] for box in boxes) == -(-rows // len(holders))
+        assert max(box.shape[0] for box in boxes) == -(-rows // len(ranks))
     own = [(rank, box) for rank, at in enumerate(places) if (box := layout.own(at)) is not None]
     assert all(box == boxes[rank] for rank, box in own)
     found = sorted(row for _, box in own for row in range(box.start[0], box.stop[0]))

@@ -85,10 +85,10 @@ def test_every_active_rank_has_one_place_and_every_microbatch_one_place_on_the_d
     parallel = Parallel(data, dp_shard=2 if data == "hsdp" else None, **others)
     for world_size in range(1, 14):
         mesh = Mesh(parallel, world_size)
-        active = [r for r in range(world_size) if not mesh.is_standby(r)]
+        active = [r for r in range(world_size) if not mesh.is_inactive(r)]
         places = {tuple(mesh.coordinate(axis, r) for axis in AXES) for r in active}
         assert len(places) == len(active) == mesh.num_active
-        assert all(not mesh.ids(V, r) for r in range(world_size) if mesh.is_standby(r))
+        assert all(not mesh.ids(V, r) for r in range(world_size) if mesh.is_inactive(r))
         ids = sorted(i for r in active for i in mesh.ids(V, r))
         together = parallel.ranks_per_microbatch
         assert ids == ([i for i in range(V) for _ in range(together)] if active else [])
@@ -100,7 +100,7 @@ def test_ranks_that_compute_a_microbatch_together_have_the_same_ids():
     assert [list(mesh.ids(V, r)) for r in range(6)] == [[0, 3, 6]] * 2 + [[1, 4, 7]] * 2 + [
         [2, 5]
     ] * 2
-    assert mesh.is_standby(6), "tp:2 has no use for it alone"
+    assert mesh.is_inactive(6), "tp:2 has no use for it alone"
 
 
 def test_neighbours_on_an_axis_differ_on_that_axis_only():

@@ -88,9 +88,9 @@ def check(plan: PipelinePlan, num_microbatches: int) -> None:
         assert seat is None or plan.position(seat) == position
     assert [b for segment in plan.segments() for b in segment] == list(range(len(plan.costs)))
     for segment in plan.segments():
-        holders = [p for p in range(plan.num_ranks) if segment.start in plan.blocks(p)]
-        assert all(plan.holders(b) == holders for b in segment)
-        assert len(holders) == len(plan.pipelines)
+        positions = [p for p in range(plan.num_ranks) if segment.start in plan.blocks(p)]
+        assert all(plan.positions_with(b) == positions for b in segment)
+        assert len(positions) == len(plan.pipelines)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", INTERLEAVED, ZERO_BUBBLE])

@@ -4,8 +4,15 @@ import json
 from dataclasses import replace
 
 from elastic.control.commands import Form
-from elastic.control.events import Adopted, Joined, Loaded, Suspended, Synced, WorkerLost
-from elastic.control.events import WorkerReady as Ready
+from elastic.control.events import (
+    Adopted,
+    Joined,
+    Loaded,
+    Suspended,
+    Synced,
+    WorkerLost,
+    WorkerStarted,
+)
 from elastic.control.planning import Nodes, Plan, plan, shortage
 from elastic.control.replay import JOURNAL_TYPES
 from elastic.control.standing import Standing
@@ -28,8 +35,8 @@ def on(names: str) -> Nodes:
 def test_replicas_stay_inside_of_nodes_as_far_as_possible():
     mesh = Mesh(TWO, 7, plan(TWO, range(7), on("abcabac")).order)
     assert [mesh.replica_of(r) for r in (0, 1, 2)] == [[0, 3], [1, 4], [2, 6]]
-    assert mesh.holders_of(1) == [3, 4, 6]
-    assert [r for r in range(7) if mesh.is_standby(r)] == [5]
+    assert mesh.ranks_with_shard(1) == [3, 4, 6]
+    assert [r for r in range(7) if mesh.is_inactive(r)] == [5]
     across = Mesh(TWO, 4, plan(TWO, range(4), on("abbb")).order)
     assert [across.replica_of(r) for r in (1, 0)] == [[1, 2], [0, 3]]
     assert plan(TWO, range(4), on("aabb")) == Plan()
@@ -49,7 +56,7 @@ def test_ranks_that_share_a_layer_share_a_node():
     assert plan(wide, range(5), on("abaab")).order == (0, 2, 1, 4, 3)
     mesh = Mesh(wide, 5, (0, 2, 1, 4, 3))
     assert [mesh.along("tp", r) for r in (0, 1)] == [[0, 2], [1, 4]]
-    assert mesh.is_standby(3)
+    assert mesh.is_inactive(3)
 
 
 def test_too_few_workers_wait_and_the_reason_says_how_many_it_takes():
@@ -59,7 +66,7 @@ def test_too_few_workers_wait_and_the_reason_says_how_many_it_takes():
     assert shortage(wide, 4) == ""
     assert shortage(wide, 3, 2) == "parallel='fsdp,tp:4' needs 4 workers, and 3 are there"
     limits: Limits = replace(LIMITS, min_workers=1, parallel=wide)
-    ledger, phase, commands = Ledger(step=40, ready=Ledger().ready.add(0)), Waiting(""), []
+    ledger, phase, commands = Ledger(step=40, standbys=Ledger().standbys.add(0)), Waiting(""), []
     ledger, phase, commands = play(ledger, phase, Loaded(0, 40, 1.0), limits=limits)
     assert not any(isinstance(c, Form) for c in commands)
 
@@ -71,7 +78,12 @@ def test_a_loss_that_leaves_no_mesh_waits_with_the_reason():
     ledger, phase, _ = play(
         run.ledger,
         run.phase,
-        *(Ready(0, 1.0, "a"), Ready(1, 1.0, "a"), Loaded(0, 0, 2.0), Synced(1, 3.0)),
+        *(
+            WorkerStarted(0, 1.0, "a"),
+            WorkerStarted(1, 1.0, "a"),
+            Loaded(0, 0, 2.0),
+            Synced(1, 3.0),
+        ),
         *(Joined(1, 0, 0.0, 4.0), Joined(1, 1, 0.0, 4.0)),
         WorkerLost(1, "process_died", 5.0, 5.0),
         limits=limits,
@@ -89,7 +101,7 @@ def test_the_members_places_travel_with_the_command_that_forms_them():
     ledger, phase, commands = play(
         run.ledger,
         run.phase,
-        *(Ready(w, 1.0, node) for w, node in enumerate("abba")),
+        *(WorkerStarted(w, 1.0, node) for w, node in enumerate("abba")),
         *(Loaded(0, 0, 2.0), Synced(1, 3.0)),
         limits=SHARDED,
     )
@@ -134,4 +146,4 @@ def test_stages_are_neighbours_inside_of_nodes_and_fewer_ranks_than_stages_go_on
     assert shortage(staged, 1) == "", "one pipeline of one stage"
     assert plan(staged, range(4), on("abab")) == Plan((0, 2, 1, 3))
     five = plan(staged, range(5), on("abaab"))
-    assert five == Plan((0, 2, 1, 4, 3)), "workers know who stands by"
+    assert five == Plan((0, 2, 1, 4, 3)), "workers know who is inactive"

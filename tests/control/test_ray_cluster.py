@@ -22,7 +22,7 @@ from elastic.control.events import (
     Joined,
     UserFailed,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.on_ray.cluster import RayCluster
 from elastic.on_ray.head_calls import HeadCalls
@@ -93,10 +93,12 @@ def test_a_worker_that_comes_back_before_it_was_heard_to_be_ready_is_ready():
         seams.holders = SimpleNamespace(on_node=print, tell=print)
         scene.cluster.links.send = lambda worker, message: None
         for said in (None, process, process):
-            scene.cluster._on_report(4, to_controller.Introduction("ready", ("h", 2), process=said))
+            scene.cluster._on_report(
+                4, to_controller.Introduction("standby", ("h", 2), process=said)
+            )
         return [scene.cluster.events.get_nowait() for _ in range(scene.cluster.events.qsize())]
 
-    assert asyncio.run(run()) == [WorkerReady(4, 5.0, "n")]
+    assert asyncio.run(run()) == [WorkerStarted(4, 5.0, "n")]
 
 
 @pytest.mark.parametrize("state", ["pending", "standby"])
@@ -316,7 +318,7 @@ def died(why: str) -> ActorDiedError:
         ),
         (RuntimeEnvSetupError("no wheel"), "Failed to set up runtime environment. no wheel"),
         (RayError(), "RayError"),
-        (None, "it ended before it was ready"),
+        (None, "it ended before its model was built"),
     ],
 )
 def test_a_worker_that_does_not_start_says_what_failed(end: RayError | None, why: str):
@@ -350,7 +352,7 @@ def test_all_members_are_told_to_save_and_from_which_step_on():
 
 
 def test_a_form_that_waits_for_storage_is_told_after_it_and_one_at_a_time():
-    """The generation stands behind the record: its last holder is lost."""
+    """The generation stands behind the record: the last with the state is lost."""
     goes_on, went_back = asyncio.Event(), []
 
     async def on_loaded(step: int, _damaged: Any) -> None:

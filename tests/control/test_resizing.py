@@ -15,7 +15,7 @@ from elastic.control.events import (
     StopRequested,
     Synced,
     Tick,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.replay import replay
 from elastic.control.resizing import in_force
@@ -46,13 +46,13 @@ def test_who_is_too_many_leaves_at_the_next_boundary_and_is_not_replaced():
     assert commands == [Form(two, 44)]
     ledger, phase, commands = play(ledger, phase, *joined(8, 2), Tick(13.0), Tick(90.0))
     assert (phase, commands) == (Running(two), [Retire((2,))])
-    assert (ledger.ready, ledger.leaving, ledger.failures) == (some(), some(), 0)
+    assert (ledger.standbys, ledger.leaving, ledger.failures) == (some(), some(), 0)
 
 
 def test_more_are_asked_for_at_once_and_enter():
     ledger, phase, commands = play(LEDGER, Running(ABC), MORE)
     assert (phase, commands) == (Running(ABC), [Spawn((3, 4))])
-    news = [WorkerReady(3, 11.0), WorkerReady(4, 11.0), Synced(3, 12.0)]
+    news = [WorkerStarted(3, 11.0), WorkerStarted(4, 11.0), Synced(3, 12.0)]
     ledger, phase, commands = play(ledger, phase, *news)
     assert commands == [Sync(3, 2), Sync(4, 0), Pause(ABC)]
     ledger, phase, commands = play(ledger, phase, Synced(4, 12.5), *paused(3, 13.0))
@@ -65,25 +65,25 @@ def test_those_that_are_only_asked_for_go_first_and_what_they_were_to_take_is_fr
     ledger, phase, commands = play(ledger, Running(ABC), Resized(2, 4, 10.0), limits=limits)
     assert (phase, commands) == (Running(ABC), [Retire((4,))])
     assert ledger.spawned == some(3)
-    _, _, commands = play(ledger, phase, WorkerReady(4, 10.1), limits=limits)
+    _, _, commands = play(ledger, phase, WorkerStarted(4, 10.1), limits=limits)
     assert commands == [Retire((4,))], "its word was on the way"
 
 
 def test_standbys_stay_and_others_outside_go():
     limits = replace(LIMITS, standby=1)
-    ledger = replace(LEDGER, ready=some(3), syncing=some(4), next_worker=5)
+    ledger = replace(LEDGER, standbys=some(3), syncing=some(4), next_worker=5)
     ledger, _, commands = play(ledger, Running(ABC), Resized(1, 3, 10.0), limits=limits)
-    assert (commands, ledger.syncing, ledger.ready) == ([Retire((3,))], some(4), some())
+    assert (commands, ledger.syncing, ledger.standbys) == ([Retire((3,))], some(4), some())
 
 
 def test_a_run_that_waits_goes_on_with_whom_it_has():
-    _, phase, commands = play(replace(LEDGER, holders=some(1)), Waiting("few"), FEWER)
+    _, phase, commands = play(replace(LEDGER, with_state=some(1)), Waiting("few"), FEWER)
     assert commands == [Form(Membership(8, (1,)), 40), Spawn((3,))]
     assert isinstance(phase, Forming)
 
 
-def test_holders_that_are_too_many_do_not_form():
-    ledger = replace(LEDGER, holders=some(0, 1, 2), next_worker=3)
+def test_too_many_with_the_state_do_not_all_form():
+    ledger = replace(LEDGER, with_state=some(0, 1, 2), next_worker=3)
     limits = replace(LIMITS, min_workers=4, max_workers=4)
     ledger, phase, commands = play(ledger, Waiting("few"), FEWER, limits=limits)
     assert commands == [Form(Membership(8, (0, 1)), 40)]

@@ -19,7 +19,7 @@ from elastic.control.events import (
     Synced,
     Tick,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.state import Ending, Forming, Ledger, Pausing, Running, Save, Suspending
 from elastic.protocol.membership import Membership, NumberSet
@@ -138,9 +138,9 @@ def test_newcomers_that_have_no_memory_for_their_part_are_replaced_ever_later():
         ledger, phase, commands = told(ledger, phase, Tick(spawns_at))
         assert commands == [Spawn((newcomer + 1,))]
         assert (ledger.failures, isinstance(phase, Running)) == (0, True)
-        ready = [WorkerReady(newcomer + 1, at), Synced(newcomer + 1, at)]
+        started = [WorkerStarted(newcomer + 1, at), Synced(newcomer + 1, at)]
         paused = [Paused(generation + 1, rank, 40 + generation, at) for rank in (0, 1)]
-        ledger, phase, _ = told(ledger, phase, *ready, *paused)
+        ledger, phase, _ = told(ledger, phase, *started, *paused)
         assert phase.newcomers == some(newcomer + 1)
     joined = [Joined(12, rank, 0.1, 30.0, 50) for rank in range(3)]
     assert told(ledger, phase, *joined)[0].stillborn == 0

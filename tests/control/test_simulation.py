@@ -8,7 +8,7 @@ import pytest
 
 from elastic.control.accounting import Account, account, open_account
 from elastic.control.commands import Form
-from elastic.control.pool import lobby
+from elastic.control.pool import in_pool
 from elastic.control.replay import Entry, Started, is_news, replay
 from elastic.control.state import Active, Decision, Finished, Ledger, Limits, Phase, Suspending
 from elastic.control.transition import start, transition
@@ -34,7 +34,7 @@ MODES = (
     ("vote",),
     ("torn",),
     ("torn",),
-    ("lobby", "rendezvous"),
+    ("pool", "rendezvous"),
     ("evaluate", "suspended"),
     ("evaluate",),
     ("paused", "done"),
@@ -92,22 +92,22 @@ def simulate(
 
 
 def check_conservation(cluster: FakeCluster, ledger: Ledger, phase: Phase) -> None:
-    """Every live worker is known in exactly one place; holders exist only without a generation."""
+    """Every live worker is known in exactly one place; members are in none of the sets."""
     sets = (
         ledger.spawned,
-        ledger.ready,
+        ledger.standbys,
         ledger.loading,
         ledger.syncing,
         ledger.synced,
-        ledger.holders,
+        ledger.with_state,
     )
-    outside = set(lobby(ledger))
+    outside = set(in_pool(ledger))
     assert len(outside) == sum(len(s) for s in sets), ledger
     members = set(phase.membership.workers) if isinstance(phase, Active) else set()
     if isinstance(phase, Suspending):
         members -= set(phase.lost)
     assert not members & outside
-    assert not isinstance(phase, Active) or not ledger.holders
+    assert not isinstance(phase, Active) or not ledger.with_state
     assert ledger.kept_step < 0 or ledger.kept_step in cluster.published, ledger
     alive = {w.number for w in cluster.workers.values() if w.is_alive} | set(cluster.pending)
     assert not cluster.retired & (members | outside), "counts on somebody whom it has retired"
@@ -119,7 +119,7 @@ def check_end(run: Run) -> None:
     assert isinstance(run.phase, Finished)
     assert not [w for w in run.cluster.workers.values() if w.is_alive], "a worker is left"
     assert not run.cluster.pending
-    assert not lobby(run.ledger)
+    assert not in_pool(run.ledger)
     generations = [c.membership.generation for c in run.cluster.trace if isinstance(c, Form)]
     num_adopted = sum(n for pair, n in run.seen.items() if pair.endswith(" Adopted"))
     if not num_adopted:

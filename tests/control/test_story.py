@@ -22,7 +22,7 @@ def told_of(worker: int) -> list[Happening]:
 def test_the_story_of_a_worker_that_came_late_goes_from_its_wish_to_its_end():
     assert [(t.generation, t.step, t.what) for t in told_of(3)] == [
         (3, 6, "is asked for"),
-        (3, 12, "is ready: its model is built"),
+        (3, 12, "has started: its model is built"),
         (3, 12, "is to copy the state of w0"),
         (4, 12, "has copied the state and follows its source"),
         (4, 12, "is to be rank 1 of 2 in generation 4, at step 12"),

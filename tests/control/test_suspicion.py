@@ -66,9 +66,9 @@ def test_a_newcomer_that_hangs_in_user_code_is_suspect_though_nobody_waits_for_i
     late = replace(building, phase_s=301.0)
     assert suspicion(Watch(building, 10.0), None, 10.0, detect_s=3.0) is None
     assert suspicion(Watch(late, 10.0), None, 10.0, detect_s=3.0) == (
-        "it is not ready to join; 301.0 s in starting of step 1 (no usual time known)"
+        "it has not started; 301.0 s in starting of step 1 (no usual time known)"
     )
-    timeouts = replace(late, phase="lobby")
+    timeouts = replace(late, phase="pool")
     assert suspicion(Watch(timeouts, 10.0), None, 10.0, detect_s=3.0) is None
 
 
@@ -167,7 +167,7 @@ def test_a_member_that_has_done_the_last_step_is_not_what_those_wait_for_who_are
     }
 
 
-@pytest.mark.parametrize("place", ["done", "lobby"])
+@pytest.mark.parametrize("place", ["done", "pool"])
 def test_a_member_that_hangs_behind_the_last_vote_is_awaited_by_those_who_are_through(place):
     """They have returned from their loops, or are at the pause that the vote has told them of."""
     through = replace(BEAT, step=10, phase=place, phase_s=4.5, p95_s=None)
@@ -189,15 +189,15 @@ def test_a_member_that_hangs_behind_the_last_vote_is_awaited_by_those_who_are_th
         assert not dict(suspects([Watch(is_well, 10.0), *rest], 10.0, 3.0))
 
 
-def test_nobody_waits_in_the_lobby_of_no_generation():
-    newcomers = replace(BEAT, generation=0, phase="lobby", phase_s=99.0, p95_s=None)
+def test_nobody_waits_in_the_pool_of_no_generation():
+    newcomers = replace(BEAT, generation=0, phase="pool", phase_s=99.0, p95_s=None)
     builds = replace(newcomers, worker=2, phase="starting")
     assert not dict(suspects([Watch(b, 10.0) for b in (newcomers, builds)], 10.0, 3.0))
 
 
 def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
     """A second fault: one member is lost while another one hangs in its own code."""
-    peer = replace(WAITING, phase="lobby", phase_s=2.0, waits_for_peers=False, p95_s=None)
+    peer = replace(WAITING, phase="pool", phase_s=2.0, waits_for_peers=False, p95_s=None)
     watches = [Watch(b, 10.0) for b in (BEAT, peer)]
     assert dict(suspects(watches, 10.0, 3.0, {1: 6.9, 2: 6.9})) == {
         1: "others have waited for it for 3.1 s; 6.0 s in forward of step 10 (usually under 1.00 s)"
@@ -209,7 +209,7 @@ def test_who_does_not_answer_that_its_generation_is_given_up_is_awaited():
 def test_members_that_are_silent_all_at_once_may_only_be_cut_off():
     """Nothing could go on without them, and they train on: their lease is as long as ours."""
     silent = [Watch(replace(BEAT, worker=w, p95_s=0.1), 10.0) for w in (1, 2)]
-    standby = Watch(replace(BEAT, worker=3, generation=0, phase="lobby"), 10.1)
+    standby = Watch(replace(BEAT, worker=3, generation=0, phase="pool"), 10.1)
     assert not dict(suspects([*silent, standby], 17.0, 3.0)), "with them it may be cut off, too"
     assert not dict(suspects([*silent, standby], 39.9, 3.0))
     assert [w for w, _ in suspects([*silent, standby], 40.1, 3.0)] == [1, 2, 3]

@@ -30,7 +30,7 @@ from elastic.control.events import (
     SyncFailed,
     Tick,
     UserFailed,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.standing import Standing
 from elastic.control.state import (
@@ -57,7 +57,7 @@ PHASES: tuple[Phase, ...] = (
     Finished("failed", ""),
 )
 SAMPLES: tuple[Event, ...] = (
-    WorkerReady(3, 1.0),
+    WorkerStarted(3, 1.0),
     lost(0),
     lost(4),
     lost(77),
@@ -65,7 +65,7 @@ SAMPLES: tuple[Event, ...] = (
     Synced(6, 1.0),
     SyncFailed(6, "gone", 1.0),
     SyncFailed(1, "gone", 1.0),
-    Adopted((Standing(0, "stopped", 7, 0, 3, 40), Standing(4, "ready")), 1.0),
+    Adopted((Standing(0, "stopped", 7, 0, 3, 40), Standing(4, "standby")), 1.0),
     DrainNotice(0, "drain", 30.0, 1.0),
     DrainNotice(4, "drain", 30.0, 1.0),
     StopRequested("SIGINT", 1.0),
@@ -105,7 +105,7 @@ def test_samples_cover_every_phase_and_event():
 @pytest.mark.parametrize("phase", PHASES, ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("event", SAMPLES, ids=str)
 def test_every_pair_is_decided_or_ignored_with_a_reason(phase: Phase, event: Event):
-    ledger = replace(LEDGER, spawned=some(3), ready=some(4), loading=some(5), syncing=some(6))
+    ledger = replace(LEDGER, spawned=some(3), standbys=some(4), loading=some(5), syncing=some(6))
     pair = (type(phase), type(event))
     if pair in IMPOSSIBLE:
         with pytest.raises(UnexpectedEvent):

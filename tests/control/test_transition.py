@@ -37,7 +37,7 @@ from elastic.control.events import (
     Tick,
     UserFailed,
     WorkerLost,
-    WorkerReady,
+    WorkerStarted,
 )
 from elastic.control.recovery import MAX_IN_VAIN
 from elastic.control.state import (
@@ -96,8 +96,8 @@ def test_a_run_starts_at_min_and_grows_to_max():
     ledger, phase, commands = play(
         decision.ledger,
         decision.phase,
-        WorkerReady(1, 1.0),
-        WorkerReady(0, 1.0),
+        WorkerStarted(1, 1.0),
+        WorkerStarted(0, 1.0),
         Loaded(1, 0, 2.0),
         Synced(0, 3.0),
     )
@@ -109,7 +109,7 @@ def test_a_run_starts_at_min_and_grows_to_max():
         phase,
         Joined(1, 0, 0.0, 4.0),
         Joined(1, 1, 0.0, 4.0),
-        WorkerReady(2, 5.0),
+        WorkerStarted(2, 5.0),
         Synced(2, 6.0),
         Paused(1, 0, 3, 7.0),
         Paused(1, 1, 3, 7.0),
@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_counting_generations():
     decision = start(LIMITS, 0.0, earlier_generations=5)
     ledger, phase, _ = play(
         decision.ledger, decision.phase,
-        WorkerReady(1, 1.0), WorkerReady(0, 1.0), Loaded(1, 0, 2.0), Synced(0, 3.0),
+        WorkerStarted(1, 1.0), WorkerStarted(0, 1.0), Loaded(1, 0, 2.0), Synced(0, 3.0),
     )  # fmt: skip
     assert phase == Forming(Membership(6, (1, 0)), 33.0, newcomers=some(0))
     assert ledger.num_generations == 1
@@ -133,8 +133,8 @@ def test_a_resumed_run_goes_on_counting_generations():
 def test_warm_standbys_wait_without_state():
     limits = replace(LIMITS, standby=1)
     ledger = replace(LEDGER, spawned=some(3), next_worker=4)
-    ledger, phase, commands = play(ledger, Running(ABC), WorkerReady(3, 1.0), limits=limits)
-    assert (ledger.ready, phase, commands) == (some(3), Running(ABC), [])
+    ledger, phase, commands = play(ledger, Running(ABC), WorkerStarted(3, 1.0), limits=limits)
+    assert (ledger.standbys, phase, commands) == (some(3), Running(ABC), [])
 
 
 # --- losses -------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_survivors_go_on_with_the_next_step_and_a_replacement_is_spawned():
 
 
 def test_a_standby_takes_the_place_of_the_lost_in_the_same_regroup():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     ledger, phase, commands = play(
         ledger, Running(ABC), lost(0), suspended(1, 40), suspended(2, 40)
     )
@@ -174,7 +174,7 @@ def test_a_standby_takes_the_place_of_the_lost_in_the_same_regroup():
 
 
 def test_a_standby_is_called_where_the_error_was_heard_before_the_loss():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     failed = CollectiveFailed(7, 1, "connection reset", 8.9)
     _, _, commands = play(ledger, Running(ABC), failed, lost(0))
     assert commands == [Abort(ABC), Sync(3, 1)]
@@ -182,7 +182,7 @@ def test_a_standby_is_called_where_the_error_was_heard_before_the_loss():
 
 def test_survivors_wait_for_a_slow_copy_once_and_not_long():
     limits = replace(LIMITS, standby=1)
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     answers = suspended(1, 40), suspended(2, 40)
     ledger, _, commands = play(
         ledger, Running(ABC), lost(0), *answers, Tick(9.1), Tick(9.3), limits=limits
@@ -190,13 +190,13 @@ def test_survivors_wait_for_a_slow_copy_once_and_not_long():
     two = Membership(8, (1, 2))
     assert commands == [Abort(ABC), Sync(3, 1), Form(two, 40)]
     assert (ledger.syncing, ledger.is_copy_slow) == (some(3), True)
-    again = replace(ledger, syncing=some(), ready=some(3))
+    again = replace(ledger, syncing=some(), standbys=some(3))
     _, _, commands = play(again, Running(two), WorkerLost(1, "process_died", 9.4, 9.5))
     assert commands == [Abort(two)], "it may copy when they train"
 
 
 def test_no_standby_is_called_for_survivors_who_may_have_no_state():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     _, _, commands = play(ledger, Forming(ABC, 30.0), lost(0))
     assert commands == [Abort(ABC)]
     alone = Membership(7, (0,))
@@ -211,7 +211,7 @@ def test_no_standby_is_called_for_survivors_who_may_have_no_state():
     ids=["its source is gone", "it is gone", "stop"],
 )
 def test_nobody_waits_for_a_standby_that_will_not_come(news):
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     _, phase, commands = play(
         ledger, Running(ABC), lost(0), suspended(1, 40), news, suspended(2, 40, at=9.2)
     )
@@ -225,7 +225,7 @@ def test_nobody_waits_for_a_standby_that_will_not_come(news):
 
 
 def test_nobody_waits_for_a_standby_that_would_enter_later_anyway():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     evaluates = suspended(1, 40, between=True)
     alone = Form(Membership(8, (1, 2)), 40, then_pause=True)
     assert play(ledger, Running(ABC), lost(0), evaluates, suspended(2, 40))[2][-1] == alone
@@ -235,7 +235,7 @@ def test_nobody_waits_for_a_standby_that_would_enter_later_anyway():
 
 
 def test_survivors_that_leave_their_step_late_wait_for_the_standby_from_then_on():
-    ledger = replace(LEDGER, ready=some(3), next_worker=4)
+    ledger = replace(LEDGER, standbys=some(3), next_worker=4)
     late = suspended(1, 40), suspended(2, 40, at=10.5)
     ledger, _, commands = play(ledger, Running(ABC), lost(0), *late, Tick(10.6), Synced(3, 10.65))
     assert commands[-1] == Form(Membership(8, (1, 2, 3)), 40)
@@ -287,38 +287,38 @@ def test_a_laggard_without_gradient_copies_the_state_again():
         LEDGER, Running(ABC), lost(0), suspended(1, 40), suspended(2, 41), limits=limits
     )
     assert commands == [Abort(ABC), Form(Membership(8, (2,)), 41)]
-    assert ledger.ready == some(1)
+    assert ledger.standbys == some(1)
 
 
 def test_below_min_the_survivors_wait_and_keep_the_state():
     ledger, phase, commands = play(LEDGER, Running(ABC), lost(0), lost(2), suspended(1, 40))
     assert phase == Waiting("1 of at least 2 workers left, step 40")
     assert commands == [Abort(ABC), Spawn((3, 4))]
-    spawned, holders = some(3, 4), some(1)
-    known = Ledger(7, 40, 2, next_worker=5, spawned=spawned, holders=holders, has_vote=True)
+    spawned, with_state = some(3, 4), some(1)
+    known = Ledger(7, 40, 2, next_worker=5, spawned=spawned, with_state=with_state, has_vote=True)
     assert ledger == known
-    _, phase, commands = play(ledger, phase, WorkerReady(4, 10.0), Synced(4, 11.0))
+    _, phase, commands = play(ledger, phase, WorkerStarted(4, 10.0), Synced(4, 11.0))
     assert commands == [Sync(4, 1), Form(Membership(8, (1, 4)), 40)]
 
 
 def test_when_all_state_is_lost_it_is_loaded_again():
-    ledger = replace(LEDGER, ready=some(5))
+    ledger = replace(LEDGER, standbys=some(5))
     ledger, _, commands = play(ledger, Running(Membership(7, (0,))), lost(0), Loaded(5, 20, 12.0))
     assert commands == [Abort(Membership(7, (0,))), Load(5), Spawn((3, 4))]
-    assert (ledger.step, ledger.holders) == (20, some(5))
+    assert (ledger.step, ledger.with_state) == (20, some(5))
 
 
-def test_when_all_holders_are_lost_a_follower_is_asked_before_a_fresh_worker():
-    ledger = replace(LEDGER, ready=some(3), synced=some(5))
+def test_when_all_with_the_state_are_lost_a_follower_is_asked_before_a_fresh_worker():
+    ledger = replace(LEDGER, standbys=some(3), synced=some(5))
     alone = Membership(7, (0,))
     ledger, _, commands = play(ledger, Running(alone), lost(0))
     assert commands[:2] == [Abort(alone), Load(5)]
-    assert (ledger.ready, ledger.loading) == (some(3), some(5))
-    ledger = replace(LEDGER, ready=some(3), synced=some(5))
+    assert (ledger.standbys, ledger.loading) == (some(3), some(5))
+    ledger = replace(LEDGER, standbys=some(3), synced=some(5))
     gone = SyncFailed(5, "source is gone", 4.0)  # it may be faster than the news of the loss
     ledger, _, commands = play(ledger, Running(alone), gone, lost(0, at=5.0), Loaded(5, 40, 6.0))
     assert commands[:2] == [Abort(alone), Load(5)]
-    assert (ledger.step, ledger.holders, ledger.outdated) == (40, some(5), some())
+    assert (ledger.step, ledger.with_state, ledger.outdated) == (40, some(5), some())
 
 
 def test_while_a_survivor_evaluates_the_survivors_go_on_alone_and_pause():
@@ -345,8 +345,8 @@ def test_who_rolls_forward_may_have_to_evaluate_and_newcomers_enter_after_that()
     assert commands == [Form(Membership(9, (1, 2, 5)), 41)]
 
 
-def test_a_holder_that_waits_one_step_behind_rolls_forward_before_newcomers_enter():
-    ledger = replace(LEDGER, step=41, holders=some(1), behind=some(1), syncing=some(5))
+def test_who_waits_one_step_behind_rolls_forward_before_newcomers_enter():
+    ledger = replace(LEDGER, step=41, with_state=some(1), behind=some(1), syncing=some(5))
     ledger, phase, commands = play(ledger, Waiting("few"), Synced(5, 9.0))
     alone = Membership(8, (1,))
     assert commands[0] == Form(alone, 41, roll_forward=(1,), then_pause=True)
@@ -368,7 +368,7 @@ def test_the_place_of_who_cannot_be_reached_is_barred_for_a_minute_and_no_other_
 
 
 def test_a_spent_budget_ends_the_run_with_the_reason():
-    ledger = replace(LEDGER, failures=2, ready=some(4))
+    ledger = replace(LEDGER, failures=2, standbys=some(4))
     decision = transition(ledger, Running(ABC), lost(1), LIMITS)
     reason = "w1 lost (process_died): 3 failures since step 40 was committed, max_failures is 2"
     assert decision.phase == Finished("failed", reason)
@@ -391,7 +391,7 @@ def test_who_crashes_in_the_same_step_each_time_does_not_begin_again_for_ever():
             ledger,
             phase,
             lost(attempt, at),
-            *(WorkerReady(worker, at), Loaded(worker, 38, at), Joined(generation, 0, 0.0, at)),
+            *(WorkerStarted(worker, at), Loaded(worker, 38, at), Joined(generation, 0, 0.0, at)),
             *(Committed(generation, step, 0.1, at) for step in (39, 40)),
             limits=limits,
         )
@@ -517,6 +517,17 @@ def test_a_generation_in_which_everybody_waits_is_tried_again_but_not_for_ever()
     )
 
 
+@pytest.mark.parametrize("answered_before", [0, 2, 3])
+def test_what_needs_no_loss_is_heard_behind_its_consequences(answered_before):
+    closed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
+    explained = CollectiveFailed(7, 0, "the script raised", 9.1, is_stall=True)
+    answers = [suspended(rank, 40) for rank in range(3)]
+    events = [closed, *answers[:answered_before], explained, *answers[answered_before:]]
+    ledger, _, commands = play(LEDGER, Running(ABC), *events)
+    assert commands == [Abort(ABC), Form(Membership(8, (0, 1, 2)), 40)]
+    assert ledger.failures == 1
+
+
 def test_a_refused_call_is_told_though_its_consequences_were_heard_first():
     closed = CollectiveFailed(7, 1, "Connection closed by peer", 9.0)
     refused = CollectiveFailed(7, 0, "sizes differ", 9.1, is_refused=True)
@@ -576,10 +587,10 @@ def test_a_newcomer_whose_source_died_goes_back_and_nobody_is_blamed():
         suspended(2, -1),
     )
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
-    assert (ledger.ready, ledger.failures) == (some(2), 0)
+    assert (ledger.standbys, ledger.failures) == (some(2), 0)
 
 
-def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_lobby():
+def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_pool():
     ledger, _, commands = play(
         LEDGER,
         Running(ABC),
@@ -589,7 +600,7 @@ def test_a_newcomer_that_cannot_catch_up_after_others_formed_goes_back_to_the_lo
         suspended(2, 39),
     )
     assert commands == [Abort(ABC), Form(Membership(8, (0, 1)), 40)]
-    assert (ledger.ready, ledger.failures) == (some(2), 0)
+    assert (ledger.standbys, ledger.failures) == (some(2), 0)
 
 
 def test_generations_that_never_get_their_state_end_the_run_with_the_reason():
@@ -620,10 +631,10 @@ def test_who_is_two_steps_behind_cannot_roll_forward():
         limits=replace(LIMITS, min_workers=1),
     )
     assert commands == [Abort(ABC), Form(Membership(8, (1,)), 42)]
-    assert (ledger.step, ledger.ready) == (42, some(0))
+    assert (ledger.step, ledger.standbys) == (42, some(0))
 
 
-def test_the_step_falls_by_one_when_only_a_follower_of_the_lost_holder_is_left():
+def test_the_step_falls_by_one_when_only_a_follower_of_the_lost_source_is_left():
     limits = replace(LIMITS, min_workers=1)
     forming = Forming(Membership(7, (0, 1)), 30.0)
     decision = transition(LEDGER, forming, lost(0), limits)
@@ -675,7 +686,7 @@ def test_a_lost_member_cannot_answer():
 
 def test_a_worker_that_is_no_part_of_the_run_is_retired():
     for phase in (Running(ABC), Finished("succeeded", "")):
-        assert play(LEDGER, phase, WorkerReady(9, 1.0)) == (LEDGER, phase, [Retire((9,))])
+        assert play(LEDGER, phase, WorkerStarted(9, 1.0)) == (LEDGER, phase, [Retire((9,))])
 
 
 # --- stop and end ------------------------------------------------------------------
@@ -697,13 +708,13 @@ def test_a_requested_stop_pauses_at_a_step_boundary_and_says_the_hash():
 def test_a_stop_before_anybody_holds_the_state_ends_at_once():
     decision = start(LIMITS, 0.0)
     stop = StopRequested("SIGINT", 1.0)
-    _, phase, commands = play(decision.ledger, decision.phase, WorkerReady(0, 0.5), stop)
+    _, phase, commands = play(decision.ledger, decision.phase, WorkerStarted(0, 0.5), stop)
     assert phase == Finished("stopped", "SIGINT")
     assert commands == [Load(0), Retire((0, 1, 2))]
 
 
-def test_a_stop_while_waiting_lets_the_holders_end_it_even_below_min():
-    ledger = replace(LEDGER, holders=some(1), spawned=some(3))
+def test_a_stop_while_waiting_lets_those_with_the_state_end_it_even_below_min():
+    ledger = replace(LEDGER, with_state=some(1), spawned=some(3))
     _, _, commands = play(ledger, Waiting("few"), StopRequested("SIGINT", 1.0))
     assert commands == [Form(Membership(8, (1,)), 40, then_pause=True)]
 
@@ -862,7 +873,7 @@ def test_after_the_last_step_survivors_below_min_still_finish():
 
 
 def test_a_user_error_fails_the_run_and_retires_everyone():
-    ledger = replace(LEDGER, ready=some(4), spawned=some(5))
+    ledger = replace(LEDGER, standbys=some(4), spawned=some(5))
     message = "ValueError: no\n  File ..."
     decision = transition(ledger, Running(ABC), UserFailed(1, message, 1.0), LIMITS)
     assert decision.phase == Finished("failed", f"w1: {message}")

@@ -74,7 +74,7 @@ def test_the_start_line_says_how_far_the_workers_are():
     states = [("pending", False), ("pending", True), ("pending", True), ("ready", True)]
     slots = {n: Slot(NOTHING, state=state, is_placed=p) for n, (state, p) in enumerate(states)}
     assert start_line(slots, 2, {2, 3}.__contains__) == (
-        "waiting for 2 workers to start: 1 ready, 1 loading TARGET and its model, "
+        "waiting for 2 workers to start: 1 started, 1 loading TARGET and its model, "
         "1 importing torch, 1 without a process yet"
     )
     assert start_line(slots, 1, {2, 3}.__contains__) == ""

@@ -1,4 +1,4 @@
-"""A device is looked at before its worker says that it is ready."""
+"""A device is looked at before its worker says that it has started."""
 
 import pytest
 import torch

@@ -201,11 +201,11 @@ class LocalRun:
                 self._links.send(
                     worker, t.Word(self._progress.recorded_step, self._progress.commits.formed)
                 )
-            case r.Ready(process):
+            case r.Started(process):
                 self.pids[worker] = process.pid
                 self._addresses[worker] = process.peer_address
                 self._links.send(worker, t.LogTo(str(self.place)))
-                self._say(e.WorkerReady(worker, time.monotonic(), "node"))
+                self._say(e.WorkerStarted(worker, time.monotonic(), "node"))
             case r.Loaded(step, origin=origin):
                 self._progress.recorded_step = step
                 self._say(e.Loaded(worker, step, time.monotonic(), origin))

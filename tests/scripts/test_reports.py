@@ -93,20 +93,6 @@ def test_the_best_stay_and_the_newest_two(tmp_path, retention, kept):
     assert folders == set(kept)
 
 
-def test_ray_s_own_result_reads_the_snapshot(tmp_path):
-    from ray.train import Result
-
-    reports = opened(tmp_path, Retention(2, "score"))
-    for name, score in (("a", 9), ("b", 1), ("c", 5)):
-        reported(tmp_path, reports, name, score=score)
-    result = Result.from_path(str(tmp_path / "run"))
-    assert result.metrics == {"score": 5}
-    assert result.checkpoint is not None
-    assert result.checkpoint.path.endswith("/c")
-    assert result.best_checkpoints is not None
-    assert {m["score"] for _, m in result.best_checkpoints} == {9, 1, 5}
-
-
 def test_ranks_that_raise_in_one_call_are_one_failure_and_a_new_launch_counts_anew(tmp_path):
     reports = opened(tmp_path)
     assert reports.add_failure("ab", 1, 0, "ValueError") == 1

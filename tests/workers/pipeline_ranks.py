@@ -11,8 +11,8 @@ from torch.distributed import BroadcastOptions
 from elastic.protocol.pipeline import PipelinePlan, Stages, plan_pipeline
 from elastic.protocol.schedule import stages_per_rank
 from tests.workers.pipeline_models import Case
+from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
-from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.passes import StagePasses
@@ -26,8 +26,8 @@ from workers.train_state.blocks import blocks_of
 TIMEOUT_S = 60.0
 
 
-def groups_in(group: Any) -> HolderGroups:
-    return HolderGroups(group, TIMEOUT_S)
+def groups_in(group: Any) -> BlockGroups:
+    return BlockGroups(group, TIMEOUT_S)
 
 
 def raise_it(error: Exception) -> Any:
@@ -68,7 +68,7 @@ class Trained:
 
     def train(
         self,
-        groups: HolderGroups,
+        groups: BlockGroups,
         wanted_depth: int,
         num_steps: int,
         schedule: str = "",
@@ -117,7 +117,7 @@ class Trained:
         """Here every rank has memory for all: what the others' blocks have become."""
         for name, parameter in self.parameters.items() if group.size() > 1 else ():
             options = BroadcastOptions()
-            options.rootRank = ranks[plan.holders(min(self.chain.uses[name]))[0]]
+            options.rootRank = ranks[plan.positions_with(min(self.chain.uses[name]))[0]]
             plain = parameter.detach().contiguous()
             group.broadcast([plain], options).wait()
             parameter.data.copy_(plain)

@@ -69,7 +69,7 @@ def obey(member, command):
     """Whether a generation has formed that may step."""
     member.hear(command)
     member._obey(command)
-    return member.standing.is_at_work
+    return member.machine.is_at_work
 
 
 class Commands(queue.SimpleQueue):
@@ -177,5 +177,5 @@ class Rig:
 
     def sit(self, rank, world_size=1):
         """Be that rank of the generation at hand, which has more members than one."""
-        seat = replace(self.member.standing.seat, rank=rank, world_size=max(world_size, rank + 1))
-        self.member.standing = replace(self.member.standing, seat=seat)
+        seat = replace(self.member.machine.seat, rank=rank, world_size=max(world_size, rank + 1))
+        self.member.machine = replace(self.member.machine, seat=seat)

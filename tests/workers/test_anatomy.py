@@ -98,7 +98,7 @@ def test_an_attempt_that_was_given_up_and_what_is_between_steps_are_in_no_row():
     rank.vitals.begin_step()
     rank.vitals.enter("compute")
     rank.clock.now += 5.0
-    rank.vitals.enter("lobby")
+    rank.vitals.enter("pool")
     rank.clock.now += 7.0
     rank.take_step(compute=1.0)
     (row,) = rank.rows()

@@ -106,7 +106,7 @@ def test_one_rank_of_each_shard_is_a_whole_state():
     assert not is_whole(fsdp, {0, 2})
     assert is_whole(hsdp, {0, 3})
     assert not is_whole(hsdp, {0, 2})
-    assert not is_whole(hsdp, {0, 4}), "the last one stands by"
+    assert not is_whole(hsdp, {0, 4}), "the last one is inactive"
     grid = Mesh(Parallel.of("fsdp,tp:2"), 5)
     assert is_whole(grid, {0, 1, 2, 3})
     assert not is_whole(grid, {0, 1, 2, 4})

@@ -1,4 +1,4 @@
-"""Ranks that lose members go on from shadows and holders' copies, with the bits of plain training.
+"""Ranks that lose members go on from own and from holders' copies, with the bits of plain training.
 
 Ranks are processes, holders live in the test's process, and nobody writes to storage.
 """
@@ -21,7 +21,7 @@ from tests.workers.sharded_rig import (
     train,
     undisturbed,
 )
-from workers.backup import client as keepers
+from workers.backup import client
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.backup.store import Key
@@ -58,7 +58,7 @@ class Rank:
 
     def __init__(self, ranks, parallel, holders, every=1, node="elsewhere", work=None):
         assemble.HOLDER_S = assemble.ANSWER_S = PATIENCE_S
-        keepers.CONNECT_S = keepers.MIN_SILENCE_S = PATIENCE_S
+        client.CONNECT_S = client.MIN_SILENCE_S = PATIENCE_S
         self.ranks, self.parallel, self.holders = ranks, parallel, holders
         self.work = work or Work()
         self.said = []
@@ -135,7 +135,7 @@ def test_survivors_of_any_size_go_on_from_the_step_that_was_held(node, plain, ho
 
 
 def test_a_step_whose_copies_are_not_all_held_is_done_again(plain, holders):
-    """The survivors stand at step 4; the lost rank's copy is of step 3: so are their shadows."""
+    """The survivors stand at step 4; the lost rank's copy is of step 3: so are their own copies."""
     at = where(holders)
 
     def body(ranks):
@@ -186,7 +186,7 @@ def test_a_second_loss_before_the_new_membership_s_copies_are_held_is_met_by_the
             return None
         rank.enter(2, [1, 2], STEPS)
         rank.backup_client.wait(NEVER)
-        kept = [shadow.key.generation for shadow in rank.backup_client.shadows]
+        kept = [copy.key.generation for copy in rank.backup_client.own_copies]
         if ranks.index == 1:
             return kept
         rank.enter(3, [2], STEPS)
@@ -236,7 +236,7 @@ def test_a_damaged_copy_is_never_used(plain, holders):
     assert run_ranks(2, body, on_pause=damage) == [(STEPS - 1, plain[STEPS - 1]), "lost"]
 
 
-def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
+def test_an_own_copy_that_changed_in_memory_is_never_used(plain, holders):
     """The survivor's own: its live rows are as good. Holders have copies of their own here."""
     at = where(holders)
 
@@ -246,9 +246,9 @@ def test_a_shadow_that_changed_in_memory_is_never_used(plain, holders):
         rank.train(STEPS)
         if ranks.index == 1:
             return "lost"
-        shadow = rank.backup_client.shadows[-1]
-        next(t for t in shadow.tensors.values() if t.numel() > 1).view(-1)[0] += 1
-        assert not shadow.is_intact()
+        copy = rank.backup_client.own_copies[-1]
+        next(t for t in copy.tensors.values() if t.numel() > 1).view(-1)[0] += 1
+        assert not copy.is_intact()
         rank.enter(2, [0], STEPS)
         return rank.strategy.train_state.step, sha256(rank.strategy)
 
@@ -320,11 +320,11 @@ def test_a_lost_holder_is_replaced_and_filled_again(plain, holders):
         rank.train(STEPS)
         rank.ranks.pause()
         rank.train(1)  # the first one is gone
-        is_held = rank.backup_client.shadows[-1].is_held
+        is_held = rank.backup_client.own_copies[-1].is_held
         rank.backup_client.hear([first, second])
         rank.backup_client.wait(NEVER)
         if ranks.index == 1:
-            return is_held, rank.backup_client.shadows[-1].is_held
+            return is_held, rank.backup_client.own_copies[-1].is_held
         rank.holders = [first, second]
         rank.enter(2, [0], STEPS + 1)
         return rank.strategy.train_state.step, sha256(rank.strategy)

@@ -12,7 +12,7 @@ from elastic.protocol.timeouts import timeouts_of
 from tests.workers.frozen import FrozenHolder
 from tests.workers.places import Place
 from tests.workers.sharded_rig import build, enter, spec, train
-from workers.backup import client as keepers
+from workers.backup import client
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
 from workers.distributed.process_group import Alone
@@ -60,21 +60,21 @@ def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders
     kept = Kept(holders, every=1)
     kept.backup_client.wait(NEVER)
     is_at_push, may_push = threading.Event(), threading.Event()
-    original = keepers.BackupCopy.slices
+    original = client.BackupCopy.slices
 
-    def slices(shadow):
-        if shadow.key.generation == 1:
+    def slices(copy):
+        if copy.key.generation == 1:
             is_at_push.set()
             may_push.wait(10)
-        return original(shadow)
+        return original(copy)
 
-    monkeypatch.setattr(keepers.BackupCopy, "slices", slices)
+    monkeypatch.setattr(client.BackupCopy, "slices", slices)
     kept.step()
     assert is_at_push.wait(10)
     kept.begin(2)
     may_push.set()
     kept.backup_client.wait(NEVER)
-    assert kept.backup_client.shadows[-1].held_by == kept.backup_client.holders[0]
+    assert kept.backup_client.own_copies[-1].held_by == kept.backup_client.holders[0]
     assert held(holders[1]) == []
 
 
@@ -117,7 +117,7 @@ def test_who_pauses_has_its_newest_step_held(holders):
     assert held(holders[0])[-1] == (1, 2)
     kept.backup_client.before_pause(kept.strategy.train_state, kept.place)
     kept.backup_client.wait(NEVER)
-    assert len(kept.backup_client.shadows) == 2, "it has nothing new to say"
+    assert len(kept.backup_client.own_copies) == 2, "it has nothing new to say"
 
 
 @pytest.fixture
@@ -134,13 +134,13 @@ def told(kept, kind):
 @pytest.fixture
 def dialled(monkeypatch):
     """How long each connection had to come about: who is waited for has CONNECT_S."""
-    patience_s, connect = [], keepers.connect
+    patience_s, connect = [], client.connect
 
     def connect_and_tell(address, token, timeout_s):
         patience_s.append(timeout_s)
         return connect(address, token, timeout_s)
 
-    monkeypatch.setattr(keepers, "connect", connect_and_tell)
+    monkeypatch.setattr(client, "connect", connect_and_tell)
     return patience_s
 
 
@@ -152,13 +152,13 @@ def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen, di
     began = time.monotonic()
     kept.backup_client.wait(NEVER)
     assert time.monotonic() - began >= timeouts_of(DETECT_S).confirm_s
-    assert dialled == [keepers.CONNECT_S]
+    assert dialled == [client.CONNECT_S]
     assert told(kept, HolderSilent) == [{"holder": frozen.at}]
     kept.backup_client._failed[frozen.at] = kept.backup_client._failed[frozen.at]._replace(at=-1e9)
     for _ in range(2):
         kept.step()
         kept.backup_client.wait(NEVER)
-    assert set(dialled[1:]) == {keepers.ANSWER_S}, "it is asked whether it is there, no more"
+    assert set(dialled[1:]) == {client.ANSWER_S}, "it is asked whether it is there, no more"
     why = f"127.0.0.1:{frozen.at.port}: timed out"
     assert told(kept, Protected)[1:] == [{"step": s, "why": why} for s in (0, 1, 2)]
     kept.backup_client.hear([["node1", *holders[0].address]])
@@ -173,7 +173,7 @@ def test_a_frozen_holder_is_told_of_and_waited_for_once_only(holders, frozen, di
 def test_who_waits_for_a_frozen_holder_goes_on_as_soon_as_there_is_another(
     holders, frozen, monkeypatch
 ):
-    monkeypatch.setattr(keepers, "MIN_SILENCE_S", 24 * 3600.0)  # else it would wait for ever
+    monkeypatch.setattr(client, "MIN_SILENCE_S", 24 * 3600.0)  # else it would wait for ever
     kept = Kept([], every=1)
     kept.backup_client.wait(NEVER)
     kept.backup_client.hear([frozen.at])
@@ -196,14 +196,14 @@ def test_a_holder_that_failed_is_used_again_once_it_answers(holders):
     kept = Kept(holders[:1], every=1)
     kept.backup_client.wait(NEVER)
     at = kept.backup_client.holders[0]
-    kept.backup_client._failed[at] = keepers.Failure(math.inf, "timed out")
+    kept.backup_client._failed[at] = client.Failure(math.inf, "timed out")
     kept.step()
     kept.backup_client.wait(NEVER)
-    assert not kept.backup_client.shadows[-1].is_held, "it failed just now"
-    kept.backup_client._failed[at] = keepers.Failure(-1e9, "timed out")
+    assert not kept.backup_client.own_copies[-1].is_held, "it failed just now"
+    kept.backup_client._failed[at] = client.Failure(-1e9, "timed out")
     kept.step()
     kept.backup_client.wait(NEVER)
-    assert kept.backup_client.shadows[-1].is_held
+    assert kept.backup_client.own_copies[-1].is_held
     assert [said["why"] for said in told(kept, Protected)] == [
         f"127.0.0.1:{at.port}: timed out",
         "",

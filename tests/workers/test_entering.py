@@ -67,7 +67,7 @@ def form(generation: int, rank: int, world_size: int, store: Any, step: int) -> 
     return session_rig.form(generation, step, **where)
 
 
-def test_who_comes_back_from_the_lobby_knows_what_the_lowest_rank_knows_and_nothing_else(tmp_path):
+def test_who_comes_back_from_the_pool_knows_what_the_lowest_rank_knows_and_nothing_else(tmp_path):
     """It may be the last one who can report those steps. What it knew is of steps that were done
     again since, or never will be."""
 

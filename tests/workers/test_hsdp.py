@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("place_slowly")
 
 STEPS = 3
 KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 1))
-"""Two replicas of two; whole copies; one stands by; fewer than a replica."""
+"""Two replicas of two; whole copies; one is inactive; fewer than a replica."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_fast_replicas_hold_equal_rows_and_differ_in_the_order_of_additions_only
 
 
 def test_a_whole_replica_that_is_left_needs_no_checkpoint(plain):
-    """4 ranks; then 0 and 3 are lost, whose rows the others hold; then 3, one standing by; then
+    """4 ranks; then 0 and 3 are lost, whose rows the others hold; then 3, one inactive; then
     ranks of two nodes change places so that replicas stay inside of them."""
 
     def body(ranks):
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_replicas_holds_every_row_once(plain, tmp_path):
     place = str(tmp_path)
 
     def save(ranks):
-        group = ranks.form(0, [0, 1, 2, 3, 4])  # one stands by
+        group = ranks.form(0, [0, 1, 2, 3, 4])  # one is inactive
         strategy = build("hsdp:2")
         enter(strategy, group, 0)
         train(strategy, group, "hsdp:2", 2)
@@ -149,5 +149,5 @@ def test_the_mesh_deals_ids_once_to_the_active_ranks():
             mesh = Mesh(Parallel.of(parallel), world_size)
             ids = [mesh.ids(NUM_MICROBATCHES, r) for r in range(world_size)]
             assert sorted(i for own in ids for i in own) == list(range(NUM_MICROBATCHES))
-            standby = [r for r in range(world_size) if mesh.is_standby(r)]
-            assert standby == list(range(mesh.num_active, world_size))
+            inactive = [r for r in range(world_size) if mesh.is_inactive(r)]
+            assert inactive == list(range(mesh.num_active, world_size))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic.protocol.errors import CollectiveRefused, GivenUp, PeerLost
 from elastic.protocol.messages import to_controller as r
 from elastic.protocol.messages.to_worker import (
     Abort,
@@ -25,7 +26,7 @@ from workers.membership.state import (
     Done,
     Forming,
     Holding,
-    Lobby,
+    InPool,
     Paused,
     Source,
     State,
@@ -33,6 +34,7 @@ from workers.membership.state import (
     Working,
     validate,
 )
+from workers.membership.unwinding import lost_with
 
 FORM = Form(3, 1, 2, 40, False, 39, ("h", 1, "s"), None, None, ())
 HOLDER = State(holding=Holding.STATE, step=40)
@@ -101,6 +103,19 @@ def test_a_collective_that_fails_is_said_once():
     state, actions = play(WORKING, e.PeersLost("reset"), e.PeersLost("again"))
     assert actions == [a.Abandon(3), a.Say(r.CollectiveFailed(3, 1, "reset", False))]
     assert (state.phase, state.kind) == (Broken(), "stopped")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PeerLost("reset"), (False, False)),
+        (CollectiveRefused("sizes differ"), (True, False)),
+        (GivenUp("the script raised"), (False, True)),
+    ],
+)
+def test_what_explains_a_failure_is_said_with_it(error, said):
+    _, actions = play(WORKING, lost_with(error))
+    assert actions[1] == a.Say(r.CollectiveFailed(3, 1, str(error), *said))
 
 
 def test_who_is_prepared_rolls_forward_with_the_vote_of_others():
@@ -346,7 +361,7 @@ def test_who_left_a_generation_answers_for_it_no_more():
     state, actions = play(state, e.Obeyed(ABORT))
     assert actions == []
     assert state.phase == Suspended()
-    assert play(state, *obeyed(Sync(0, ("h", 1))))[0].phase == Lobby()
+    assert play(state, *obeyed(Sync(0, ("h", 1))))[0].phase == InPool()
 
 
 def test_gradients_of_a_state_in_parts_are_dropped_where_the_next_generation_forms():

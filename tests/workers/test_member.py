@@ -362,7 +362,7 @@ def hold_initial_state(rig):
     """Where it is in parts somebody must."""
     if not rig.strategy.is_whole:
         rig.strategy.shards.holding = Ownership("initial")
-    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+    rig.member.machine = replace(rig.member.machine, holding=Holding.STATE)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

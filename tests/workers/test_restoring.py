@@ -115,7 +115,7 @@ def restoring(request, tmp_path):
     folder = Folder(Slow(watched), str(tmp_path / "checkpoints"))
     rig.member.saver.catalogue = Catalogue(folder)
     rig.strategy.shards.holding = Ownership(request.param)
-    rig.member.standing = replace(rig.member.standing, holding=Holding.STATE)
+    rig.member.machine = replace(rig.member.machine, holding=Holding.STATE)
     watched.num_pieces = 0
     yield rig, watched, expected
     rig.loader.close()

@@ -1,4 +1,4 @@
-"""Shadows that a holder of the same node reads where they are."""
+"""Own copies that a holder of the same node reads where they are."""
 
 import gc
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_tensors_outside_of_the_arena_are_not_shared():
 
 
 def test_memory_that_is_still_being_touched_is_given_to_nobody(monkeypatch):
-    """The keeper's thread reserves while the main one copies what is left of the state."""
+    """The client's thread reserves while the main one copies what is left of the state."""
     arena, zero_, taken = SharedArena(), torch.Tensor.zero_, []
 
     def take_meanwhile(area):

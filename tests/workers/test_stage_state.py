@@ -55,7 +55,7 @@ def test_a_rank_holds_the_state_of_its_stage_and_no_more(name: str, parallel: st
                 p.untyped_storage().nbytes() for p in strategy.train_state.model.parameters()
             )
             assert allocated <= bytes_held(strategy), "parameters share no larger memory"
-            if blocks:  # else it stands by
+            if blocks:  # else it is inactive
                 found.append((bytes_held(strategy), bytes_of_blocks(strategy, blocks), everything))
         return found
 
@@ -94,7 +94,7 @@ def test_what_nobody_has_moves_and_the_rest_stays():
 
 @pytest.mark.parametrize("name", [CASE, "resnet"])
 def test_pipelines_that_share_their_rows_hold_a_part_of_a_stage_and_have_the_bits_of_ddp(name: str):
-    """One pipeline, then two, then two of which one has other stages, or a rank stands by."""
+    """One pipeline, then two, then two of which one has other stages, or a rank is inactive."""
     worlds = ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4])
     undisturbed = made("ddp", name)
     train(undisturbed, Alone(), name, len(worlds))

@@ -137,7 +137,7 @@ def train(
 def test_survivors_of_a_killed_stage_go_on_with_the_bits_of_an_undisturbed_rank(
     name: str, parallel: str, depths: list[int]
 ):
-    """Where four blocks make two stages on each rank, the third rank stands by."""
+    """Where four blocks make two stages on each rank, the third rank is inactive."""
     undisturbed = build(name)
     enter(undisturbed, Alone(), 0)
     train(undisturbed, Alone(), name, STEPS)

@@ -1,11 +1,10 @@
 """Committed steps that are not on record: who says which of them, and to whom."""
 
-from types import SimpleNamespace
-
 from tests.workers.session_rig import FakeLink
+from workers.membership.state import Seat
 from workers.membership.step_log import Records
 
-LOWEST = SimpleNamespace(generation=2, rank=0, world_size=2)
+LOWEST = Seat(generation=2, rank=0, world_size=2)
 
 
 def steps_told(link: FakeLink) -> list[list[int]]:

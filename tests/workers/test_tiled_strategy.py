@@ -47,7 +47,7 @@ def test_it_has_the_bits_of_ddp_and_ranks_hold_tiles(plain):
     hashes = run_ranks(4, body)
     assert {sha for of_rank in hashes for sha, _ in of_rank} == {plain}
     assert [of_rank[-1][1] for of_rank in hashes] == [(6, 3), (6, 2), (5, 3), (5, 2)]
-    assert hashes[2][0][1] == (0, 0), "the third of three stands by"
+    assert hashes[2][0][1] == (0, 0), "the third of three is inactive"
 
 
 def test_a_rank_that_is_killed_leaves_no_trace(plain):

@@ -104,7 +104,7 @@ class Rank:
 
 @pytest.mark.parametrize("memory", [HostMemory, lambda: PlainMemory(CPU)])
 def test_quarters_become_halves_and_quarters_again(memory, holder):
-    """2 x 2 ranks of which two are lost, then 1 x 2, then 2 x 2, then one more that stands by."""
+    """2 x 2 ranks of which two are lost, then 1 x 2, then 2 x 2, then one more that is inactive."""
 
     def body(ranks):
         assemble.HOLDER_S = assemble.ANSWER_S = 60.0

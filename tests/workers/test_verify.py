@@ -125,14 +125,14 @@ def test_rows_are_told_from_what_is_replicated():
 def test_replicas_of_a_shard_must_agree_on_its_rows():
     hsdp, fsdp = Mesh(Parallel.of("hsdp:2"), 5), Mesh(Parallel.of("fsdp"), 2)
     assert groups_alike(hsdp, ()) == [[0, 1, 2, 3, 4]]
-    assert groups_alike(hsdp, ("dp_shard",)) == [[0, 2], [1, 3]], "4 stands by"
+    assert groups_alike(hsdp, ("dp_shard",)) == [[0, 2], [1, 3]], "4 is inactive"
     assert groups_alike(fsdp, ("dp_shard",)) == [[0], [1]]
     grid = Mesh(Parallel.of("fsdp,tp:2"), 4)
     assert groups_alike(grid, ("tp",)) == [[0, 2], [1, 3]]
     assert groups_alike(grid, ("dp_shard", "tp")) == [[0], [1], [2], [3]]
     staged = Mesh(Parallel.of("pp:2"), 6, (5, 0, 1, 2, 3, 4), ((0, 2, 4), (0, 1, 3, 4)))
     assert groups_alike(staged, (), (1,)) == [[1, 4]], "at positions 0 and 3"
-    assert groups_alike(staged, (), (0, 3)) == [[1, 2, 3, 5]], "tied; 0 stands by"
+    assert groups_alike(staged, (), (0, 3)) == [[1, 2, 3, 5]], "tied; 0 is inactive"
 
 
 def test_equal_replicas_say_nothing():
@@ -157,7 +157,7 @@ def rows_of_a_layer(mesh, rank):
     """What verify looks at, of a sharded layer after one step."""
     model = torch.nn.Linear(8, 6, bias=False).to(where.HERE)
     sharded = ShardedModel(model, where.HERE, keeps_parameters=False)
-    sharded.reshard(None if mesh.is_standby(rank) else mesh.shard(rank), mesh.num_shards)
+    sharded.reshard(None if mesh.is_inactive(rank) else mesh.shard(rank), mesh.num_shards)
     rows = local(model.weight.detach())
     rows.copy_(torch.arange(rows.numel()).view(rows.shape) + mesh.shard(rank))
     return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()), step=1)

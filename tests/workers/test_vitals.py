@@ -63,7 +63,7 @@ def test_what_was_given_up_and_a_few_evaluations_make_no_usual_time():
     vitals = Vitals()
     for _ in range(7):
         vitals.enter("reduce")
-        vitals.enter("lobby")
+        vitals.enter("pool")
         vitals.enter("evaluate")
         vitals.enter("user")
     found = []

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic.protocol.backup_assignment import BackupAddress
-from workers.backup.copy import BackupCopy, Standing
+from workers.backup.copy import BackupCopy
+from workers.train_state.owner import StateOwner
 from workers.train_state.train_state import TrainState
 
 
@@ -15,7 +16,7 @@ class Backup(Protocol):
 
     holders: tuple[BackupAddress, ...]
     """The best first."""
-    shadows: list[BackupCopy]
+    own_copies: list[BackupCopy]
     """Oldest first: the last one may not be held yet, by it or by others."""
 
     @property
@@ -24,7 +25,7 @@ class Backup(Protocol):
         ...
 
     def begin(
-        self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False
+        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
     ) -> None:
         """A generation has formed: all its parts are to be held, and older ones kept until then.
 
@@ -33,11 +34,11 @@ class Backup(Protocol):
         """
         ...
 
-    def after_step(self, train_state: TrainState, by: Standing) -> None:
+    def after_step(self, train_state: TrainState, by: StateOwner) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
         ...
 
-    def before_pause(self, train_state: TrainState, by: Standing) -> None:
+    def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
         """Whoever leaves at this boundary takes nothing along."""
         ...
 
@@ -65,17 +66,17 @@ class NoBackup:
 
     def __init__(self) -> None:
         self.holders: tuple[BackupAddress, ...] = ()
-        self.shadows: list[BackupCopy] = []
+        self.own_copies: list[BackupCopy] = []
 
     def begin(
-        self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False
+        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
     ) -> None:
         pass
 
-    def after_step(self, train_state: TrainState, by: Standing) -> None:
+    def after_step(self, train_state: TrainState, by: StateOwner) -> None:
         pass
 
-    def before_pause(self, train_state: TrainState, by: Standing) -> None:
+    def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
         pass
 
     def finished(self) -> list[BackupCopy]:

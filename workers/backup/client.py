@@ -1,6 +1,6 @@
 """A rank's side of peer memory: its shard, as of the last steps, on the host and in a holder.
 
-After a step the shard is copied while the next step computes (the *shadow*), then pushed to a
+After a step the shard is copied while the next step computes (its *own copy*), then pushed to a
 holder on another failure domain, both in a thread. What is read back, and when, is
 resharding/assemble.py's.
 """
@@ -32,11 +32,12 @@ from elastic.protocol.messages.direction import header_of, pack
 from elastic.protocol.messages.to_controller import HolderSilent, Protected, Report
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
-from workers.backup.copy import BackupCopy, Standing, bytes_of, is_older
+from workers.backup.copy import BackupCopy, bytes_of, is_older
 from workers.backup.server import CHECKED_BYTES_S, ask, connect
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key
 from workers.train_state.out_of_memory import OutOfMemory, says_no_memory
+from workers.train_state.owner import StateOwner
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class BackupClient:
     def __init__(self, spec: WorkerSpec, send: Callable[[Report], None]) -> None:
         """send: reports to the controller."""
         self._spec, self._send = spec, send
-        self.shadows: list[BackupCopy] = []
+        self.own_copies: list[BackupCopy] = []
         """Oldest first: the last one may not be held yet, by it or by others."""
         self.holders: tuple[BackupAddress, ...] = ()
         """The best first."""
@@ -93,7 +94,7 @@ class BackupClient:
         """The connection while a copy is on its way."""
         self._settled = 0
         """The last generation whose holders know that all its first copies are held."""
-        threading.Thread(target=self._work, name="keeper", daemon=True).start()
+        threading.Thread(target=self._work, name="backup", daemon=True).start()
 
     @property
     def delays_commits(self) -> bool:
@@ -102,7 +103,7 @@ class BackupClient:
 
     # --- main thread -------------------------------------------------------------------
     def begin(
-        self, train_state: TrainState, origin: int, by: Standing, *, is_held: bool = False
+        self, train_state: TrainState, origin: int, by: StateOwner, *, is_held: bool = False
     ) -> None:
         """A generation has formed: all its shards are to be held, and older ones kept until then.
 
@@ -114,16 +115,16 @@ class BackupClient:
         if sending is not None:
             with suppress(OSError):  # nobody needs what is still on its way
                 sending.shutdown(socket.SHUT_RDWR)
-        same = [s for s in self.shadows if (s.origin, s.key.step) == (origin, train_state.step)]
+        same = [c for c in self.own_copies if (c.origin, c.key.step) == (origin, train_state.step)]
         if is_held:
             self._let_go(same[-1:])
             self._carried = same[-1].key.generation if same else -1
         else:
             self._keep(same[-1:], train_state, origin, by, None)
 
-    def after_step(self, train_state: TrainState, by: Standing) -> None:
+    def after_step(self, train_state: TrainState, by: StateOwner) -> None:
         """A step was voted for; `wait` has been called before, so all hold the last copy."""
-        last = self.shadows[-1:]
+        last = self.own_copies[-1:]
         since = self._since(by)
         if train_state.step % self._spec.snapshot_every == 0:
             self._keep(last, train_state, by.generation, by, since)
@@ -131,58 +132,58 @@ class BackupClient:
             self._ask(last[0], since)  # else holders would keep the copies of every generation
             self._settled = by.generation
 
-    def before_pause(self, train_state: TrainState, by: Standing) -> None:
+    def before_pause(self, train_state: TrainState, by: StateOwner) -> None:
         """Whoever leaves at this boundary takes nothing along."""
-        if self.shadows and self.shadows[-1].key.step < train_state.step:
-            self._keep(self.shadows[-1:], train_state, by.generation, by, self._since(by))
+        if self.own_copies and self.own_copies[-1].key.step < train_state.step:
+            self._keep(self.own_copies[-1:], train_state, by.generation, by, self._since(by))
 
-    def _since(self, by: Standing) -> tuple[int, int] | None:
+    def _since(self, by: StateOwner) -> tuple[int, int] | None:
         """The last copy, if it is of this generation: all ranks' are held."""
-        last = self.shadows[-1].key if self.shadows else None
+        last = self.own_copies[-1].key if self.own_copies else None
         is_of_this = last is not None and last.generation == by.generation
         return (last.generation, last.step) if is_of_this and last is not None else None
 
     def _keep(
         self,
-        shadows: list[BackupCopy],
+        kept: list[BackupCopy],
         train_state: TrainState,
         origin: int,
-        by: Standing,
+        by: StateOwner,
         settled: tuple[int, int] | None,
     ) -> None:
-        self._let_go(shadows)
+        self._let_go(kept)
         with self._changed:
             arena = self._arenas.pop() if self._arenas else None
             arena = arena or SharedArena(is_pinned=self._spec.device == "cuda")
         arena.give({})
         key = Key(by.generation, by.position.rank, train_state.step)
-        shadow = BackupCopy(key, origin, by, train_state, arena)
-        self.shadows.append(shadow)
-        self._ask(shadow, settled)
+        copy = BackupCopy(key, origin, by, train_state, arena)
+        self.own_copies.append(copy)
+        self._ask(copy, settled)
 
-    def _ask(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> None:
+    def _ask(self, copy: BackupCopy, settled: tuple[int, int] | None) -> None:
         with self._changed:
             self._num_open += 1
-            shadow.num_jobs += 1
-        self._jobs.put((shadow, settled))
+            copy.num_jobs += 1
+        self._jobs.put((copy, settled))
 
     def _let_go(self, kept: list[BackupCopy]) -> None:
         with self._changed:  # what is still being sent keeps its memory
-            idle = [s for s in self.shadows if s not in kept and not s.num_jobs]
-            self.shadows = list(kept)
-            self._lent += [s for s in idle if s.shared_with is not None]
-            self._arenas += [s.arena for s in idle if s.shared_with is None]
+            idle = [c for c in self.own_copies if c not in kept and not c.num_jobs]
+            self.own_copies = list(kept)
+            self._lent += [c for c in idle if c.shared_with is not None]
+            self._arenas += [c.arena for c in idle if c.shared_with is None]
 
     def _take_back(self, holder: BackupAddress, settled: tuple[int, int] | None) -> None:
         """What was lent is free once its holder has let go of it, or another one is in charge."""
         with self._changed:
-            still = [s for s in self._lent if s.shared_with == holder and not is_older(s, settled)]
-            self._arenas += [s.arena for s in self._lent if s not in still]
+            still = [c for c in self._lent if c.shared_with == holder and not is_older(c, settled)]
+            self._arenas += [c.arena for c in self._lent if c not in still]
             self._lent = still
 
     def finished(self) -> list[BackupCopy]:
         """Those that are whole on the host, the newest first."""
-        return [s for s in reversed(self.shadows) if s.finish(COPY_S)]
+        return [c for c in reversed(self.own_copies) if c.finish(COPY_S)]
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Until the last copy is held, there is no holder, or is_over(). It ends: a holder that
@@ -211,69 +212,69 @@ class BackupClient:
             with suppress(OSError):  # it may never answer
                 sending.shutdown(socket.SHUT_RDWR)
         with self._changed:
-            newest = self.shadows[-1:]
+            newest = self.own_copies[-1:]
             if newest and newest[0].held_by not in self.holders:
                 newest[0].held_by = None
                 self._ask(newest[0], None)
 
-    # --- keeper's thread -----------------------------------------------------------------
+    # --- client's thread -----------------------------------------------------------------
     def _work(self) -> None:
         while True:
-            shadow, settled = self._jobs.get()
+            copy, settled = self._jobs.get()
             try:
-                self._protect(shadow, settled)
+                self._protect(copy, settled)
             except Exception as error:  # whatever it is, the main thread raises it
                 self._error = error
             with self._changed:
                 self._num_open -= 1
-                shadow.num_jobs -= 1
+                copy.num_jobs -= 1
                 self._changed.notify_all()
 
-    def _protect(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> None:
-        if not shadow.tensors:
-            shadow.copy()
-        if shadow.held_by not in self.holders:
-            shadow.held_by = self._push(shadow, settled)
-            self._tell_of(shadow)
-        elif settled is not None and self._connected_to == shadow.held_by:
+    def _protect(self, copy: BackupCopy, settled: tuple[int, int] | None) -> None:
+        if not copy.tensors:
+            copy.make()
+        if copy.held_by not in self.holders:
+            copy.held_by = self._push(copy, settled)
+            self._tell_of(copy)
+        elif settled is not None and self._connected_to == copy.held_by:
             self._settle(settled)
-        if shadow.key.generation == self._generation and self.delays_commits:
-            generation, rank, step = shadow.key
+        if copy.key.generation == self._generation and self.delays_commits:
+            generation, rank, step = copy.key
             self._send(to_controller.Held(generation, rank, step))
 
-    def _tell_of(self, shadow: BackupCopy) -> None:
+    def _tell_of(self, copy: BackupCopy) -> None:
         """Whenever nobody holds it; and when that is over."""
-        if not self._is_wanted(shadow) or (shadow.is_held and not self._is_bare):
+        if not self._is_wanted(copy) or (copy.is_held and not self._is_bare):
             return
         failed = [f"{h.host}:{h.port}: {self._failed[h].why}" for h in self._failed]
-        why = "" if shadow.is_held else "; ".join(failed) or "there is no holder"
-        self._is_bare = not shadow.is_held
-        self._send(Protected(shadow.key.step, why))
+        why = "" if copy.is_held else "; ".join(failed) or "there is no holder"
+        self._is_bare = not copy.is_held
+        self._send(Protected(copy.key.step, why))
 
-    def _push(self, shadow: BackupCopy, settled: tuple[int, int] | None) -> BackupAddress | None:
+    def _push(self, copy: BackupCopy, settled: tuple[int, int] | None) -> BackupAddress | None:
         """To the best holder that takes it. None if none does: the rank is not protected."""
         push = Push(
-            key=shadow.key,
-            origin=shadow.origin,
-            world_size=shadow.at.mesh.world_size,
-            cuts=shadow.at.mesh.cuts,
-            state=shadow.state,
-            slices=shadow.slices(),
+            key=copy.key,
+            origin=copy.origin,
+            world_size=copy.at.mesh.world_size,
+            cuts=copy.at.mesh.cuts,
+            state=copy.state,
+            slices=copy.slices(),
             settled=settled,
         )
         self._failed = {h: failure for h, failure in self._failed.items() if h in self.holders}
         for holder in self.holders:
-            if not self._is_wanted(shadow):
+            if not self._is_wanted(copy):
                 return None
             if not self._is_worth_trying(holder):
                 continue
             try:
-                self._send_copy(holder, push, shadow)
+                self._send_copy(holder, push, copy)
                 self._take_back(holder, settled)
                 return holder
             except (OSError, ValueError) as error:
                 self._close()
-                if self._is_wanted(shadow) and holder in self.holders:
+                if self._is_wanted(copy) and holder in self.holders:
                     self._failed[holder] = Failure(time.monotonic(), str(error))
                     log.warning('holder=%s:%d lost reason="%s"', *holder[1:], error)
                     if isinstance(error, TimeoutError):
@@ -296,8 +297,8 @@ class BackupClient:
         del self._failed[holder]
         return True
 
-    def _is_wanted(self, shadow: BackupCopy) -> bool:
-        return shadow.key.generation in (self._generation, self._carried)
+    def _is_wanted(self, copy: BackupCopy) -> bool:
+        return copy.key.generation in (self._generation, self._carried)
 
     def _settle(self, settled: tuple[int, int]) -> None:
         assert self._connection is not None
@@ -306,31 +307,31 @@ class BackupClient:
         except OSError:
             self._close()  # the next push finds out more
 
-    def _send_copy(self, holder: BackupAddress, push: Push, shadow: BackupCopy) -> None:
+    def _send_copy(self, holder: BackupAddress, push: Push, copy: BackupCopy) -> None:
         """Raises OSError, ValueError."""
         if self._connection is not None and self._connected_to == holder:
             try:
-                self._transfer(self._connection, holder, push, shadow)
+                self._transfer(self._connection, holder, push, copy)
                 return
             except ConnectionError:  # `begin` may have ended what went before, as `hear` may
-                if not self._is_wanted(shadow) or holder not in self.holders:
+                if not self._is_wanted(copy) or holder not in self.holders:
                     raise
         self._close()
         self._connection = connect(holder[1:], self._spec.token, CONNECT_S)
         self._connected_to = holder
         self._connection.settimeout(self._silence_s)
-        self._transfer(self._connection, holder, push, shadow)
+        self._transfer(self._connection, holder, push, copy)
 
     def _transfer(
         self,
         connection: socket.socket,
         holder: BackupAddress,
         push: Push,
-        shadow: BackupCopy,
+        copy: BackupCopy,
     ) -> None:
         self._sending = connection
         try:
-            self._transfer_whole(connection, holder, push, shadow)
+            self._transfer_whole(connection, holder, push, copy)
         finally:
             self._sending = None
 
@@ -339,18 +340,18 @@ class BackupClient:
         connection: socket.socket,
         holder: BackupAddress,
         push: Push,
-        shadow: BackupCopy,
+        copy: BackupCopy,
     ) -> None:
         is_near = self._can_share and holder.node == self._spec.node
-        shared = shadow.arena.describe(shadow.tensors) if is_near else None
-        shadow.shared_with = None if shared is None else holder
-        tensors = shadow.tensors.values()
+        shared = copy.arena.describe(copy.tensors) if is_near else None
+        copy.shared_with = None if shared is None else holder
+        tensors = copy.tensors.values()
         size_bytes = sum(t.nbytes for t in tensors) if shared is None else 0
         wire.send_header(connection, header_of(replace(push, shared=shared)), size_bytes)
         for view in map(bytes_of, tensors if shared is None else ()):
             for first in range(0, len(view), PIECE_BYTES):  # each in time, whatever their sum
                 connection.sendall(view[first : first + PIECE_BYTES])
-        connection.sendall(pack(Sums(tuple(shadow.sums))))
+        connection.sendall(pack(Sums(tuple(copy.sums))))
         connection.settimeout(self._silence_s + size_bytes / CHECKED_BYTES_S)
         answer = FROM_BACKUP.read(*wire.receive(connection))
         connection.settimeout(self._silence_s)
@@ -359,7 +360,7 @@ class BackupClient:
                 'holder=%s:%d reads no shared memory reason="%s"', *holder[1:], answer.reason
             )
             self._can_share = False
-            self._transfer_whole(connection, holder, push, shadow)
+            self._transfer_whole(connection, holder, push, copy)
         elif not isinstance(answer, Held):
             raise ValueError(answer.reason if isinstance(answer, Refused) else f"{answer!r:.100}")
 

@@ -1,38 +1,23 @@
-"""One copy of a rank's shard on the host, as of a step: the *shadow*.
+"""One copy of a rank's shard on the host, as of a step: its *own copy*.
 
 When it is made, and where it goes, is client.py's.
 """
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from elastic.protocol.backup_assignment import BackupAddress
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.layout import TensorLayout
 from elastic.protocol.messages.backup import Slice
 from workers.backup.shared import SharedArena
 from workers.backup.store import Key, crc32
 from workers.tensors.local import as_bytes, check_shard, local
+from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Snapshot
 from workers.train_state.train_state import TrainState
-
-
-class Standing(Protocol):
-    """Whose state it is: `Member`."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def position(self) -> Position:
-        """Whose boxes of the state it holds."""
-        ...
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        """How the ranks share a tensor of the state."""
-        ...
 
 
 class BackupCopy:
@@ -42,7 +27,7 @@ class BackupCopy:
         self,
         key: Key,
         origin: int,
-        by: Standing,
+        by: StateOwner,
         train_state: TrainState,
         arena: SharedArena,
     ) -> None:
@@ -52,7 +37,7 @@ class BackupCopy:
         self.shared_with: BackupAddress | None = None
         """A holder that reads it where it is."""
         self.num_jobs = 0
-        """That read it; under the keeper's lock."""
+        """That read it; under the client's lock."""
         self.layouts: list[TensorLayout] = []
         self.tensors: dict[str, Tensor] = {}
         self.sums: list[int] = []
@@ -70,8 +55,8 @@ class BackupCopy:
     def is_held(self) -> bool:
         return self.held_by is not None
 
-    def copy(self) -> None:
-        """In the keeper's thread."""
+    def make(self) -> None:
+        """In the client's thread."""
         snapshot: Snapshot = self._snapshot
         self.arena.reserve(snapshot.shapes.values())
         for name in snapshot.shapes:
@@ -109,6 +94,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(tensor) if tensor.numel() else memoryview(b"")
 
 
-def is_older(shadow: BackupCopy, settled: tuple[int, int] | None) -> bool:
+def is_older(copy: BackupCopy, settled: tuple[int, int] | None) -> bool:
     """Whether a holder that has heard `settled` has dropped its copy."""
-    return settled is not None and (shadow.key.generation, shadow.key.step) < settled
+    return settled is not None and (copy.key.generation, copy.key.step) < settled

@@ -1,4 +1,4 @@
-"""Shadows in memory that a holder of the same node maps instead of being sent a copy.
+"""Own copies in memory that a holder of the same node maps instead of being sent a copy.
 
 The trainer allocates and writes; the mapping keeps the bytes when the trainer is gone. Who maps
 what, and until when it is left alone, is server.py's and client.py's.
@@ -36,7 +36,7 @@ class SharedArena(Arena):
         if self._flat.nbytes >= size_bytes:
             return
         if self._file is None:
-            self._file = FileIO(os.memfd_create("shadow"), "r+")
+            self._file = FileIO(os.memfd_create("backup"), "r+")
         begun, self._serial = self._flat.nbytes, next(_serials)
         self._file.truncate(size_bytes)
         area = mmap.mmap(self._file.fileno(), size_bytes)

@@ -24,33 +24,12 @@ from elastic.store.checkpoint_files import SavedBox, write_part
 from elastic.store.files import reach_folder
 from elastic.store.remote import patiently
 from workers.tensors.local import as_bytes, check_shard, layout_of, local, part_of
+from workers.train_state.owner import StateOwner
 from workers.train_state.snapshot import Arena, Snapshot
 from workers.train_state.train_state import TrainState
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05
-
-
-class Standing(Protocol):
-    """Whose state it is: `Member`."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def position(self) -> Position:
-        """Whose boxes of the state it holds."""
-        ...
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        """How the ranks share a tensor of the state."""
-        ...
 
 
 class Link(Protocol):
@@ -151,7 +130,7 @@ class Saver:
         """A save of this step or a later one."""
         return self._saved[0] == generation and self._saved[1] >= step
 
-    def after_step(self, train_state: TrainState, by: Standing, *, is_asked: bool) -> None:
+    def after_step(self, train_state: TrainState, by: StateOwner, *, is_asked: bool) -> None:
         """Nobody is saving: begin if it is time, else see that memory for it is ready by then.
 
         is_asked: by the controller, of all ranks."""
@@ -166,7 +145,12 @@ class Saver:
             self._prepared = by.generation
 
     def save(
-        self, train_state: TrainState, by: Standing, is_over: Callable[[], bool], *, is_pinned: bool
+        self,
+        train_state: TrainState,
+        by: StateOwner,
+        is_over: Callable[[], bool],
+        *,
+        is_pinned: bool,
     ) -> Saving:
         """Begin once an earlier save has been written, unless that was of this step: then it is
         only pinned, if need be. It has failed at once where the storage hangs in the earlier one,
@@ -183,7 +167,7 @@ class Saver:
             self._say(replace(self._said, payload=json.dumps(content).encode()))
         return Saving(train_state.step, self._link, is_over)
 
-    def begin(self, train_state: TrainState, by: Standing, *, is_pinned: bool = False) -> None:
+    def begin(self, train_state: TrainState, by: StateOwner, *, is_pinned: bool = False) -> None:
         """Save the state of the last committed step, between steps. The saver must not be busy."""
         generation, rank, world_size = by.generation, by.rank, by.world_size
         assert self.catalogue is not None
@@ -217,7 +201,7 @@ class Saver:
             self._job.is_given_up = True
 
     def save_now(
-        self, train_state: TrainState, by: Standing, tell: Callable[[], None] = lambda: None
+        self, train_state: TrainState, by: StateOwner, tell: Callable[[], None] = lambda: None
     ) -> None:
         """Return once this state's part is written or has failed; an older save ends first. It has
         failed, too, where the storage hangs.
@@ -235,7 +219,7 @@ class Saver:
         if not is_over:
             self._say_stuck(by, train_state.step)
 
-    def _say_stuck(self, by: Standing, step: int) -> None:
+    def _say_stuck(self, by: StateOwner, step: int) -> None:
         """The storage hangs in a job, so that the save of `step` has failed."""
         assert self._job is not None
         self._job.is_given_up = True

@@ -330,7 +330,7 @@ class Alone(Group):
 
 class Unconnected(Group):
     """The group of a place in a mesh before its generation's groups are there, or of a rank that
-    stands by: it has a size and no members. Every operation raises PeerLost."""
+    is inactive: it has a size and no members. Every operation raises PeerLost."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(None, rank, world_size, "unconnected")

@@ -1,4 +1,4 @@
-"""Whether a GPU computes and keeps what it is given, before its worker says that it is ready.
+"""Whether a GPU computes and keeps what it is given, before its worker says that it has started.
 
 A second of work. A GPU that raises has failed (workers/health/gpu.py); one that is wrong, or has no
 memory left, is the node's: another node may have a better one.

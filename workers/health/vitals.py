@@ -17,7 +17,7 @@ from workers.health.anatomy import Anatomy
 
 PHASES = (
     "starting",
-    "lobby",
+    "pool",
     "data",
     "feed",
     "compute",
@@ -34,7 +34,7 @@ PHASES = (
     "restore",
     "exchange",
 )
-"""`lobby`: between generations; `done`: likewise, but the user's loop has returned; `feed`: data
+"""`pool`: between generations; `done`: likewise, but the user's loop has returned; `feed`: data
 that others read is late; `user`: the user's code outside steps; `compute`: forward and backward;
 `gather`: a sharded pass waits for its peers' part of a parameter or gradient; `restore`: a piece of
 the state is read, initialised or copied, and the next one enters it again; `exchange`: it comes
@@ -45,7 +45,7 @@ WAITING = ("reduce", "vote", "form", "gather", "exchange")
 OWN = ("data", "compute")
 """A rank's own part of a step, in which it is as fast as its machine."""
 FORMING = ("form", "restore", "exchange")
-UNUSUAL = ("starting", "lobby", "feed", "save", "user", "compile", *FORMING)
+UNUSUAL = ("starting", "pool", "feed", "save", "user", "compile", *FORMING)
 """Phases without a usual time."""
 UNEVEN = ("evaluate",)
 """Phases of which a few passes tell little about the next: it may be of much more data."""
@@ -123,7 +123,7 @@ class Vitals:
     def enter(self, phase: str) -> None:
         """The main thread goes on to `phase`."""
         now = self._clock()
-        if phase != "lobby":  # what is given up tells nothing of how long it takes
+        if phase != "pool":  # what is given up tells nothing of how long it takes
             self._seen[self._phase].add(now - self._since)
         if self.phase in OWN:
             self._own_now_s += now - self._since

@@ -76,6 +76,8 @@ class PeersLost:
     why: str
     is_refused: bool = False
     """The backend refused the call itself."""
+    is_explained: bool = False
+    """The loop ends the generation of its own accord."""
 
 
 # --- of forming -------------------------------------------------------------------

@@ -34,7 +34,7 @@ from workers.membership.state import (
     Entering,
     Forming,
     Holding,
-    Lobby,
+    InPool,
     Paused,
     Source,
     State,
@@ -98,7 +98,7 @@ def transition(state: State, event: Event) -> Outcome:  # noqa: C901
             return begin_work(state, state.phase.should_pause)
         case e.StateReplaced() | e.StepFollowed() | e.CopyLevel() | e.SourceLost():
             return follow(state, event)
-        case e.StateLoaded(step, damaged, origin) if isinstance(state.phase, Lobby):
+        case e.StateLoaded(step, damaged, origin) if isinstance(state.phase, InPool):
             state = with_copy(state, step, origin)
             return Outcome(state, (a.Say(r.Loaded(step, damaged, origin)),))
         case e.FinalWritten(sha256) if isinstance(state.phase, Ended):
@@ -154,13 +154,13 @@ def obey(state: State, command: Command) -> Outcome:  # noqa: C901
             state, said = say_suspended(state)
             return Outcome(state, (a.StopCopy(), *said))
         case Load(place, recorded_step):
-            state = replace(state, phase=Lobby(), source=Source.NONE)
+            state = replace(state, phase=InPool(), source=Source.NONE)
             return Outcome(state, (a.StopCopy(), a.LoadState(place, recorded_step)))
         case Sync(address=address) if state.is_whole:
-            state = replace(state, phase=Lobby(), source=Source.COPYING)
+            state = replace(state, phase=InPool(), source=Source.COPYING)
             return Outcome(state, (a.StopCopy(), a.Follow(address)))
         case Sync():
-            state = replace(without_part(state), phase=Lobby(), source=Source.LEVEL)
+            state = replace(without_part(state), phase=InPool(), source=Source.LEVEL)
             return Outcome(state, (a.ForgetState(), a.Say(r.Synced(state.step))))
         case Keep() if isinstance(state.phase, Paused) and not state.is_given_up:
             kept = r.Kept(state.seat.generation, state.seat.rank)
@@ -324,7 +324,9 @@ def lose_peers(state: State, event: e.PeersLost) -> Outcome:
         state = replace(state, phase=Broken())
     if is_known:
         return Outcome(state)
-    failed = r.CollectiveFailed(seat.generation, seat.rank, event.why, event.is_refused)
+    failed = r.CollectiveFailed(
+        seat.generation, seat.rank, event.why, event.is_refused, event.is_explained
+    )
     return Outcome(state, (a.Abandon(seat.generation), a.Say(failed)))
 
 

@@ -53,7 +53,7 @@ RollForward: TypeAlias = Callable[[CompletedVote], None]
 class Member:
     """Commands in, reports out, and the state that a generation needs.
 
-    The link's thread calls `hear` and reads `standing`, all else is the main thread's. The
+    The link's thread calls `hear` and reads `machine`, all else is the main thread's. The
     machine's state is a value that is replaced under a lock.
     """
 
@@ -80,7 +80,7 @@ class Member:
         self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
         self._is_checked, self._lock = is_checked, threading.Lock()
-        self.standing = State(is_whole=strategy.is_whole)
+        self.machine = State(is_whole=strategy.is_whole)
         self.prepared: RollForward | None = None
         """Takes the next step, whose reduced gradients are here, if the machine counts on them."""
         self._told_at = 0.0
@@ -89,7 +89,7 @@ class Member:
         """So long the state of this generation took."""
         self.evaluated = EvaluationLog(link.send)
         self.compilation = Compilation(vitals)
-        is_given_up = lambda: self.standing.is_given_up  # noqa: E731
+        is_given_up = lambda: self.machine.is_given_up  # noqa: E731
         self.own = OwnGroup(spec, vitals, device, is_given_up, on_stuck)
         self._pieces: Pieces | None = None
         self.followers = Followers(peers)
@@ -105,9 +105,9 @@ class Member:
     def _tell(self, event: e.Event) -> None:
         """Any thread: what follows is done here."""
         with self._lock:
-            self.standing, actions = transition(self.standing, event)
+            self.machine, actions = transition(self.machine, event)
             if self._is_checked:
-                validate(self.standing)
+                validate(self.machine)
         for action in actions:
             if (done := self._do(action)) is not None:
                 self._tell(done)
@@ -155,7 +155,7 @@ class Member:
                 with told_as_loss("it got its part of the state"):
                     return self._enter(action)
             case a.SayUnrecorded(recorded_step):
-                self.records.repeat(self, min(recorded_step, self.link.recorded_step))
+                self.records.repeat(self.machine.seat, min(recorded_step, self.link.recorded_step))
             case a.TakeEvaluation(evaluation):
                 self.evaluated.hear(evaluation, self.train_state.step)
                 self.evaluated.say(self.rank)
@@ -186,20 +186,20 @@ class Member:
 
     @property
     def generation(self) -> int:
-        return self.standing.seat.generation
+        return self.machine.seat.generation
 
     @property
     def rank(self) -> int:
-        return self.standing.seat.rank
+        return self.machine.seat.rank
 
     @property
     def world_size(self) -> int:
-        return self.standing.seat.world_size
+        return self.machine.seat.world_size
 
     @property
     def has_joined(self) -> bool:
         """A generation, ever."""
-        return self.standing.formed > 0
+        return self.machine.formed > 0
 
     @property
     def step(self) -> int:
@@ -208,15 +208,15 @@ class Member:
 
     @property
     def is_cancelled(self) -> bool:
-        return self.standing.is_cancelled
+        return self.machine.is_cancelled
 
     @property
     def wants_pause(self) -> bool:
-        return self.standing.wants_pause
+        return self.machine.wants_pause
 
     @property
     def wants_save(self) -> bool:
-        generation, step = self.standing.word.save_asked
+        generation, step = self.machine.word.save_asked
         return generation == self.generation and not self.saver.has_begun(generation, step)
 
     @property
@@ -292,7 +292,7 @@ class Member:
         """Before a step: take on newcomers, pause if so agreed, join the next generation."""
         self._take_on_newcomers()
         self._tell(e.BoundaryReached())
-        if not self.standing.is_at_work:
+        if not self.machine.is_at_work:
             self.wait_for_generation()
 
     def returned(self) -> None:
@@ -304,11 +304,11 @@ class Member:
 
     def wait_for_generation(self) -> None:
         """Obey commands until a generation has formed that may step. Raises RunEnded."""
-        self.vitals.enter("done" if self.standing.loop is e.Loop.RETURNED else "lobby")
-        while not self.standing.is_at_work:
+        self.vitals.enter("done" if self.machine.loop is e.Loop.RETURNED else "pool")
+        while not self.machine.is_at_work:
             self._obey(self._next_command())
             if self.vitals.phase in FORMING:  # in vain, or to pause: it waits for nobody now
-                self.vitals.enter("lobby")
+                self.vitals.enter("pool")
         self.vitals.enter("user")
 
     def _next_command(self) -> Command:
@@ -330,7 +330,7 @@ class Member:
 
     def _obey(self, command: Command) -> None:
         self._tell(e.Obeyed(command))
-        if isinstance(command, Finish) and isinstance(self.standing.phase, Ended):
+        if isinstance(command, Finish) and isinstance(self.machine.phase, Ended):
             raise RunEnded
 
     def _protect(self, *, is_pausing: bool) -> None:
@@ -342,9 +342,9 @@ class Member:
         with told_as_loss("it loaded the state"):
             damaged = self._on_load(place, recorded_step)
         self.prepared, step = None, self.train_state.step
-        if self.standing.is_whole:
+        if self.machine.is_whole:
             self.records.go_back(step)
-            self.records.repeat(self, recorded_step)
+            self.records.repeat(self.machine.seat, recorded_step)
         self.vitals.step = step
         said = tuple((d.step, d.what) for d in damaged)
         return e.StateLoaded(step, said, self.train_state.origin)
@@ -360,7 +360,7 @@ class Member:
         except PeerLost as error:  # of a sharded state nobody can say the hash now
             return lost_with(error)
         finally:
-            self.vitals.enter("lobby")
+            self.vitals.enter("pool")
         return e.FinalWritten(sha256)
 
     def say_still_hashing(self) -> None:
@@ -395,7 +395,7 @@ class Member:
     def _catch_up(self, to: a.CatchUp) -> e.Event:
         began = time.monotonic()
         try:
-            self._copying.catch_up(to.step, to.origin, lambda: self.standing.is_given_up)
+            self._copying.catch_up(to.step, to.origin, lambda: self.machine.is_given_up)
         except PeerLost as error:
             return e.CatchUpFailed(str(error))
         self._state_s += time.monotonic() - began

@@ -59,7 +59,7 @@ class Source(Enum):
 
 # --- phases: what the main thread is at ---------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Lobby:
+class InPool:
     """No member: waits for commands, and may follow a source."""
 
 
@@ -110,7 +110,9 @@ class Ended:
     """Told to write the final state."""
 
 
-Phase: TypeAlias = Lobby | Forming | Entering | Working | Paused | Done | Broken | Suspended | Ended
+Phase: TypeAlias = (
+    InPool | Forming | Entering | Working | Paused | Done | Broken | Suspended | Ended
+)
 JOINED = (Entering, Working, Paused, Done)
 """Phases whose generation has formed here."""
 BUSY = (Forming, Entering)
@@ -123,7 +125,7 @@ class State:
 
     is_whole: bool = True
     """Every member holds the whole state, else a part, and newcomers follow nobody."""
-    phase: Phase = Lobby()
+    phase: Phase = InPool()
     word: Word = Word()
     seat: Seat = Seat()
     """The newest that was obeyed."""
@@ -182,7 +184,7 @@ class State:
         if self.source is not Source.NONE and not is_forming:
             return "synced" if self.source is Source.LEVEL else "syncing"
         if self.holding is Holding.NOTHING:
-            return "ready"
+            return "standby"
         return "working" if self.is_at_work and not is_forming else "stopped"
 
 

@@ -8,7 +8,7 @@ import base64
 import math
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,8 @@ from elastic.protocol.messages.to_controller import Committed
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.membership.link import ControllerLink
+from workers.membership.state import Seat
 from workers.step.vote import CompletedVote, Prepared, Vote
-
-
-class Standing(Protocol):
-    """Who commits: `Member`."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
 
 
 class Records:
@@ -116,16 +104,16 @@ class Records:
         if self.last_vote is None:
             self.last_vote = vote_in(frame)
 
-    def tell(self, by: Standing) -> None:
+    def tell(self, seat: Seat) -> None:
         """Say what was committed last, as a member that has joined."""
         if self._unrecorded:
-            self._say(by, [self._unrecorded[-1]])
+            self._say(seat, [self._unrecorded[-1]])
 
-    def repeat(self, by: Standing, recorded_step: int) -> None:
+    def repeat(self, seat: Seat, recorded_step: int) -> None:
         """Say again what a lost lowest rank may not have said."""
         unknown = [r for r in self._unrecorded if step_of(r) > recorded_step]
         if unknown:
-            self._say(by, unknown)
+            self._say(seat, unknown)
 
     @property
     def known_step(self) -> int:
@@ -159,10 +147,10 @@ class Records:
         self._unrecorded.clear()
         self.last_vote = None
 
-    def _say(self, by: Standing, steps: list[dict[str, Any]]) -> None:
+    def _say(self, seat: Seat, steps: list[dict[str, Any]]) -> None:
         layout, content = self.vote_of(step_of(steps[-1]))
-        world_size = by.world_size if self._is_delayed else 0
-        self._link.send(Committed(by.generation, world_size, tuple(steps), layout, content))
+        world_size = seat.world_size if self._is_delayed else 0
+        self._link.send(Committed(seat.generation, world_size, tuple(steps), layout, content))
 
 
 def vote_in(frame: dict[str, Any]) -> CompletedVote | None:

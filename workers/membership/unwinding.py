@@ -1,7 +1,7 @@
 """What a member raises through the user's code, which must not catch it: no Exceptions; and what it
 looks for in the exceptions of that code."""
 
-from elastic.protocol.errors import CollectiveRefused, PeerLost
+from elastic.protocol.errors import CollectiveRefused, GivenUp, PeerLost
 from workers.membership.events import PeersLost
 
 
@@ -24,4 +24,8 @@ def lost_peer_in(error: BaseException) -> PeerLost | None:
 
 def lost_with(error: PeerLost) -> PeersLost:
     """What the machine is told of it."""
-    return PeersLost(str(error)[:500], isinstance(error, CollectiveRefused))
+    return PeersLost(
+        str(error)[:500],
+        is_refused=isinstance(error, CollectiveRefused),
+        is_explained=isinstance(error, GivenUp),
+    )

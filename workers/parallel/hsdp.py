@@ -1,5 +1,5 @@
 """ "hsdp:S": what its replicas add to "fsdp" inside each of them: sums across the replicas, and the
-ranks that stand by.
+ranks that are inactive.
 
 A replica's rounds are fsdp.py's; who is where in the mesh is elastic/protocol/mesh.py's.
 """
@@ -63,7 +63,7 @@ class ReplicaStack:
         self._next_id = microbatch_id
 
 
-class StandbyReducer:
+class InactiveReducer:
     """See `workers.reduction.reducers.Reducer`. Its rank computes nothing, but agrees to every
     step."""
 
@@ -85,13 +85,13 @@ class StandbyReducer:
         self._scalars.begin()
 
     def before_backward(self, is_last: bool) -> None:
-        raise AssertionError("a rank that stands by has no passes")
+        raise AssertionError("a rank that is inactive has no passes")
 
     def after_backward(self, microbatch_id: int, buffers: Sequence[Tensor]) -> None:
-        raise AssertionError("a rank that stands by has no passes")
+        raise AssertionError("a rank that is inactive has no passes")
 
     def serve_pass(self) -> None:
-        raise AssertionError("a rank that stands by has no passes")
+        raise AssertionError("a rank that is inactive has no passes")
 
     def finish(self) -> Reduced:
         buffers, scalars = self._buffers.finish(), self._scalars.finish()

@@ -102,7 +102,7 @@ class OverShards:
 
     # --- a step -----------------------------------------------------------------------------
     def share_integers(self) -> None:
-        """Ranks that stand by take the integer buffers of a step. A collective."""
+        """Ranks that are inactive take the integer buffers of a step. A collective."""
         assert self._group is not None
         group, mesh, buffers = self._group, self.mesh, self.train_state.buffers
         like = buffers.tracked_integers
@@ -118,7 +118,7 @@ class OverShards:
             flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in values]
             mine = torch.cat(flat)
         group.all_gather(gathered, mine).wait()
-        if mesh.is_standby(group.rank()):
+        if mesh.is_inactive(group.rank()):
             pairs = zip(gathered[first].split(sizes), like.items(), strict=True)
             buffers.take_integers(
                 {name: p.clone().view(t.dtype).view(t.shape) for p, (name, t) in pairs}

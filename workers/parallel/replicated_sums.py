@@ -63,7 +63,7 @@ class ReplicatedSums:
         if self._mine:
             return torch.cat([self._mine[i] for i in sorted(self._mine)])
         some = next(iter(self._like.values()))
-        return some.new_empty(0, dtype=self._dtype)  # this rank stands by
+        return some.new_empty(0, dtype=self._dtype)  # this rank is inactive
 
 
 def _as_real(leaf: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class ShardRows:
         self._sharded.vacate()
 
     def place(self, at: Position, given: dict[str, Tensor] | None) -> None:
-        shard = None if at.mesh.is_standby(at.rank) else at.mesh.shard(at.rank)
+        shard = None if at.mesh.is_inactive(at.rank) else at.mesh.shard(at.rank)
         self._sharded.reshard(shard, at.mesh.num_shards, given)
 
     def as_live(self, name: str, shard: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from workers.parallel.fsdp import FsdpReducer
 from workers.parallel.fsdp2_private.shard_step import check_shardable, step_on_shards
 from workers.parallel.fsdp2_private.sharded_model import ShardedModel
 from workers.parallel.fsdp_grad_op import FsdpGradOpReducer
-from workers.parallel.hsdp import StandbyReducer
+from workers.parallel.hsdp import InactiveReducer
 from workers.parallel.initial import Initial, settle_small
 from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.shard_rows import ShardRows
@@ -52,7 +52,7 @@ class Sharded(OverShards):
         self.model = model
         self.collectives: Collectives | None = None
         self._replicas: AnyGroup | None = None
-        """Who holds the same shard; None: this rank stands by."""
+        """Who holds the same shard; None: this rank is inactive."""
 
     @property
     def is_runnable(self) -> bool:
@@ -80,15 +80,15 @@ class Sharded(OverShards):
         return [v for state in states for v in state.values() if is_shard(v)]
 
     def _form_axes(self, mesh: Mesh, group: AnyGroup) -> AnyGroup | None:
-        """The groups of the two axes; the shards' is returned, None if this rank stands by. Raises
-        PeerLost."""
+        """The groups of the two axes; the shards' is returned, None if this rank is inactive.
+        Raises PeerLost."""
         self.collectives = self._replicas = None
         rank, timeout_s = group.rank(), self._spec.join_timeout_s
-        if mesh.is_standby(rank):
+        if mesh.is_inactive(rank):
             return None
         replica, shard = mesh.replica(rank), mesh.shard(rank)
         shards = group.part(f"replica{replica}", mesh.replica_of(rank), timeout_s)
-        self._replicas = group.part(f"shard{shard}", mesh.holders_of(shard), timeout_s)
+        self._replicas = group.part(f"shard{shard}", mesh.ranks_with_shard(shard), timeout_s)
         return shards
 
     # --- a step -----------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class Sharded(OverShards):
         buffers = self.train_state.buffers.floating
         num_microbatches = self._spec.num_microbatches
         is_bitwise = self._spec.reduction == "bitwise"
-        if mesh.is_standby(group.rank()):
-            return StandbyReducer(parameters, buffers, group, mesh, num_microbatches)
+        if mesh.is_inactive(group.rank()):
+            return InactiveReducer(parameters, buffers, group, mesh, num_microbatches)
         if self.model.keeps_parameters:
             return FsdpGradOpReducer(
                 self.model,

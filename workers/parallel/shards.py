@@ -134,8 +134,8 @@ class Shards:
 
     @property
     def held_step(self) -> int:
-        """Of shards, or of shadows of them."""
-        has_some = self.holding.kind != "nothing" or bool(self._backup.shadows)
+        """Of shards, or of copies of them."""
+        has_some = self.holding.kind != "nothing" or bool(self._backup.own_copies)
         return self._train_state.step if has_some else -1
 
     def position(self, place: int, world_size: int) -> Position:
@@ -240,7 +240,7 @@ class Shards:
         return found.label, found.is_held
 
     def _offers(self) -> list[Offer]:
-        """What this rank has in memory: its live shards, and the shadows of other steps."""
+        """What this rank has in memory: its live shards, and its own copies of other steps."""
         offers: list[Offer] = []
         live = self.holding
         if live.kind == "shards":
@@ -250,15 +250,15 @@ class Shards:
             layouts = [self._model.layout(name, tensor) for name, tensor in tensors.items()]
             describe = lambda: (header, layouts)  # noqa: E731
             offers.append(Offer(label, self._held_position, tensors, describe, is_live=True))
-        for shadow in self._backup.finished():
-            label = StateVersion(shadow.key.step, shadow.origin)
-            tensors, described = shadow.tensors, shadow.described
-            offers.append(Offer(label, shadow.at, tensors, described, is_intact=shadow.is_intact))
+        for copy in self._backup.finished():
+            label = StateVersion(copy.key.step, copy.origin)
+            tensors, described = copy.tensors, copy.described
+            offers.append(Offer(label, copy.at, tensors, described, is_intact=copy.is_intact))
         return offers
 
     def _give_up(self) -> dict[str, Tensor]:
         """From now on the returned dict alone has the live shards. They will be given up one by
-        one; if that breaks off, the shadows are what is left."""
+        one; if that breaks off, its own copies are what is left."""
         self.holding, live, self._live = Ownership(), self._live, {}
         self.is_untouched = False
         self._vacate()

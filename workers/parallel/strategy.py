@@ -89,7 +89,7 @@ class Strategy(Protocol):
         known_step: int,
         begin_piece: Callable[[], None],
     ) -> list[Damage]:
-        """Become a holder of the state that the run goes on from; gives the damaged checkpoints.
+        """Have the state that the run goes on from; gives the damaged checkpoints.
 
         recorded_step, known_step: steps on record, and up to which this worker could add to it.
         WrongInput if no checkpoint is good, or it is of another model.

@@ -1,5 +1,5 @@
 """The newest state that a generation's members can put together: from their live shards, from the
-shadows that they keep of the steps before, and from the copies that holders keep of who is lost.
+own copies that they keep of the steps before, and from the copies that holders keep of who is lost.
 
 All shards must be of one step that one generation computed. What is kept is
 workers/backup/client.py's, how shards travel among members is transfer.py's.
@@ -371,7 +371,7 @@ def is_whole(mesh: Mesh, ranks: set[int]) -> bool:
     if mesh.cuts:
         return {b for rank in ranks for b in mesh.blocks(rank)} == set(range(mesh.cuts[0][-1]))
     axes: list[Axis] = [axis for axis in AXES if axis != "dp_replicate"]
-    found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_standby(r)}
+    found = {tuple(mesh.coordinate(a, r) for a in axes) for r in ranks if not mesh.is_inactive(r)}
     return len(found) == math.prod(mesh.size(axis) for axis in axes)
 
 

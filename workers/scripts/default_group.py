@@ -18,8 +18,8 @@ from workers.distributed import registry
 from workers.distributed.c10d import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, C10dGroup
 from workers.distributed.pending import GivenUp, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
+from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
-from workers.scripts.in_place.standing import COLLECTIVE, SEND, SUM
 
 FORMED_S = 60.0
 """All ranks of a group of the script's own have asked for it by then."""

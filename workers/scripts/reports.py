@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class Told:
     num_reports: int = 0
     newest: str | None = None
     """The checkpoint that counts, by its name."""
+    metrics_of_ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Of the newest report, where they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,10 @@ class Reports:
 
     def _damage_of(self, name: str) -> str:
         """In words; empty if it has none. One of Ray's own has no checksums."""
-        if name in self._verified or not self.folder.exists(manifest_of(name)):
+        if name in self._verified:
             return ""
+        if not self.folder.exists(manifest_of(name)):
+            return "" if self.folder.at(name).is_there else "it is not there"
         for entry in json.loads(self.folder.read(manifest_of(name)))["files"]:
             file = File(**entry)
             read = partial(self._checksum, name, file.path)

@@ -44,12 +44,12 @@ class PlainForwards:
 
     def ids(self, num_batches: int) -> range:
         mesh, rank = self._mesh, self._rank
-        if mesh.is_standby(rank):
+        if mesh.is_inactive(rank):
             return range(0)
         return microbatch_ids(num_batches, mesh.num_active, mesh.position(rank))
 
     def num_echoes(self, num_batches: int) -> int:
-        if not self._is_collective or self._mesh.is_standby(self._rank):
+        if not self._is_collective or self._mesh.is_inactive(self._rank):
             return 0
         most = len(microbatch_ids(num_batches, self._mesh.num_active, 0))  # no rank has more
         return most - len(self.ids(num_batches))

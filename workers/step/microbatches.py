@@ -62,7 +62,7 @@ class Microbatches:
 
     def log_late(self, values: Logged) -> None:
         """Values logged after the last backward belong to the last micro-batch."""
-        if not self._done:  # this rank stands by, or another one has the loss
+        if not self._done:  # this rank is inactive, or another one has the loss
             self._outside.update(values)
             return
         last = self._done[-1]
@@ -77,7 +77,7 @@ class Microbatches:
     ) -> list[MicrobatchRecord]:
         """Losses and logged values come to the host here, once per step. hashes: of the integer
         buffers, by id. read: of the step's group. WrongInput for a weight that is no count."""
-        if not self._done:  # this rank stands by
+        if not self._done:  # this rank is inactive
             return []
         numbers = _numbers([value for done in self._done for value in done.values()], read)
         return [

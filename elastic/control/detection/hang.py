@@ -29,7 +29,7 @@ STOPPED = "T"  # SIGSTOP; "t" is a debugger that looks at the process for a mome
 DEAD = ("Z", "X")
 RESTORING = "restore"
 """The phase that a worker enters again with each piece of its state."""
-RESTING = ("lobby", "done")
+RESTING = ("pool", "done")
 """Where a member is between generations, at a pause, and behind the end of its loop. All of its
 generation get there together, so that whoever is on its way yet is waited for..."""
 UNHURRIED = (*RESTING, RESTORING, "save", "starting")
@@ -131,8 +131,8 @@ def suspicion(
         why = f"others have waited for it for {awaited_s:.1f} s"
     elif heartbeat.phase == RESTORING:
         why = "it does not get on with its state"  # nobody waits where all read from one storage
-    elif heartbeat.generation == 0 and heartbeat.phase != "lobby":
-        why = "it is not ready to join"  # it occupies a place, and nobody else would ever notice
+    elif heartbeat.generation == 0 and heartbeat.phase != "pool":
+        why = "it has not started"  # it occupies a place, and nobody else would ever notice
     else:
         return None
     phase_s = heartbeat.phase_s + silent_s

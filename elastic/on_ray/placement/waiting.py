@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 PLACED_S = 5.0
 """How long Ray may take to find a place..."""
-STAGES = ("ready", "loading TARGET and its model", "importing torch", "without a process yet")
+STAGES = ("started", "loading TARGET and its model", "importing torch", "without a process yet")
 STARTED_S = 60.0
 """...and, where there is one, to make a process there: its packages may have to come first."""
 
@@ -84,20 +84,20 @@ def inventory(offer: Offer, need: Need) -> str:
 def start_line(
     workers: Mapping[int, Slot], min_workers: int, is_connected: Callable[[int], bool]
 ) -> str:
-    """How far the workers are that a run needs to begin; empty once enough are ready.
+    """How far the workers are that a run needs to begin; empty once enough have started.
 
     is_connected: whether a worker's process has a link, which it makes once torch is there.
     """
     stages = Counter[str]()
     for worker, slot in workers.items():
         if slot.state != "pending":
-            stages["ready"] += 1
+            stages["started"] += 1
         elif not slot.is_placed:
             stages["without a process yet"] += 1
         else:
             what = "loading TARGET and its model" if is_connected(worker) else "importing torch"
             stages[what] += 1
-    if stages["ready"] >= min_workers:
+    if stages["started"] >= min_workers:
         return ""
     counts = ", ".join(f"{stages[stage]} {stage}" for stage in STAGES if stages[stage])
     needed = "1 worker" if min_workers == 1 else f"{min_workers} workers"

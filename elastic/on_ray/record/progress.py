@@ -53,7 +53,7 @@ class Progress:
             await asyncio.wait_for(self._record.settle(), SETTLE_S)
 
     def hear_joined(self, report: r.Joined) -> None:
-        """The generation may begin behind the record: later steps were lost with their holders."""
+        """The generation may begin behind the record: later steps are lost."""
         is_first = self.commits.hear_joined(report.generation)
         has_recorded = (self.recorded_generation or 0) >= report.generation
         if is_first and not has_recorded and report.step < self.recorded_step:

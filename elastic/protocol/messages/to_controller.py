@@ -48,7 +48,9 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Started:
+    """Its model is built: it is a standby."""
+
     process: Process
 
 
@@ -106,7 +108,7 @@ class Planned:
     layout: str
     warnings: tuple[str, ...]
     stages: tuple[Stage | None, ...]
-    """By rank; None stands by."""
+    """By rank; None is inactive."""
     moved_bytes: int = 0
     """Of the state, from one rank or holder to another, for this generation."""
 
@@ -174,6 +176,8 @@ class CollectiveFailed:
     rank: int
     message: str
     is_refused: bool
+    is_explained: bool = False
+    """The loop ends the generation of its own accord: no loss is to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +310,7 @@ class DrainNotice:
 
 Report: TypeAlias = (
     Introduction
-    | Ready
+    | Started
     | Loaded
     | Synced
     | SyncFailed

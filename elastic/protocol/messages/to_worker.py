@@ -13,7 +13,7 @@ StoreAddress: TypeAlias = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Become the holder of the state that the run goes on from."""
+    """Load the state that the run goes on from."""
 
     place: str
     """The run directory."""

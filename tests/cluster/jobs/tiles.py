@@ -153,7 +153,7 @@ class Tiled(OverShards):
         return TiledReducer(self, self._tiles, mesh, group, self._spec.num_microbatches)
 
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Any) -> Passes:
-        if mesh.is_standby(group.rank()):
+        if mesh.is_inactive(group.rank()):
             return NoPasses()
         return TiledPasses(self, reducer, mesh.coordinate("tp", group.rank()) == 0)
 

@@ -71,7 +71,7 @@ class StageForwards:
 
 
 class NoForwards:
-    """Of a rank that stands by."""
+    """Of a rank that is inactive."""
 
     def ids(self, num_batches: int) -> range:
         return range(0)

@@ -1,5 +1,5 @@
 """The sums of a step whose ranks have computed stages: each adds up its micro-batches of its blocks
-in the canonical tree, and the holders of a block meet.
+in the canonical tree, and the ranks with a block meet.
 
 The additions are those of workers/reduction/bitwise.py: the bits do not tell a cut from none.
 """
@@ -14,8 +14,8 @@ from torch.distributed import BroadcastOptions
 from elastic.protocol.pipeline import PipelinePlan
 from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
+from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain
-from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import tag_of_sum
 from workers.parallel.pipeline.rows import SharedRows
@@ -27,13 +27,13 @@ from workers.step.buffers import TrackedBuffers
 
 @dataclass(slots=True)
 class _Segment:
-    """What the holders of some blocks add up."""
+    """What the ranks with some blocks add up."""
 
     blocks: range
     names: list[str]
     """Of parameters."""
     buffers: list[str]
-    holders: list[int]
+    members: list[int]
     """Ranks, by pipeline."""
     layout: FlatLayout
     is_everyones: bool
@@ -41,7 +41,7 @@ class _Segment:
     fold: TreeFold | None = None
     """This rank holds it."""
     group: AnyGroup | None = None
-    """Of the holders."""
+    """Of these ranks."""
 
 
 class PipelineReducer:
@@ -51,7 +51,7 @@ class PipelineReducer:
         self,
         parameters: Mapping[str, nn.Parameter],
         buffers: TrackedBuffers,
-        groups: HolderGroups,
+        groups: BlockGroups,
         chain: Chain,
         plan: PipelinePlan,
         *,
@@ -78,20 +78,20 @@ class PipelineReducer:
             scalars = [n for n in names if not parameters[n].dim()]
             of_it = [n for n in floating if chain.buffers.get(n, 0) in blocks]
             own = [n for n in names if parameters[n].dim()]
-            holders = [self._ranks[at] for at in plan.holders(blocks.start)]
+            members = [self._ranks[at] for at in plan.positions_with(blocks.start)]
             for of_kind, buffers_of_kind in ((own, []), (scalars, of_it)):
                 if not of_kind and not buffers_of_kind:
                     continue
                 layout = FlatLayout(
                     {n: like[n] for n in of_kind},
                     {n: floating[n] for n in buffers_of_kind},
-                    len(holders),
+                    len(members),
                 )
                 is_everyones = of_kind is not own
-                segment = _Segment(blocks, of_kind, buffers_of_kind, holders, layout, is_everyones)
-                if group.rank() in holders:
+                segment = _Segment(blocks, of_kind, buffers_of_kind, members, layout, is_everyones)
+                if group.rank() in members:
                     segment.fold = TreeFold(layout, plan.ids(position), num_microbatches)
-                    segment.group = groups.of(holders)
+                    segment.group = groups.of(members)
                 self._segments.append(segment)
         self._empty = {
             n: p.new_empty((0, *p.shape[1:]))
@@ -191,12 +191,12 @@ class PipelineReducer:
             begin += stages.depth
 
     def _share(self, segment: _Segment, flats: Flats | None) -> Flats:
-        """What the first holder has, on all ranks. A collective."""
-        if len(segment.holders) == self._group.size():
+        """What the first rank with it has, on all ranks. A collective."""
+        if len(segment.members) == self._group.size():
             assert flats is not None
             return flats
         mine = flats if flats is not None else segment.layout.empty()
-        self._broadcast(mine, segment.holders[0])
+        self._broadcast(mine, segment.members[0])
         return mine
 
     def _broadcast(self, tensors: Sequence[Tensor], rank: int) -> None:
@@ -206,7 +206,7 @@ class PipelineReducer:
             self._group.broadcast([tensor], options).wait()
 
     def _share_integers(self) -> None:
-        """Each as the first holder of its block has it. A collective."""
+        """Each as the first rank with its block has it. A collective."""
         like, mine = self._buffers.tracked_integers, self._buffers.integers
         values: dict[str, Tensor] = {}
         for blocks in self._plan.segments():
@@ -214,7 +214,7 @@ class PipelineReducer:
             if names:
                 held = [mine.get(n, like[n]).contiguous() for n in names]
                 flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in held])
-                self._broadcast([flat], self._ranks[self._plan.holders(blocks.start)[0]])
+                self._broadcast([flat], self._ranks[self._plan.positions_with(blocks.start)[0]])
                 parts = flat.split([t.nbytes for t in held])
                 for name, tensor, part in zip(names, held, parts, strict=True):
                     values[name] = part.clone().view(tensor.dtype).view(tensor.shape)

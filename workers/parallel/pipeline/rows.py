@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic.protocol.errors import PeerLost
 from elastic.protocol.layout import Position
 from elastic.protocol.mesh import Mesh
-from workers.parallel.pipeline.holders import HolderGroups
+from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.parts import StageParts
 
 
@@ -25,7 +25,7 @@ class SharedRows:
         self,
         parts: StageParts,
         mesh: Mesh,
-        groups: HolderGroups,
+        groups: BlockGroups,
         on_lost: Callable[[PeerLost], NoReturn],
         gathering: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -39,41 +39,41 @@ class SharedRows:
         self._together: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
         """By who holds them."""
         self._counts: dict[str, list[int]] = {}
-        """By parameter how many rows each holder has."""
+        """By parameter how many rows each rank has."""
         self._mine: dict[str, slice] = {}
         for name, parameter in self._parameters.items():
             layout = parts.layout_of(name)
-            holders = tuple(mesh.holders_of_blocks(layout.blocks))
-            boxes = [layout.box(Position(mesh, rank)) for rank in holders]
+            ranks = tuple(mesh.ranks_with_blocks(layout.blocks))
+            boxes = [layout.box(Position(mesh, rank)) for rank in ranks]
             self._counts[name] = [box.shape[0] for box in boxes]
-            self._together.setdefault((holders, parameter.dtype), []).append(name)
-            if self._rank in holders:
-                box = boxes[holders.index(self._rank)]
+            self._together.setdefault((ranks, parameter.dtype), []).append(name)
+            if self._rank in ranks:
+                box = boxes[ranks.index(self._rank)]
                 self._mine[name] = slice(box.start[0], box.stop[0])
 
     def gather(self) -> None:
         """From now on the parameters of this rank's blocks are whole. A collective."""
         with self._gathering():
             try:
-                for (holders, _), names in self._together.items():
-                    if self._rank in holders:
-                        self._gather(holders, names)
+                for (ranks, _), names in self._together.items():
+                    if self._rank in ranks:
+                        self._gather(ranks, names)
             except PeerLost as error:
                 self.release()
                 self._on_lost(error)
 
     @torch.no_grad()
-    def _gather(self, holders: tuple[int, ...], names: list[str]) -> None:
+    def _gather(self, ranks: tuple[int, ...], names: list[str]) -> None:
         mine = [self._parameters[n].detach() for n in names]
         sizes = [[rows * self._width(n) for rows in self._counts[n]] for n in names]
         flat = torch.cat([t.reshape(-1) for t in mine])
         gathered = [flat]
-        if len(holders) > 1:
-            gathered = [flat.new_empty(sum(of_holder)) for of_holder in zip(*sizes, strict=True)]
-            self._groups.of(holders).all_gather(gathered, flat).wait()
-        by_holder = zip(gathered, zip(*sizes, strict=True), strict=True)
-        of_holders = [all_of_it.split(list(of_names)) for all_of_it, of_names in by_holder]
-        for name, rows, pieces in zip(names, mine, zip(*of_holders, strict=True), strict=True):
+        if len(ranks) > 1:
+            gathered = [flat.new_empty(sum(of_rank)) for of_rank in zip(*sizes, strict=True)]
+            self._groups.of(ranks).all_gather(gathered, flat).wait()
+        by_rank = zip(gathered, zip(*sizes, strict=True), strict=True)
+        of_ranks = [all_of_it.split(list(of_names)) for all_of_it, of_names in by_rank]
+        for name, rows, pieces in zip(names, mine, zip(*of_ranks, strict=True), strict=True):
             parameter = self._parameters[name]
             self._rows[name], parameter.grad = rows, None
             parameter.data = torch.cat(pieces).view(self._shapes[name])

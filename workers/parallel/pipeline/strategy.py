@@ -24,9 +24,9 @@ from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
 from workers.parallel.over_shards import OverShards, when_lost
+from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
-from workers.parallel.pipeline.holders import HolderGroups
 from workers.parallel.pipeline.links import Links, links_of
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
@@ -99,7 +99,7 @@ class Staged(OverShards):
         self._parts, self._workload, self._depth = parts, workload, depth
         self.chain: Chain | None = None
         self._on_lost: Callable[[PeerLost], NoReturn] | None = None
-        self._groups: HolderGroups | None = None
+        self._groups: BlockGroups | None = None
         self._links: Links | None = None
         self._structure: Structure | None = None
         """Of a micro-batch; None: ranks load what they take nothing from, too."""
@@ -157,7 +157,7 @@ class Staged(OverShards):
         timeout_s = self._spec.join_timeout_s
         links = links_of(plan, self._known_chain, mesh.ranks())
         self._links = Links(group, links, timeout_s)
-        self._groups = HolderGroups(group, timeout_s)
+        self._groups = BlockGroups(group, timeout_s)
         if parallel.cuts_tensors:
             self._rows = SharedRows(
                 self._parts, mesh, self._groups, self._on_lost, formed.gathering
@@ -242,7 +242,7 @@ class Staged(OverShards):
     def passes(self, mesh: Mesh, group: AnyGroup, reducer: Reducer) -> Passes:
         place = self._place(mesh, group)
         if place is None:
-            return NoPasses()  # it stands by
+            return NoPasses()  # it is inactive
         assert isinstance(reducer, PipelineReducer)
         return StagePasses(
             place.models,
@@ -276,7 +276,7 @@ class Staged(OverShards):
         if self._rows is not None:
             self._rows.gather()
         if place is None:
-            return NoForwards()  # it stands by
+            return NoForwards()  # it is inactive
         return StageForwards(
             place.models,
             place.neighbours,
@@ -285,7 +285,7 @@ class Staged(OverShards):
         )
 
     def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
-        """This rank's in the generation at hand; None if it stands by."""
+        """This rank's in the generation at hand; None if it is inactive."""
         plan, chain, on_lost, links = self.plan, self._known_chain, self._on_lost, self._links
         assert on_lost is not None
         assert links is not None

@@ -1,7 +1,7 @@
 """A collective of the script's own, in a call that goes on after losses: what it is mended with.
 
 Who has missed its result takes it from who has it; some can be done again without the lost.
-Whether they are is standing.py's to judge.
+Whether they are is call_state.py's to judge.
 """
 
 import base64
@@ -38,8 +38,9 @@ class OwnCollective:
         inputs: Sequence[Tensor] = (),
         source: int = -1,
     ) -> None:
-        """doing: one of standing.py's. outputs: where the result comes to be, if it is the same on
-        all ranks. inputs: what the collective writes over. source: the member who sends; -1: all.
+        """doing: one of call_state.py's. outputs: where the result comes to be, if it is the same
+        on all ranks. inputs: what the collective writes over. source: the member who sends; -1:
+        all.
         """
         is_kept = sum(t.nbytes for t in (*outputs, *inputs)) <= KEPT_BYTES
         self.doing, self.source = doing, source

@@ -1,8 +1,8 @@
 """One call of the script as it goes on through losses: `Course`.
 
 It counts the operations that all members do alike, and after a loss asks the members that are left
-where they are (standing.py). How the group is replaced is workers/script_loop.py's; what is reduced
-is unit.py's, and what is loaded is loader.py's.
+where they are (call_state.py). How the group is replaced is workers/script_loop.py's, what is
+reduced is unit.py's, and what is loaded is loader.py's.
 """
 
 import logging
@@ -17,14 +17,14 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
-from workers.scripts.in_place import standing
+from workers.scripts.in_place import call_state
+from workers.scripts.in_place.call_state import CallAgain, CallState, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
-from workers.scripts.in_place.standing import CallAgain, InPass, Standing, judge
 
 log = logging.getLogger(__name__)
 
-CALLED = {standing.UNIT: "backward()", standing.BARRIER: "torch.distributed's barrier"}
+CALLED = {call_state.UNIT: "backward()", call_state.BARRIER: "torch.distributed's barrier"}
 """What the script has called; other operations are within a call that says its own name."""
 
 OTHERS = (
@@ -85,7 +85,7 @@ class Operations:
     num_losses: int = 0
     """How often the members have regrouped."""
     doing: str = ""
-    """One of standing.py's; empty: none."""
+    """One of call_state.py's; empty: none."""
     num_collectives: int = 0
     """Of the script's own, launched and not waited for."""
     result: Any = None
@@ -215,16 +215,16 @@ class Course:
     def exchange(self, value: Any) -> dict[int, Any]:
         """The JSON values of all members, by their names in the order of ranks."""
         mine = [self.member, value]
-        self.do(standing.EXCHANGE, lambda: gather_json(self.group.inner, mine))
+        self.do(call_state.EXCHANGE, lambda: gather_json(self.group.inner, mine))
         return dict(self.operations.result)
 
     def barrier(self) -> None:
-        self.do(standing.BARRIER, lambda: self.group.inner.barrier().wait())
+        self.do(call_state.BARRIER, lambda: self.group.inner.barrier().wait())
 
     def commit(self, attempt: Callable[[], None]) -> None:
         """The engine's own step, whose vote it rolls forward itself."""
         now = self.operations
-        now.doing, number = standing.COMMIT, now.num_done
+        now.doing, number = call_state.COMMIT, now.num_done
         while now.num_done == number:
             try:
                 attempt()
@@ -287,16 +287,16 @@ class Course:
             if group is None:
                 self._end()
             try:
-                said = gather_json(group, {"standing": asdict(self.stand())})
+                said = gather_json(group, {"call_state": asdict(self.stand())})
             except PeerLost as another:
                 error = another
                 continue
-            self._follow([s.get("standing") for s in said], group)
+            self._follow([s.get("call_state") for s in said], group)
             return
 
-    def stand(self) -> Standing:
+    def stand(self) -> CallState:
         now = self.operations
-        return Standing(
+        return CallState(
             call=self.call,
             member=self.member,
             members=self.members,
@@ -314,12 +314,12 @@ class Course:
         if not self.operations.num_collectives:
             return self.operations.doing
         if self.operations.sole is None or not self.operations.sole.can_be_done_again:
-            return standing.COLLECTIVE
+            return call_state.COLLECTIVE
         return self.operations.sole.doing
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
-        standings = [Standing.of(s) if s else None for s in said]
-        verdict = judge(self.num_ranks, standings)
+        states = [CallState.of(s) if s else None for s in said]
+        verdict = judge(self.num_ranks, states)
         if isinstance(verdict, CallAgain):
             log.warning('call=%s called again reason="%s"', self.call, verdict.why)
             self._end()

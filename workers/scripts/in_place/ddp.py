@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from workers.scripts.in_place.buckets import Limits
+from workers.scripts.in_place.call_state import UNIT
 from workers.scripts.in_place.course import Course
-from workers.scripts.in_place.standing import UNIT
 from workers.scripts.in_place.unit import SecondGradient, Unit
 
 

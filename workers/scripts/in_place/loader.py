@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from workers.scripts.in_place.call_state import InPass
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.dealing import Loss, Plan, Shape, dealt_again, plan_of
-from workers.scripts.in_place.standing import InPass
 
 log = logging.getLogger(__name__)
 Iterate = Callable[[Any], Iterator[Any]]

@@ -61,15 +61,15 @@ def take_over(candidates, *said, beats=(), phase=TWO, recorded_step=9, limits=LI
             send_word=words.append,
         )  # fmt: skip
         actors = dict(candidates)
-        takeover = Failover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
+        failover = Failover(cluster, actors, ended.append)  # pyright: ignore[reportArgumentType]
         for at, worker in said:
             size, process = phase.membership.world_size, Process("n", "i", 1, "cpu", ("i", 1))
             introduced = Introduction("working", ("i", port), 3, worker, size, 9, process)
-            loop.call_later(at, takeover.hear, worker, introduced)
+            loop.call_later(at, failover.hear, worker, introduced)
         for at, beat in beats:
-            loop.call_later(at, takeover.hear_pulse, beat.worker, beat)
+            loop.call_later(at, failover.hear_pulse, beat.worker, beat)
         began = loop.time()
-        adopted = await takeover.collect(Ledger(3, 9), phase, limits)
+        adopted = await failover.collect(Ledger(3, 9), phase, limits)
         seconds = round(loop.time() - began, 6)
         # The lease of whoever introduced itself begins anew: this controller may die at once.
         assert sorted(words) == [s.worker for s in adopted.standings]

@@ -34,7 +34,7 @@ class InPass:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CallState:
     """Of a member in the middle of a call of the script."""
 
     call: str
@@ -58,7 +58,7 @@ class Standing:
     """Why this member cannot go on in place; empty: it can."""
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Standing":
+    def of(cls, fields: dict[str, Any]) -> "CallState":
         passes = tuple(InPass(**of_loader) for of_loader in fields["passes"])
         members = tuple(fields["members"])
         return cls(**{**fields, "members": members, "passes": passes})
@@ -87,11 +87,11 @@ class CallAgain:
 Verdict: TypeAlias = GoOn | CallAgain
 
 
-def judge(num_ranks: int, standings: Sequence[Standing | None]) -> Verdict:
-    """num_ranks: when the call began. standings: of the new generation's, by rank; None: of one
+def judge(num_ranks: int, states: Sequence[CallState | None]) -> Verdict:
+    """num_ranks: when the call began. states: of the new generation's, by rank; None: of one
     that begins the call."""
-    said = [standing for standing in standings if standing is not None]
-    if len(said) < len(standings) or len({s.call for s in said}) > 1:
+    said = [state for state in states if state is not None]
+    if len(said) < len(states) or len({s.call for s in said}) > 1:
         return CallAgain("a newcomer begins with the others")
     if refusals := [s.refusal for s in said if s.refusal]:
         return CallAgain(refusals[0])
@@ -111,7 +111,7 @@ def judge(num_ranks: int, standings: Sequence[Standing | None]) -> Verdict:
     return GoOn(members, furthest, result, losses_of(said))
 
 
-def what_hinders(said: Sequence[Standing], furthest: int, result: Any) -> str:
+def what_hinders(said: Sequence[CallState], furthest: int, result: Any) -> str:
     """Why the operation at hand cannot be done again by who is left; empty: it can."""
     if any(not takes_result(s, result) for s in said if s.num_done < furthest):
         return "a rank has missed the result of a collective of the script's own"
@@ -127,7 +127,7 @@ def what_hinders(said: Sequence[Standing], furthest: int, result: Any) -> str:
     return ""
 
 
-def takes_result(behind: Standing, result: Any) -> bool:
+def takes_result(behind: CallState, result: Any) -> bool:
     """Whether who has missed the end of its operation can take the result from who has seen it."""
     if behind.doing in OF_THE_SCRIPT:
         return result is not None
@@ -139,7 +139,7 @@ def place(members: Sequence[int], member: int) -> int:
     return members.index(member) if member in members else -1
 
 
-def losses_of(said: Sequence[Standing]) -> tuple[tuple[int, int, Loss], ...]:
+def losses_of(said: Sequence[CallState]) -> tuple[tuple[int, int, Loss], ...]:
     """By loader, of the pass in which the furthest member is."""
     before, after = said[0].members, tuple(s.member for s in said)
     found: list[tuple[int, int, Loss]] = []

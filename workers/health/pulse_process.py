@@ -1,4 +1,4 @@
-"""`PulseKeeper`: this process's pulse, one at a time, started again when it dies."""
+"""`PulseProcess`: this process's pulse, one at a time, started again when it dies."""
 
 import subprocess
 import threading
@@ -11,7 +11,7 @@ from workers.health.stacks import Armed
 Address = tuple[str, int]
 
 
-class PulseKeeper:
+class PulseProcess:
     """Without a pulse this worker would be taken for dead."""
 
     def __init__(self, spec: WorkerSpec, vitals: int, armed: Armed) -> None:
