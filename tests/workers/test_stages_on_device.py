@@ -15,8 +15,9 @@ from tests.workers.test_staged_strategy import build, train
 from workers.distributed.process_group import Alone
 
 STEPS, LOST_AFTER = 3, 1
-PLANS = [("pp:2", 2), ("pp:2/GPipe", 2), ("pp:3", 3), ("pp:2", 4), ("pp:2,fsdp-grad-op", 4)]
-NAMES = ["llama, tied", "resnet", "llama, dropout"]
+PLANS = [("pp:2/GPipe", 2), ("pp:3", 3), ("pp:2,fsdp-grad-op", 4)]
+PLANS += [("pp:2/Interleaved1F1B", 2), ("pp:2/ZBVZeroBubble", 4)]
+NAMES = ["llama, tied", "deep"]
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def test_a_loss_that_looks_at_values_has_them_on_every_stage():
 def batch_of(length: int) -> dict[str, Any]:
     return {
         "ids": torch.ones(3, length, dtype=torch.int64),
-        "at": [torch.ones(()).mT, torch.zeros(length, 3).T],
+        "at": [torch.ones(()), torch.zeros(length, 3).T],
     }
 
 

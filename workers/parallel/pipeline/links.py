@@ -27,6 +27,8 @@ class Link(NamedTuple):
     kind: Kind
     sender: int
     receiver: int
+    turn: int = 0
+    """Which of the borders between these two, where ranks have several stages."""
 
 
 def links_of(plan: PipelinePlan, chain: Chain, ranks: list[int]) -> list[Link]:
@@ -35,8 +37,10 @@ def links_of(plan: PipelinePlan, chain: Chain, ranks: list[int]) -> list[Link]:
     begin = 0
     for stages in plan.pipelines:
         places = [ranks[begin + stages.place_of(stage)] for stage in range(stages.num_stages)]
-        for before, after in pairwise(places):
-            found |= {Link("activation", before, after), Link("gradient", after, before)}
+        for border, (before, after) in enumerate(pairwise(places), 1):
+            turn = border // stages.depth
+            found.add(Link("activation", before, after, turn))
+            found.add(Link("gradient", after, before, turn))
         for used in chain.shared.values():
             first, *others = sorted({stages.stage_of(block) for block in used})
             for other in others:
@@ -56,21 +60,22 @@ class Links:
         self._pairs: dict[Link, AnyGroup] = {}
         for link in links if not group.has_tags else ():
             if self.rank in (link.sender, link.receiver):
-                name, members = f"{link.kind}{link.sender}-{link.receiver}", link[1:]
+                name = f"{link.kind}{link.sender}-{link.receiver}/{link.turn}"
+                members = (link.sender, link.receiver)
                 self._pairs[link] = group.part(name, members, timeout_s, is_apart=True)
 
-    def send(self, tensor: Tensor, rank: int, kind: Kind, tag: int) -> TorchWork:
+    def send(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> TorchWork:
         """tensor: contiguous, and not to be changed before the work is done."""
         if self._group.has_tags or kind == "batch":
             return self._group.control.send([tensor], rank, tag)
-        pair, flat = self._pairs[Link(kind, self.rank, rank)], tensor.view(-1)
+        pair, flat = self._pairs[Link(kind, self.rank, rank, turn)], tensor.view(-1)
         nothing, sizes = flat.new_empty(0), [0, flat.numel()]
         return TorchWork(pair.all_to_all_flat(nothing, flat, [0, 0], sizes))
 
-    def receive(self, tensor: Tensor, rank: int, kind: Kind, tag: int) -> TorchWork:
+    def receive(self, tensor: Tensor, rank: int, kind: Kind, tag: int, turn: int = 0) -> TorchWork:
         """tensor: contiguous; it has what was sent once the work is done."""
         if self._group.has_tags or kind == "batch":
             return self._group.control.recv([tensor], rank, tag)
-        pair, flat = self._pairs[Link(kind, rank, self.rank)], tensor.view(-1)
+        pair, flat = self._pairs[Link(kind, rank, self.rank, turn)], tensor.view(-1)
         nothing, sizes = flat.new_empty(0), [flat.numel(), 0]
         return TorchWork(pair.all_to_all_flat(flat, nothing, sizes, [0, 0]))

@@ -68,13 +68,13 @@ class Neighbours:
         turn = self._turn(border)
         for index, tensor in enumerate(tensors):
             if tensor.numel():
-                self._send(tensor, stage, kind, _tag(kind, microbatch_id, index, turn))
+                self._send(tensor, stage, kind, _tag(kind, microbatch_id, index, turn), turn)
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
 
-    def _send(self, tensor: Tensor, stage: int, kind: Kind, tag: int) -> None:
+    def _send(self, tensor: Tensor, stage: int, kind: Kind, tag: int, turn: int = 0) -> None:
         plain = _plain(tensor)
         self.sent_bytes += plain.nbytes
-        work = self._do(lambda: self._links.send(plain, self._ranks[stage], kind, tag))
+        work = self._do(lambda: self._links.send(plain, self._ranks[stage], kind, tag, turn))
         self._sending.append((work, plain))
 
     def _turn(self, border: int) -> int:
@@ -116,7 +116,8 @@ class Neighbours:
         for index, tensor in enumerate(into):
             if tensor.numel():
                 tag = _tag(kind, microbatch_id, index, turn)
-                works.append(self._do(partial(self._links.receive, tensor, rank, kind, tag)))
+                receive = partial(self._links.receive, tensor, rank, kind, tag, turn)
+                works.append(self._do(receive))
         return Arriving(self, works, into)
 
     def announce(self, numbers: Tensor, stages: Sequence[int], microbatch_id: int) -> None:
