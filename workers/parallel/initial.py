@@ -4,6 +4,7 @@ A workload with `init_weights` is built on the meta device and initialised modul
 that nobody ever holds the whole model; else the model is built again, and only shards are kept.
 """
 
+import mmap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from elastic.protocol.layout import Position, TensorLayout
 from workers.step.randomness import seed_module
 from workers.tensors.local import local, part_of
 from workers.train_state.train_state import TrainState
+
+MAPPED_BYTES = 2**18
+"""Of a parameter while it is initialised: from this size on it has a mapping of its own."""
 
 
 class Initial:
@@ -112,7 +116,7 @@ def _initialise_module(
     try:
         for key, p in own.items():
             shape = p.shape if shapes is None else shapes[names[key]]
-            whole = torch.zeros(shape, dtype=p.dtype)
+            whole = _zeros(shape, p.dtype)
             module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
         seed_module(seed, name)
         reset: Any = getattr(module, "reset_parameters", None)
@@ -128,6 +132,15 @@ def _initialise_module(
         if id(p) not in seen:
             seen.add(id(p))
             put(names[key], value.detach())
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """On the host; a large one has a mapping of its own, which goes back to the system with it. Of
+    the C library's memory the heap would keep several between what lives longer."""
+    size_bytes = shape.numel() * dtype.itemsize
+    if size_bytes < MAPPED_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=dtype).view(shape)
 
 
 def settle_small(model: nn.Module, device: torch.device) -> None:

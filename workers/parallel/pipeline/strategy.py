@@ -34,7 +34,6 @@ from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.readers import find_readers
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.rows import SharedRows
-from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
 from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
 from workers.parallel.shards import Shards
@@ -324,7 +323,6 @@ def build_staged(
 ) -> Staged:
     """The state at step 0, whole until the first generation. depth: wanted stages of a pipeline.
     Raises WrongInput."""
-    check_schedule(spec.parallel.schedule, device)
     model = build_model(workload, spec)
     if hasattr(workload, "init_weights"):
         settle_small(model, device)
