@@ -18,6 +18,12 @@ ORDER = (
     *("resharding", "data", "parallel", "health", "membership", "scripts"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
+ON_RAY = (
+    *("naming", "slots", "links", "head_calls", "background", "stores", "backup", "cluster_view"),
+    *("failover", "detection", "record", "placement", "feed", "cluster", "actors", "driver"),
+)
+"""Folders and loose files of `elastic.on_ray`, the lowest first."""
+ROOMS = {"workers": ORDER, "elastic.on_ray": ON_RAY}
 LONG_SIGNATURES = {"elastic": 0, "workers": 0}
 WIDE_CLASSES = {"elastic": 11, "workers": 6}
 PACKED_TUPLES = {"elastic": 0, "workers": 0}
@@ -117,18 +123,38 @@ def test_no_module_imports_itself_over_others():
     assert cycles({module: imported(module) for module in MODULES}) == set()
 
 
-def test_folders_of_workers_import_downwards():
-    def folder(module: str) -> str:
-        return module.split(".")[1] if module.count(".") > 1 else ""
+def floor(module: str, room: str, order: tuple[str, ...]) -> int | None:
+    """How high a module stands in its room; None: not in the room, or in no order there."""
+    inside = module.removeprefix(f"{room}.").split(".")
+    if not module.startswith(f"{room}."):
+        return None
+    if inside[0] in order:
+        return order.index(inside[0])
+    return len(order) if len(inside) == 1 else None
 
-    found = [
+
+def upward(room: str, order: tuple[str, ...]) -> list[str]:
+    """Imports of a floor above one's own, for type checking too."""
+    floors = {module: floor(module, room, order) for module in MODULES}
+    return [
         f"{module} imports {other}"
-        for module in MODULES
+        for module, here in floors.items()
         for other in imported(module)
-        if folder(module) in ORDER and folder(other) in ORDER and module.startswith("workers.")
-        if ORDER.index(folder(other)) > ORDER.index(folder(module))
+        if here is not None and (there := floors[other]) is not None and there > here
     ]
-    assert found == []
+
+
+@pytest.mark.parametrize(("room", "order"), ROOMS.items())
+def test_folders_of_a_room_import_downwards(room: str, order: tuple[str, ...]):
+    assert upward(room, order) == []
+
+
+@pytest.mark.parametrize(("room", "order"), ROOMS.items())
+def test_every_folder_of_a_room_has_its_floor(room: str, order: tuple[str, ...]):
+    inside = {m.removeprefix(f"{room}.") for m in MODULES if m.startswith(f"{room}.")}
+    folders = {name.partition(".")[0] for name in inside if "." in name}
+    assert folders - {"workloads"} <= set(order)
+    assert set(order) <= {name.partition(".")[0] for name in inside}
 
 
 @pytest.mark.parametrize("room", LONG_SIGNATURES)
@@ -175,5 +201,11 @@ def test_what_is_counted_is_seen():
     assert isinstance(kind, ast.ClassDef)
     assert (num_positional(function), list(packed(function))) == (2, [3, 4])
     assert attributes(kind) == {"x", "y"}
+    assert [floor(m, "w", ("a", "b")) for m in ("w.b.c", "w.d", "w.e.f", "v.a.b")] == [
+        1,
+        2,
+        None,
+        None,
+    ]
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str]()}
     assert cycles(arrows) == {frozenset("abc")}

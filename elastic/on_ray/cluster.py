@@ -76,9 +76,9 @@ class RayCluster:
     def __post_init__(self, rendezvous: ActorHandle[Any]) -> None:
         self.links = LinkServer(self.token, self._on_report, self._on_pulse, self._on_link_ended)
         self.events: asyncio.Queue[e.Event] = asyncio.Queue()
-        self._waits = timeouts_of(self.detect_s)
-        self.stores = Stores(rendezvous, self._waits.start_s, self._begin_rendezvous)
-        self._tick_at = time.monotonic() + self._waits.tick_s
+        self._timeouts = timeouts_of(self.detect_s)
+        self.stores = Stores(rendezvous, self._timeouts.start_s, self._begin_rendezvous)
+        self._tick_at = time.monotonic() + self._timeouts.tick_s
         self.in_background = Background(self._on_background_failure).start
         self.has_formed = False
         self._loading: int | None = None
@@ -86,7 +86,7 @@ class RayCluster:
         """What its members are still to be told."""
         self._falling = asyncio.Lock()
         self.failover: Failover | None = None
-        self._inquiry = Diagnosis(self)
+        self._diagnosis = Diagnosis(self)
         self.progress = Progress(self.host.record, self.say, self.now)
         self.protection = Protection(self.host.on_unprotected, self.now)
         self.holders = BackupServers(
@@ -145,7 +145,7 @@ class RayCluster:
         if isinstance(command, c.Abort | c.Recall):
             self.progress.commits.give_up(generation)
             self.stores.open(generation + 1)
-            self._inquiry.expect_answers(membership)
+            self._diagnosis.expect_answers(membership)
 
     def _finish(self, membership: Membership, outcome: str) -> None:
         generation, size = membership.generation, membership.world_size
@@ -234,7 +234,8 @@ class RayCluster:
         if self._untold is not form:
             return
         store = None
-        patience_s = self._waits.join_s - self._waits.confirm_s  # else it is late, which says less
+        timeouts = self._timeouts
+        patience_s = timeouts.join_s - timeouts.confirm_s  # else it is late, which says less
         try:
             if form.membership.world_size > 1:
                 store = await self.stores.address(generation, patience_s)
@@ -311,10 +312,10 @@ class RayCluster:
             with suppress(TimeoutError):  # time for a tick
                 async with asyncio.timeout(left_s):  # wait_for would make a task of each event
                     return await self.events.get()
-        is_late = time.monotonic() - self._tick_at > self._waits.late_s
-        self._tick_at = time.monotonic() + self._waits.tick_s
+        is_late = time.monotonic() - self._tick_at > self._timeouts.late_s
+        self._tick_at = time.monotonic() + self._timeouts.tick_s
         if not is_late:  # else we were frozen ourselves, and heartbeats wait to be read
-            self._inquiry.look()
+            self._diagnosis.look()
         return e.Tick(self.now())
 
     def say(self, event: e.Event) -> None:
@@ -356,7 +357,7 @@ class RayCluster:
         record = self.workers.get(worker)
         if not isinstance(said, Heartbeat):
             if record is not None:
-                self._inquiry.hear(worker, said)
+                self._diagnosis.hear(worker, said)
         elif record is not None:
             self._on_heartbeat(worker, record, said)
         elif self.failover is not None:
@@ -369,7 +370,7 @@ class RayCluster:
         record.step = max(record.step, heartbeat.step)
         record.memory = heartbeat.memory
         self.send_word(worker)
-        self._inquiry.hear_beat(worker)
+        self._diagnosis.hear_beat(worker)
 
     def send_word(self, worker: int) -> None:
         self.links.send(worker, t.Word(self.progress.safe_step, self.progress.commits.formed))
@@ -401,7 +402,7 @@ class RayCluster:
             case r.LastWords(why, cause):
                 record.last_words, record.last_cause = why, cause
             case r.Diverged():
-                self._inquiry.hear_diverged(report)
+                self._diagnosis.hear_diverged(report)
             case r.Committed():
                 self.progress.commits.hear(report)
                 record.step = max(record.step, self.recorded_step)
@@ -427,7 +428,7 @@ class RayCluster:
                 self.progress.hear_joined(report)
             case r.Suspended(generation) if self.progress.commits.is_news(generation):
                 self.progress.hear_suspended(worker, report)
-                self._inquiry.hear_answer(worker)
+                self._diagnosis.hear_answer(worker)
             case r.PartSaved():
                 self.host.publisher.hear(report)
             case _:

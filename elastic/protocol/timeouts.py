@@ -19,7 +19,7 @@ class Timeouts:
     late_s: float
     """A look that is late by more than this was kept up by a freeze of the controller's own:
     heartbeats wait to be read, and nobody is suspect."""
-    inquiry_s: float
+    diagnosis_s: float
     """At most, for the stacks of everybody before a suspect is killed: how long a busy
     machine takes for them is no matter of `detect_s`."""
     confirm_s: float
@@ -47,12 +47,13 @@ class Timeouts:
     """The backend's own limit per collective: a last resort only."""
 
     def __post_init__(self) -> None:
-        seen_s = self.heartbeat_s + self.tick_s + self.inquiry_s
+        seen_s = self.heartbeat_s + self.tick_s + self.diagnosis_s
         order = (seen_s, self.confirm_s, self.join_s, self.lease_s, self.operation_s)
         if not seen_s < self.confirm_s <= self.join_s <= self.lease_s <= self.operation_s:
             raise ValueError(
-                "heartbeat_s + tick_s + inquiry_s < confirm_s <= join_s <= lease_s <= operation_s "
-                f"must hold, got {order}: a hang would be explained after it was given up"
+                "heartbeat_s + tick_s + diagnosis_s < confirm_s <= join_s <= lease_s <= "
+                f"operation_s must hold, got {order}: "
+                "a hang would be explained after it was given up"
             )
 
 
@@ -63,7 +64,7 @@ def timeouts_of(detect_s: float | None) -> Timeouts:
             heartbeat_s=0.5,
             tick_s=0.25,
             late_s=0.5,
-            inquiry_s=0.5,
+            diagnosis_s=0.5,
             confirm_s=30.0,
             cold_s=UNLIMITED_S,
             join_s=600.0,
@@ -82,13 +83,13 @@ def timeouts_of(detect_s: float | None) -> Timeouts:
             f"for less, to {MAX_DETECT_S:g}: or give None for no detection of hangs"
         )
     heartbeat_s, tick_s = min(0.5, detect_s / 6), min(0.25, detect_s / 12)
-    inquiry_s = 0.5
+    diagnosis_s = 0.5
     return Timeouts(
         heartbeat_s=heartbeat_s,
         tick_s=tick_s,
         late_s=min(0.5, detect_s / 6),
-        inquiry_s=inquiry_s,
-        confirm_s=detect_s + heartbeat_s + tick_s + inquiry_s,
+        diagnosis_s=diagnosis_s,
+        confirm_s=detect_s + heartbeat_s + tick_s + diagnosis_s,
         cold_s=100 * detect_s,
         join_s=10 * detect_s,
         silence_s=detect_s,

@@ -59,6 +59,7 @@ def lengths_in(path: Path) -> dict[str, int]:
 
 def main() -> None:
     from tests.bench.harness import machine, record
+    from tests.test_ratchets import MODULES, ROOMS, cycles, imported, upward
 
     results: dict[str, str] = {}
     for name, short in MEASURED.items():
@@ -66,6 +67,9 @@ def main() -> None:
         results[short] = f"{len(walk.files)} files, {walk.lines} lines, {walk.stays} stays"
         print(f"{name}: {len(walk.files)} files, {walk.lines} lines of functions")
         print("".join(f"  {path}\n" for path in walk.files), end="")
+    circles = cycles({module: imported(module) for module in MODULES})
+    upwards = [arrow for room, order in ROOMS.items() for arrow in upward(room, order)]
+    print(f"import cycles: {len(circles)}; upward imports: {len(upwards)}")
     record("walks", about=machine(0), setting="docs/architecture.md", results=results)
 
 

@@ -16,7 +16,7 @@ from tests.workers.frozen import FrozenHolder
 from workers.backup.server import BackupServer
 
 DETECT_S = 0.5
-PATIENT = replace(timeouts_of(3000.0), inquiry_s=1000.0)
+PATIENT = replace(timeouts_of(3000.0), diagnosis_s=1000.0)
 """For holders that answer: they are threads of this process, on a machine that may be busy."""
 SILENCE = TimeoutError("it has not answered for 0.5 s")
 
@@ -133,7 +133,7 @@ def test_what_a_rank_says_of_a_holder_is_looked_into_before_it_goes(is_frozen, m
             now=lambda: 100.0,
         )
         if not is_frozen:
-            holders._waits = PATIENT
+            holders._timeouts = PATIENT
         holders._addresses["node0"] = address
         holders._started["node0"] = on_ray.Started("actor", 123)
         said = ("node0", *address)

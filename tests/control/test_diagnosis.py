@@ -25,7 +25,7 @@ WHY = "others have waited for it for 5.0 s; 6.0 s in compute of step 10 (usually
 
 
 class Cluster:
-    """The controller's process, as far as an inquiry sees it. Its time stands at 20 s."""
+    """The controller's process, as far as a diagnosis sees it. Its time stands at 20 s."""
 
     detect_s = 3.0
 
@@ -45,7 +45,7 @@ class Cluster:
         self.reached, self.time = reached or {}, 20.0
         self.answering, self.deaf = answering, deaf
         self.links = self.host = self.record = self
-        self.inquiry = Diagnosis(self)  # pyright: ignore[reportArgumentType]
+        self.diagnosis = Diagnosis(self)  # pyright: ignore[reportArgumentType]
         self.places: tuple[Costly, ...] = ()
         self.stages: dict[int, str] = {}
         self.happened: list = []
@@ -63,7 +63,7 @@ class Cluster:
             stacks = Stacks(f"stacks of {worker}".encode())
             is_reach = isinstance(question, ReachAsked)
             answer = Reached(tuple(self.reached[worker])) if is_reach else stacks
-            asyncio.get_running_loop().call_soon(self.inquiry.hear, worker, answer)
+            asyncio.get_running_loop().call_soon(self.diagnosis.hear, worker, answer)
         return worker not in self.deaf
 
     def keep_stacks(self, texts: dict[str, str]) -> Future:
@@ -89,8 +89,8 @@ class Cluster:
 
     def look(self) -> list:
         async def run() -> None:
-            self.inquiry.look()
-            self.inquiry.look()  # the next tick: one inquiry at a time
+            self.diagnosis.look()
+            self.diagnosis.look()  # the next tick: one diagnosis at a time
             assert len(self.work) <= 1
             for work in self.work:
                 await asyncio.wait_for(work, 5)
@@ -159,7 +159,7 @@ def test_whose_pulse_is_silent_is_not_waited_for_and_said_to_be():
 
 @pytest.mark.parametrize("detect_s", [MIN_DETECT_S, 3.0, MAX_DETECT_S, None])
 def test_an_answer_takes_as_long_as_a_busy_machine_needs_whatever_detect_s_is(detect_s):
-    assert timeouts_of(detect_s).inquiry_s == 0.5
+    assert timeouts_of(detect_s).diagnosis_s == 0.5
 
 
 def test_a_pulse_that_has_just_lost_its_connection_is_asked_once_it_is_back():
@@ -170,26 +170,26 @@ def test_a_pulse_that_has_just_lost_its_connection_is_asked_once_it_is_back():
         if worker != 2 or not cluster.deaf:
             return ask(worker, header)
         cluster.deaf = ()  # its next heartbeat comes over another connection
-        asyncio.get_running_loop().call_soon(cluster.inquiry.hear_beat, worker)
+        asyncio.get_running_loop().call_soon(cluster.diagnosis.hear_beat, worker)
         return False
 
     cluster.ask_pulse = ask_then_return
     found, _ = cluster.look()
     assert found["stacks-g4-w2.txt"][-1] == "stacks of 2"
-    cluster.inquiry._unasked, asked = {2}, list[int]()
+    cluster.diagnosis._unasked, asked = {2}, list[int]()
     cluster.ask_pulse = lambda worker, header: asked.append(worker) is None
-    cluster.inquiry.hear_beat(2)
-    assert asked == [], "the inquiry is over"
+    cluster.diagnosis.hear_beat(2)
+    assert asked == [], "the diagnosis is over"
 
 
 def test_who_does_not_answer_an_abort_is_asked_for_its_stacks_too():
     alone = Cluster(HUNG, answering=(1,))
     assert alone.look() == [], "nobody waits for it"
-    alone.inquiry.expect_answers(Membership(4, (1, 2)))
+    alone.diagnosis.expect_answers(Membership(4, (1, 2)))
     alone.now = lambda: 23.5
     alone.workers[1].watch = Watch(HUNG, 23.5)
     assert alone.look()[-1][:2] == (1, "hung")
-    alone.inquiry.hear_answer(1)
+    alone.diagnosis.hear_answer(1)
     alone.happened, alone.work = [], []
     assert alone.look() == []
 
@@ -219,7 +219,7 @@ def test_whoever_was_asked_and_is_frozen_or_silent_is_lost_wherever_it_is():
 def asked(*beats: Heartbeat, at: float) -> Cluster:
     """To give their generation up, at 20 s."""
     cluster = Cluster(*beats, answering=(1, 2))
-    cluster.inquiry.expect_answers(Membership(4, (1, 2)))
+    cluster.diagnosis.expect_answers(Membership(4, (1, 2)))
     cluster.time = at
     for slot in cluster.workers.values():
         slot.watch = replace(slot.watch, heard_at=at)
@@ -228,7 +228,7 @@ def asked(*beats: Heartbeat, at: float) -> Cluster:
 
 def test_a_diverged_worker_is_lost_by_anybodys_word():
     cluster = Cluster(answering=())
-    cluster.inquiry.hear_diverged(Diverged(4, (5,), "why"))
+    cluster.diagnosis.hear_diverged(Diverged(4, (5,), "why"))
     assert cluster.happened == [(5, "diverged", "why")]
 
 
@@ -294,13 +294,13 @@ def test_connections_that_were_answered_during_the_dial_are_left_alone():
 def test_a_failure_that_nobodys_loss_explains_may_be_a_cut_paths():
     computing = [replace(HUNG, worker=w, phase_s=0.1) for w in (1, 2)]
     cluster = Cluster(*computing, answering=(1, 2), reached={1: ["h1"], 2: ["h2"]})
-    cluster.inquiry.expect_answers(Membership(4, (1, 2)))
+    cluster.diagnosis.expect_answers(Membership(4, (1, 2)))
     assert cluster.look() == []
     cluster.time = 21.5
     *_, lost = cluster.look()
     assert lost[:2] == (2, "unreachable")
     one_lost = Cluster(computing[0], answering=(1,), reached={1: ["h1"]})
-    one_lost.inquiry.expect_answers(Membership(4, (1, 2)))
+    one_lost.diagnosis.expect_answers(Membership(4, (1, 2)))
     one_lost.time = 21.5
     assert one_lost.look() == []
 

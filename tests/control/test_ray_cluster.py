@@ -248,7 +248,7 @@ def test_a_rendezvous_that_opens_no_store_costs_a_try_and_not_the_run(is_given_u
     async def run() -> list[Any]:
         scene = forming()
         timeouts = timeouts_of(0.5)
-        scene.cluster._waits = replace(timeouts, join_s=timeouts.confirm_s + 0.05)
+        scene.cluster._timeouts = replace(timeouts, join_s=timeouts.confirm_s + 0.05)
         await asyncio.wait_for(scene.cluster.execute(form_of(1)), 60)
         if is_given_up:
             await scene.cluster.execute(Abort(Membership(1, (4, 7))))

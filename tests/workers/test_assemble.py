@@ -30,7 +30,7 @@ class Forgetful(BackupServer):
 
     def _have(self):
         said = super()._have()
-        self.shelf._copies.clear()
+        self.store._copies.clear()
         return said
 
 
@@ -38,7 +38,7 @@ class Damaging(BackupServer):
     """Its memory fails between two questions."""
 
     def _read(self, connection, asked):
-        self.shelf.copy(KEY).content[0] ^= 1
+        self.store.copy(KEY).content[0] ^= 1
         super()._read(connection, asked)
 
 
@@ -47,7 +47,7 @@ def test_the_last_copy_gone_between_two_questions_is_a_shard_lost(kind):
     server, content = kind("127.0.0.1", "t"), bytearray(4)
     piece = Slice(LAYOUT, whole((1,)), 4)
     sums = (crc32(memoryview(content)),)
-    server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
+    server.store.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     where = [BackupAddress("n", *server.address)]
     pieces = Pieces(Alone(), lambda: None, 30.0)
     mesh = Mesh(Parallel.of("fsdp"), 1)
@@ -72,7 +72,7 @@ class Abandoning(BackupServer):
 def test_a_generation_given_up_while_copies_are_read_is_left():
     group, content = Alone(), bytearray(4)
     server, piece = Abandoning(group), Slice(LAYOUT, whole((1,)), 4)
-    server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
+    server.store.put(Copy(KEY, 1, 1, {}, (piece,), content, (crc32(memoryview(content)),)))
     where = [BackupAddress("n", *server.address)]
     pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(
@@ -88,7 +88,7 @@ def test_a_step_that_nobody_could_report_is_not_gone_on_from():
     server, content = BackupServer("127.0.0.1", "t"), bytearray(4)
     piece = Slice(LAYOUT, whole((1,)), 4)
     sums = (crc32(memoryview(content)),)
-    server.shelf.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
+    server.store.put(Copy(KEY, 1, 1, {}, (piece,), content, sums))
     group, where = Alone(), [BackupAddress("n", *server.address)]
     pieces = Pieces(group, lambda: None, 30.0)
     search = Regather(

@@ -195,7 +195,7 @@ def test_a_second_loss_before_the_new_membership_s_copies_are_held_is_met_by_the
 
     at_all = run_ranks(3, body)
     assert at_all == [None, [1], ([1], STEPS + 2, plain[STEPS + 2])]
-    assert {c.key.generation for c in holders[0].shelf.copies()} == {3}, "nothing stays behind"
+    assert {c.key.generation for c in holders[0].store.copies()} == {3}, "nothing stays behind"
 
 
 def test_at_a_longer_interval_the_run_returns_to_the_last_snapshot(plain, holders):
@@ -231,7 +231,7 @@ def test_a_damaged_copy_is_never_used(plain, holders):
         return rank.strategy.train_state.step, sha256(rank.strategy)
 
     def damage():
-        holders[0].shelf.copy(Key(1, 1, STEPS)).content[100] ^= 1
+        holders[0].store.copy(Key(1, 1, STEPS)).content[100] ^= 1
 
     assert run_ranks(2, body, on_pause=damage) == [(STEPS - 1, plain[STEPS - 1]), "lost"]
 

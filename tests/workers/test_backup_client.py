@@ -53,7 +53,7 @@ def holders():
 
 def held(holder) -> list[tuple[int, int]]:
     """(generation, step) of its copies."""
-    return sorted((c.key.generation, c.key.step) for c in holder.shelf.copies())
+    return sorted((c.key.generation, c.key.step) for c in holder.store.copies())
 
 
 def test_a_generation_that_begins_between_copy_and_push_keeps_its_holder(holders, monkeypatch):

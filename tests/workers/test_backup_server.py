@@ -66,7 +66,7 @@ def test_damage_on_the_way_and_on_the_shelf_is_told(holder):
     with connect(holder.address, "secret", 60) as connection:
         assert push(connection, content=b"aabbXcdd") == Refused("rank 0, step 5: w")
         assert push(connection) == Held()
-        holder.shelf.copy(Key(1, 0, 5)).content[0] ^= 1
+        holder.store.copy(Key(1, 0, 5)).content[0] ^= 1
         with pytest.raises(LookupError, match="rank 0, step 5: w"):
             read_boxes(
                 connection, Key(1, 0, 5), [("w", Box((3, 0), (1, 2)))], [memoryview(bytearray(2))]
@@ -84,7 +84,7 @@ class Large:
 
 
 def test_what_a_holder_has_it_says_without_reading_it(holder):
-    holder.shelf._copies[Large.key] = Large()
+    holder.store._copies[Large.key] = Large()
     with connect(holder.address, "secret", 60) as connection:
         assert ask(connection, Have()) == Copies((HeldCopy((1, 0, 5), 1, 2, 40 * 10**9),))
 

@@ -19,8 +19,8 @@ def copy(generation, rank, step, content=b"aabbccdd!"):
     return Copy(key, generation, 2, {}, slices, bytearray(content), sums)
 
 
-def keys(shelf):
-    return [tuple(c.key) for c in shelf.copies()]
+def keys(store):
+    return [tuple(c.key) for c in store.copies()]
 
 
 def test_a_copy_serves_boxes_by_their_place_in_the_whole():
@@ -50,43 +50,43 @@ def test_a_copy_is_checked_where_it_is_asked_for():
 
 
 def test_a_damaged_copy_is_gone_and_its_memory_is_not_used_again():
-    shelf = BackupStore()
-    shelf.put(copy(1, 0, 5))
-    shelf.remove(Key(1, 0, 5))
-    assert keys(shelf) == []
+    store = BackupStore()
+    store.put(copy(1, 0, 5))
+    store.remove(Key(1, 0, 5))
+    assert keys(store) == []
     with pytest.raises(LookupError):
-        shelf.copy(Key(1, 0, 5))
+        store.copy(Key(1, 0, 5))
 
 
 def test_two_generations_of_a_rank_are_kept_until_all_hold_the_newer_one():
-    shelf = BackupStore()
+    store = BackupStore()
     for step in (1, 2, 3):
-        shelf.put(copy(1, 0, step))
-    shelf.put(copy(1, 1, 2))
-    assert sorted(keys(shelf)) == [(1, 0, 2), (1, 0, 3), (1, 1, 2)]
-    shelf.settle(1, 3)
-    assert keys(shelf) == [(1, 0, 3)]
+        store.put(copy(1, 0, step))
+    store.put(copy(1, 1, 2))
+    assert sorted(keys(store)) == [(1, 0, 2), (1, 0, 3), (1, 1, 2)]
+    store.settle(1, 3)
+    assert keys(store) == [(1, 0, 3)]
 
 
 def test_an_older_membership_s_copies_stay_until_the_new_one_s_are_whole():
-    shelf = BackupStore()
-    shelf.put(copy(1, 0, 7))
-    shelf.put(copy(2, 0, 7))
+    store = BackupStore()
+    store.put(copy(1, 0, 7))
+    store.put(copy(2, 0, 7))
     with pytest.raises(Stale, match="generation 1, 2 has begun"):
-        shelf.put(copy(1, 1, 8))
-    assert keys(shelf) == [(1, 0, 7), (2, 0, 7)]
-    shelf.settle(2, 7)
-    assert keys(shelf) == [(2, 0, 7)]
+        store.put(copy(1, 1, 8))
+    assert keys(store) == [(1, 0, 7), (2, 0, 7)]
+    store.settle(2, 7)
+    assert keys(store) == [(2, 0, 7)]
 
 
 def test_memory_is_used_again():
-    shelf = BackupStore()
+    store = BackupStore()
     first = copy(1, 0, 1)
-    shelf.put(first)
-    shelf.put(copy(1, 0, 2))
-    shelf.settle(1, 2)
-    assert shelf.room(9) is first.content
-    assert shelf.room(9) is not first.content
+    store.put(first)
+    store.put(copy(1, 0, 2))
+    store.settle(1, 2)
+    assert store.room(9) is first.content
+    assert store.room(9) is not first.content
 
 
 def test_a_worker_s_copy_goes_to_the_next_node_and_to_its_own_only_if_there_is_no_other():

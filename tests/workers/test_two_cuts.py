@@ -71,7 +71,7 @@ def holder():
         slices = tuple(Slice(t, t.box(at), len(shards[t.name])) for t in LAYOUTS.values())
         sums = tuple(crc32(memoryview(shard)) for shard in shards.values())
         content = bytearray(b"".join(shards.values()))
-        server.shelf.put(Copy(Key(1, rank, STEP), 1, 4, HEADER, slices, content, sums))
+        server.store.put(Copy(Key(1, rank, STEP), 1, 4, HEADER, slices, content, sums))
     yield BackupAddress("elsewhere", *server.address)
     server.close()
 

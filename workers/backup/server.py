@@ -55,7 +55,7 @@ class BackupServer:
     """Listens; a thread per connection."""
 
     def __init__(self, host: str, token: str) -> None:
-        self.shelf = BackupStore()
+        self.store = BackupStore()
         self._lock = threading.Lock()
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -110,10 +110,10 @@ class BackupServer:
                 self._take(connection, asked, payload_bytes, mapped)
             case Settle(settled):
                 with self._lock:
-                    self.shelf.settle(*settled)
+                    self.store.settle(*settled)
             case Ping():
                 with self._lock:  # who cannot have it is of no use
-                    generation = self.shelf.generation
+                    generation = self.store.generation
                 connection.sendall(pack(Pong(generation)))
             case Have():
                 connection.sendall(pack(self._have()))
@@ -135,7 +135,7 @@ class BackupServer:
         room: Room = bytearray()
         if shared is None:
             with self._lock:
-                room = self.shelf.room(payload_bytes)
+                room = self.store.room(payload_bytes)
             wire.receive_into(connection, memoryview(room))
         sums = TO_BACKUP.read(*wire.receive(connection))
         if not isinstance(sums, Sums):
@@ -157,8 +157,8 @@ class BackupServer:
                 copy.check()  # not under the lock: somebody may ask what there is
             with self._lock:
                 if settled is not None:
-                    self.shelf.settle(*settled)
-                self.shelf.put(copy)
+                    self.store.settle(*settled)
+                self.store.put(copy)
         except OSError as error:
             connection.sendall(pack(Unshared(str(error))))
         except (DamagedCopy, Stale) as error:
@@ -169,7 +169,7 @@ class BackupServer:
 
     def _have(self) -> Copies:
         with self._lock:
-            copies = self.shelf.copies()
+            copies = self.store.copies()
         return Copies(
             tuple(HeldCopy(c.key, c.origin, c.world_size, c.size_bytes, c.cuts) for c in copies)
         )
@@ -180,7 +180,7 @@ class BackupServer:
 
     def _found(self, key: CopyKey) -> Copy | None:
         with self._lock, suppress(LookupError):
-            return self.shelf.copy(Key(*key))
+            return self.store.copy(Key(*key))
         return None
 
     def _read(self, connection: socket.socket, asked: Read) -> None:
@@ -194,7 +194,7 @@ class BackupServer:
             if isinstance(error, DamagedCopy):
                 log.error('copy damaged reason="%s"', error)
                 with self._lock:
-                    self.shelf.remove(Key(*asked.key))
+                    self.store.remove(Key(*asked.key))
             connection.sendall(pack(Refused(str(error))))
             return
         said = Boxes(tuple(crc32(*stretches) for stretches in found))

@@ -12,17 +12,28 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.protocol.errors import WrongInput
 from workers.scripts.default_group import DefaultGroup
-from workers.scripts.ranks import environment_set
+from workers.scripts.ranks import Place, environment_set
 
-if TYPE_CHECKING:
-    from workers.script_loop import Call
+
+class ScriptCall(Protocol):
+    """One call of the script: `workers.script_loop.Call`."""
+
+    @property
+    def group(self) -> DefaultGroup | None: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def place(self) -> Place: ...
 
 
 class ScriptExited(RuntimeError):
@@ -127,7 +138,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 @contextmanager
-def started_by_torchrun(call: "Call") -> Generator[None]:
+def started_by_torchrun(call: ScriptCall) -> Generator[None]:
     """Within, the script finds what torchrun gives it. WrongInput at the end for a script of
     several workers that has never asked for a process group."""
     assert call.group is not None

@@ -92,7 +92,7 @@ class BackupServers:
         """slots, links: the cluster's, of every live worker. on_lost: hears node and reason. now:
         the clock of the slots' heartbeats."""
         self._token, self._run_id = token, ""
-        self._detect_s, self._waits = detect_s, timeouts_of(detect_s)
+        self._detect_s, self._timeouts = detect_s, timeouts_of(detect_s)
         self._in_background, self._head = in_background, head
         self._slots, self._links = slots, links
         self._on_lost, self._now = on_lost, now
@@ -129,7 +129,7 @@ class BackupServers:
         name, start_s = f"{self._run_id}-holder-{node[:12]}", START_S
         with suppress(ValueError):
             ray.get_actor(name, namespace=NAMESPACE)
-            start_s = max(PLACE_S, self._waits.confirm_s)  # for a controller before this one
+            start_s = max(PLACE_S, self._timeouts.confirm_s)  # for a controller before this one
         options: dict[str, Any] = {
             "label_selector": {"ray.io/node-id": node},
             "name": name,
@@ -141,7 +141,7 @@ class BackupServers:
             "max_concurrency": 16,  # `run`, once for each controller that the run has had
         }
         actor = ray.remote(BackupServerActor).options(**options)
-        return cast(Any, actor.remote(self._token, self._waits.lease_s)), start_s
+        return cast(Any, actor.remote(self._token, self._timeouts.lease_s)), start_s
 
     async def known(self) -> None:
         """Wait until all that were asked for are there, but not long."""
@@ -187,7 +187,7 @@ class BackupServers:
             actor.run.remote()
             while True:
                 try:
-                    await listen(reader, writer, self._detect_s, self._waits)
+                    await listen(reader, writer, self._detect_s, self._timeouts)
                 except TimeoutError as silence:
                     former = writer
                     reader, writer = await self._look_again(node, (host, port), silence)
@@ -207,11 +207,11 @@ class BackupServers:
         while not self._is_heard(node):
             if all(slot.node_id != node for slot in self._slots.values()):
                 raise OSError("its node is gone")
-            await asyncio.sleep(self._waits.heartbeat_s)
+            await asyncio.sleep(self._timeouts.heartbeat_s)
         try:
             reader, writer = await dial(address, self._token)
             try:
-                await ping(reader, writer, self._waits.inquiry_s, 0.0)
+                await ping(reader, writer, self._timeouts.diagnosis_s, 0.0)
             except BaseException:
                 writer.close()
                 raise
@@ -222,7 +222,7 @@ class BackupServers:
     async def _dial_again(self, address: tuple[str, int], end: Exception) -> Connection:
         """The connection has ended, which `end` tells. Who closed it, and is not there for another
         one, has gone; a reset, and a refusal after it, may be a firewall's."""
-        left_s = self._waits.silence_s
+        left_s = self._timeouts.silence_s
         while True:
             begun = time.monotonic()
             try:
@@ -233,14 +233,14 @@ class BackupServers:
             except OSError:
                 if left_s <= 0:
                     raise end from None
-            await asyncio.sleep(self._waits.tick_s)
-            awake_s = CONNECT_S + self._waits.tick_s + self._waits.late_s
+            await asyncio.sleep(self._timeouts.tick_s)
+            awake_s = CONNECT_S + self._timeouts.tick_s + self._timeouts.late_s
             left_s -= min(awake_s, time.monotonic() - begun)  # the rest of it we were frozen
 
     def _is_heard(self, node: str) -> bool:
         watches = (slot.watch for slot in self._slots.values() if slot.node_id == node)
         newest = max((w.heard_at for w in watches if w is not None), default=0.0)
-        return self._now() - newest < 2 * self._waits.heartbeat_s + self._waits.late_s
+        return self._now() - newest < 2 * self._timeouts.heartbeat_s + self._timeouts.late_s
 
     def _fence(self, node: str) -> None:
         """A holder that counts as lost keeps nothing any more, even if it is only frozen."""

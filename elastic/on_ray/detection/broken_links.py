@@ -32,7 +32,7 @@ async def wait_for_return(
     lease_left_s = timeouts.lease_s
     while is_away(cluster, worker, slot):
         begun = time.monotonic()
-        gone = await why_gone(cluster, slot, timeouts.inquiry_s, was_reset=was_reset)
+        gone = await why_gone(cluster, slot, timeouts.diagnosis_s, was_reset=was_reset)
         if gone is not None or min(left_s, lease_left_s) <= 0:
             late_s = limit_s if left_s <= 0 else timeouts.lease_s
             late = "connection_lost", f"its connection ended, and it was not back in {late_s:g} s"
@@ -41,7 +41,7 @@ async def wait_for_return(
             return
         await asyncio.sleep(timeouts.tick_s)
         awake_s = (
-            timeouts.inquiry_s + timeouts.tick_s + timeouts.late_s
+            timeouts.diagnosis_s + timeouts.tick_s + timeouts.late_s
         )  # the rest of it we were frozen,
         passed_s = min(awake_s, time.monotonic() - begun)  # and who dials waits to be heard
         lease_left_s -= passed_s

@@ -54,7 +54,7 @@ class Suspect:
 
 
 class Diagnosis:
-    """One at a time, from suspicion to the loss; it takes `Timeouts.inquiry_s` at most."""
+    """One at a time, from suspicion to the loss; it takes `Timeouts.diagnosis_s` at most."""
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
@@ -95,7 +95,7 @@ class Diagnosis:
         if late:
             generations = {watches[w].heartbeat.generation for w in late}
             members = {n: w for n, w in watches.items() if w.heartbeat.generation in generations}
-            limit_s = timeouts_of(cluster.detect_s).inquiry_s
+            limit_s = timeouts_of(cluster.detect_s).diagnosis_s
             self._is_under_way = True
             cluster.in_background(self._conclude(late, members, limit_s))
             return
@@ -154,7 +154,7 @@ class Diagnosis:
 
     async def _dial(self, worker: int, address: tuple[str, int]) -> None:
         try:
-            if await is_refused(address, timeouts_of(self._cluster.detect_s).inquiry_s):
+            if await is_refused(address, timeouts_of(self._cluster.detect_s).diagnosis_s):
                 why = "its pulse is silent, and nobody listens at its address"
                 self._cluster.lost(worker, "process_died", why)
         finally:
@@ -238,7 +238,7 @@ class Diagnosis:
         cluster, hosts = self._cluster, self._hosts(members)
         located = {hosts[w]: cluster.workers[w].peer_address for w in hosts if hosts[w] in ends}
         addresses = tuple((host, address) for host, address in located.items() if address)
-        limit_s = timeouts_of(cluster.detect_s).inquiry_s
+        limit_s = timeouts_of(cluster.detect_s).diagnosis_s
         try:
             await self._ask(members, limit_s, ReachAsked(0.8 * limit_s, addresses))
             found = self._reached
@@ -276,7 +276,7 @@ class Diagnosis:
     async def _conclude_stall(self, generation: int, why: str, members: dict[int, Watch]) -> None:
         """Nobody is lost: the generation is."""
         cluster = self._cluster
-        is_saved = await self._save(why, members, timeouts_of(cluster.detect_s).inquiry_s)
+        is_saved = await self._save(why, members, timeouts_of(cluster.detect_s).diagnosis_s)
         why += place_of_stacks(generation) if is_saved else ""
         cluster.say(CollectiveFailed(generation, 0, why, cluster.now(), is_stall=True))
 

@@ -12,7 +12,7 @@ def test_the_waits_of_the_default():
         heartbeat_s=0.5,
         tick_s=0.25,
         late_s=0.5,
-        inquiry_s=0.5,
+        diagnosis_s=0.5,
         confirm_s=4.25,
         cold_s=300.0,
         join_s=30.0,
@@ -30,7 +30,7 @@ def test_the_waits_of_the_default():
 @pytest.mark.parametrize("detect_s", [None, MIN_DETECT_S, 1.0, 17.0, MAX_DETECT_S])
 def test_a_hang_is_seen_and_explained_before_anything_else_gives_up(detect_s):
     timeouts = timeouts_of(detect_s)
-    explained_s = timeouts.heartbeat_s + timeouts.tick_s + timeouts.inquiry_s
+    explained_s = timeouts.heartbeat_s + timeouts.tick_s + timeouts.diagnosis_s
     assert (detect_s or 0.0) + explained_s <= timeouts.confirm_s
     assert timeouts.late_s < (detect_s or 3.0)
 
