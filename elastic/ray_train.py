@@ -193,7 +193,7 @@ def level_line(trainer: Any, least: int, most: int) -> str:
     if may_go_on_in_place():
         return (
             f"{function} runs at level 1, commit in place, on {most} workers (at least {least}): "
-            "after a loss (rank 0's excepted) it goes on where it is, if its model is in "
+            "after a loss it goes on where it is, if its model is in "
             "DistributedDataParallel and its data in a DistributedSampler's; else it is called "
             "again"
         )

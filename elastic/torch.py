@@ -37,7 +37,8 @@ def keep(**objects: Any) -> None:
 
 def on_missing(policy: str) -> None:
     """What becomes of an `all_reduce` of the script's own if a rank is lost in it: "restart", as
-    without this, calls the script again; "survivors" sums over who is left. All ranks say the same.
+    without this, calls the script again; "survivors" sums over who is left, and samples that come
+    from no DataLoader are those of who is left, too. All ranks say the same.
 
     ValueError for another policy.
     """

@@ -207,7 +207,7 @@ HOST_READS = {
     "workers/step/vote.py _pace": "numpy's",
     "workers/reduction/tree.py _part": "numpy's",
     "workers/worker.py place_in_stream": "numpy's",
-    "workers/scripts/in_place/unit.py _vote": "came over the control group, and through read",
+    "workers/scripts/in_place/unit.py _outcome": "came over the control group, and through read",
     "workers/scripts/in_place/unit.py _agreed_order": "likewise",
     "workers/scripts/in_place/collective.py encoded": "kept after its wait has ended well",
     "workers/scripts/values.py number_in": "the script's own metrics",

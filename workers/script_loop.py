@@ -24,11 +24,11 @@ from workers.distributed.process_group import Group
 from workers.membership.link import leave
 from workers.membership.unwinding import lost_peer_in
 from workers.scripts import randomness
-from workers.scripts.afresh import give_back_memory, no_start_method
+from workers.scripts.afresh import forget_accelerate, give_back_memory, no_start_method
 from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.epochs import Epochs
 from workers.scripts.in_place import trial
-from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.course import AFTER_A_LOSS, Course
 from workers.scripts.in_place.loader import Loaders, deliver
 from workers.scripts.in_place.seams import standing_in
 from workers.scripts.ranks import Place, environment_set
@@ -50,7 +50,7 @@ from workers.tracebacks import begun_outside
 
 log = logging.getLogger(__name__)
 
-NOT_HIGHER = "commit in place (level 1) is not on: ELASTIC_SCRIPT_LEVEL=1"
+NOT_HIGHER = "no higher one was asked for (ELASTIC_SCRIPT_LEVEL=0)"
 """Why a script runs at level 0."""
 RETURNED = "returned.json"
 """What the script has returned on the lowest rank; in the folder of `MANIFESTS`."""
@@ -83,6 +83,7 @@ class ScriptLoop:
         while session.step >= 0 and not session.model.has_ended:
             not_in_place = self._call(Call(self, session, reports, num_calls, not_in_place))
             num_calls += 1
+            forget_accelerate()
             give_back_memory()  # this call's models and loaders are gone before the next
 
     def _call(self, call: "Call") -> str:
@@ -313,6 +314,8 @@ class Call:
         if self.loop.keeps_all_metrics:
             self._told.metrics_of_ranks = [metrics for _, metrics in said.values()]
         who = {member for member, (brings, _) in said.items() if brings}
+        if not self._told.count(who, said.keys()):
+            self._call_again("who has brought the checkpoints is lost, and no rank does it now")
         if not who:
             if self.rank == 0:
                 self._log(metrics, None)
@@ -447,7 +450,17 @@ class Call:
             return True
         if self._member.is_cancelled:
             return True
+        if self.course is not None and self.course.operations.num_losses:
+            self._fall_back(f"{AFTER_A_LOSS} {in_words(error)}")
+            return True
         return self._is_forgiven(error)
+
+    def _fall_back(self, why: str) -> None:
+        """What a script meets after a loss in this call may come of the smaller group, as where it
+        has kept the number of ranks. It is its own if it meets the same without one."""
+        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
+        self.not_in_place = why
+        self._member.collective_failed(GivenUp(why))
 
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""

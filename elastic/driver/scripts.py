@@ -20,7 +20,7 @@ LOSSES = 8
 """Workers that may be lost between two reports with a checkpoint."""
 UNLIMITED = 1_000_000
 HIGHEST_LEVEL = "ELASTIC_SCRIPT_LEVEL"
-"""0 (as without it) or 1: whether scripts go on in place after a loss, where they can."""
+"""0 or 1 (as without it): whether scripts go on in place after a loss, where they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class ScriptRun:
 
 def may_go_on_in_place() -> bool:
     """WrongInput for a level that there is not."""
-    asked = os.environ.get(HIGHEST_LEVEL, "0")
+    asked = os.environ.get(HIGHEST_LEVEL, "1")
     if asked not in ("0", "1"):
         raise WrongInput(f"{HIGHEST_LEVEL} must be 0 or 1, got {asked!r}")
     return asked == "1"

@@ -4,20 +4,24 @@ python tests/bench/script_job.py FOLDER --workers 2 --steps 200
 """
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 CHECKPOINT_EVERY = 100
+SAMPLES, BATCH, WIDTH = 12_800, 64, 256
 
 
 def train(config: dict[str, Any]) -> None:
@@ -26,7 +30,9 @@ def train(config: dict[str, Any]) -> None:
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    module = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, WIDTH))
+    dataset = TensorDataset(torch.randn(SAMPLES, WIDTH))
+    loader = prepare_data_loader(DataLoader(dataset, BATCH, shuffle=True))
     begin, checkpoint = 0, ray.train.get_checkpoint()
     optimizer = torch.optim.AdamW(module.parameters())
     if checkpoint is not None:
@@ -36,14 +42,12 @@ def train(config: dict[str, Any]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         begin = state["step"]
     model = prepare_model(module)
-    torch.manual_seed(1 + rank)
     (marks / f"pid-{rank}").write_text(str(os.getpid()))
     began_reports = time.time()
     for number in range(config["reports"]):
         ray.train.report({"number": number})
     reports_s = time.time() - began_reports
-    for step in range(begin, config["steps"]):
-        batch = torch.randn(64, 256)
+    for step, (batch,) in zip(range(begin, config["steps"]), passes(loader), strict=False):
         optimizer.zero_grad()
         loss = (model(batch) - batch).square().mean()
         loss.backward()
@@ -61,6 +65,13 @@ def train(config: dict[str, Any]) -> None:
                     torch.save({**state, "step": step + 1}, Path(directory) / "state.pt")
                     saved = Checkpoint.from_directory(directory)
                 ray.train.report({"step": step + 1}, checkpoint=saved)
+
+
+def passes(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Over the data, without end."""
+    for epoch in itertools.count():
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     import ray.train
     import ray.train.torch
     import torch
+    import torch.distributed as dist
     from torch.utils.data import DataLoader, TensorDataset
 
     place = Path(settings.get("place", "."))
@@ -24,6 +25,7 @@ def count_uses(settings: dict[str, Any]) -> str:
     calls.write_text("x" + (calls.read_text() if calls.exists() else ""))
     torch.manual_seed(0)
     member = ray.train.get_context().get_world_rank()
+    num_ranks = dist.get_world_size()
     dataset = TensorDataset(torch.arange(SAMPLES))
     loaded = DataLoader(
         dataset, batch_size=BATCH, shuffle=True, num_workers=settings.get("loaders", 0)
@@ -73,13 +75,17 @@ def count_uses(settings: dict[str, Any]) -> str:
                 schedule.step()
             step += 1
             lines.write(
-                json.dumps({"step": step, "sizes": sizes, "loss": loss.item(), "at": time.time()})
+                json.dumps(
+                    {"step": step, "sizes": sizes, "loss": loss.item(), "at": time.time()}
+                    | ({} if settings.get("keeps_rank") else {"rank": dist.get_rank()})
+                )
                 + "\n"
             )
             sizes = []
             time.sleep(settings.get("sleep_s", 0.0))
         if settings.get("validates"):
             validate(model, ray.train.torch.prepare_data_loader(DataLoader(dataset, BATCH)))
+        share(settings, num_ranks)
         end_here(settings, member, epoch, "report")
         metrics = {"epoch": epoch, "loss": loss.item(), "pid": os.getpid()}
         saved = None
@@ -105,6 +111,15 @@ def prepared(net: Any, *, has_hook: bool) -> Any:
     if has_hook:
         model.register_comm_hook(None, allreduce_hook)
     return model
+
+
+def share(settings: dict[str, Any], num_ranks: int) -> None:
+    import torch.distributed as dist
+
+    if settings.get("gathers"):
+        gathered: list[Any] = [None] * num_ranks
+        dist.all_gather_object(gathered, 1)
+        assert sum(gathered) == num_ranks
 
 
 def validate(model: Any, loader: Any) -> None:
@@ -149,7 +164,9 @@ def counting_net(settings: dict[str, Any]) -> Any:
 
 
 def is_end(settings: dict[str, Any], member: int, step: int, where: str) -> bool:
-    return [member, step, where] in settings.get("ends", [])
+    call = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    is_call = call == settings.get("ends_in_call", 0)
+    return is_call and [member, step, where] in settings.get("ends", [])
 
 
 def end_here(settings: dict[str, Any], member: int, step: int, where: str) -> None:

@@ -88,9 +88,22 @@ def test_ranks_that_know_of_different_losses_are_called_again():
     assert judge(3, [call_state(0, 5, num_losses=1), call_state(2, 5)]) == again
 
 
-def test_without_rank_0_which_may_be_who_saves_the_script_is_called_again():
-    lost = CallAgain("rank 0, which may be who saves, was lost")
-    assert judge(3, [call_state(1, 5, UNIT), call_state(2, 5, UNIT)]) == lost
+def test_without_rank_0_a_script_that_has_kept_its_rank_is_called_again():
+    left = [call_state(1, 5, UNIT), call_state(2, 5, UNIT)]
+    verdict = judge(3, [replace(of_rank, keeps_rank=True) for of_rank in left])
+    assert isinstance(verdict, CallAgain)
+    assert "rank 0, which may be who saves, was lost" in verdict.why
+    assert judge(3, left) == GoOn((1, 2), 5, None, ())
+
+
+def test_a_script_that_gathers_by_the_ranks_that_it_has_kept_is_called_again():
+    def verdict(members: tuple[int, int], **fields) -> object:
+        return judge(3, [call_state(member, 5, UNIT, **fields) for member in members])
+
+    gathers = {"keeps_rank": True, "gathers": True}
+    assert isinstance(verdict((0, 1), **gathers), GoOn), "both have the rank that they had"
+    assert isinstance(verdict((0, 2), **gathers), CallAgain)
+    assert isinstance(verdict((0, 2), gathers=True), GoOn), "it asks again"
 
 
 def test_the_rest_of_a_pass_is_dealt_from_where_the_furthest_is():

@@ -22,7 +22,7 @@ from workers.scripts.default_group import DefaultGroup, as_default
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.loader import Loaders
 from workers.scripts.in_place.seams import standing_in
-from workers.scripts.in_place.unit import Unit
+from workers.scripts.in_place.unit import Part, Unit
 
 SAMPLES, BATCH = 36, 3
 
@@ -32,6 +32,8 @@ class Survivors:
 
     def __init__(self, ranks: Ranks, survivors: list[int]) -> None:
         self._ranks, self._survivors = ranks, survivors
+        self.denied = ""
+        self.levels: list[tuple[int, str]] = []
         self.group = ranks.form(1, [0, 1, 2])
         ranks.once_said("lost", self.group.abandon)
 
@@ -45,9 +47,11 @@ class Survivors:
         return self.group
 
     def deny(self, why: str) -> None:
-        raise AssertionError(why)
+        self.denied = why
+        raise StepCancelled
 
-    def say_level(self, level: int, reason: str) -> None: ...
+    def say_level(self, level: int, reason: str) -> None:
+        self.levels.append((level, reason))
 
     def unwind(self) -> None:
         raise StepCancelled
@@ -67,7 +71,7 @@ def in_place(lost: int, script: Callable[[int], Any]) -> list[Any]:
             try:
                 return script(ranks.index)
             except StepCancelled:
-                return "called again"
+                return regrouping.denied or "called again"
 
     return run_ranks(3, body, killed=[lost])
 
@@ -98,6 +102,14 @@ def loader_of(samples: int = SAMPLES, **settings: Any) -> Any:
     return DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset), **settings)
 
 
+def begin() -> Any:
+    """A model that has been trained on one batch."""
+    model = DistributedDataParallel(Uses())
+    (samples,) = next(iter(loader_of()))
+    model(samples).backward()
+    return model
+
+
 def used(models: list[nn.Module]) -> list[list[float]]:
     return [model.uses.detach().tolist() for model in models]  # type: ignore[operator]
 
@@ -125,31 +137,71 @@ def test_two_models_by_hand_go_on_with_whatever_the_lost_had():
     assert found == [(everything, 8, True, 0), (everything, 8, True, 1)]
 
 
-def test_who_has_missed_the_vote_takes_it_from_who_has_seen_it(monkeypatch):
-    """Rank 2 is lost right after a vote; rank 1 does not hear its end, rank 0 does and is ahead."""
+def test_who_has_missed_the_end_of_a_unit_takes_its_sums_from_who_has_seen_it():
+    """Rank 2 is lost right after a unit; rank 1 does not hear its end, rank 0 does and is ahead."""
 
     def script(index: int) -> Any:
         reduce, num_units = Unit.reduce, [0]
 
-        def interrupted(self: Unit, group: Group, weight: float, buffers: Any) -> Any:
-            vote = reduce(self, group, weight, buffers)
+        def interrupted(self: Unit, group: Group, part: Part, buffers: Any) -> Any:
+            outcome = reduce(self, group, part, buffers)
             num_units[0] += 1
             if num_units[0] == 2 and index == 2:
                 kill()
             if num_units[0] == 2 and index == 1:
-                raise PeerLost("the vote's end was not heard")
-            return vote
+                assert self._attempt is not None
+                for flat in self._attempt.flats():
+                    flat.fill_(-1)
+                raise PeerLost("the unit's end was not heard")
+            return outcome
 
         Unit.reduce = interrupted
-        net, num_steps = Uses(), 0
+        net, num_steps, averages = Uses(), 0, torch.zeros(1)
+        net.register_buffer("average", averages)
         model = DistributedDataParallel(net)
         for (samples,) in loader_of():
+            averages += index + 1
             model(samples).backward()
             net.count()
             num_steps += 1
-        return used([net]), num_steps
+        return used([net]), num_steps, averages.item()
 
-    assert in_place(2, script) == [([[1.0] * SAMPLES], 4)] * 2
+    assert in_place(2, script) == [([[1.0] * SAMPLES], 4, 4.0)] * 2
+
+
+def test_what_one_rank_refuses_all_hear_and_tell():
+    def script(index: int) -> Any:
+        course: Any = dist.group.WORLD.course  # type: ignore[union-attr]
+        model = DistributedDataParallel(Uses())
+        (first,), (second,), *_ = loader_of()
+        model(first).backward()
+        if index == 1:
+            course.refuse("of rank 1's own")
+        model(second).backward()
+        levels, refusal = course._regrouping.levels, course.refusal
+        end_by(index, 2)
+        return levels, refusal
+
+    told = (0, "rank 1: of rank 1's own")
+    first, second = in_place(2, script)
+    assert first == ([(1, ""), told], told[1])
+    assert second == ([(1, ""), (0, "of rank 1's own")], "of rank 1's own")
+
+
+def test_what_the_backend_refuses_after_a_loss_calls_the_script_again_at_level_0():
+    """A gather over the number of ranks that the script has kept."""
+
+    def script(index: int) -> Any:
+        size = dist.get_world_size()
+        model = begin()  # noqa: F841
+        end_by(index, 1)
+        dist.barrier()
+        gathered = [torch.zeros(1) for _ in range(size)]
+        dist.all_gather(gathered, torch.ones(1))
+        return "went on"
+
+    found = in_place(1, script)
+    assert all("with fewer ranks than it was called with" in of_rank for of_rank in found), found
 
 
 def test_batches_of_loader_processes_that_are_dealt_again_are_dropped():
@@ -193,6 +245,7 @@ def test_buffers_are_the_lowest_ranks():
     def script(index: int) -> Any:
         net = nn.BatchNorm1d(3)
         model = DistributedDataParallel(net)
+        dist.group.WORLD.course.add_samples(1.0)  # type: ignore[union-attr]
         torch.manual_seed(index)
         for step in range(4):
             if (index, step) == (1, 2):
@@ -206,8 +259,7 @@ def test_buffers_are_the_lowest_ranks():
 
 def test_a_collective_that_a_lost_rank_was_in_calls_the_script_again():
     def script(index: int) -> Any:
-        model = DistributedDataParallel(Uses())
-        model(torch.tensor([index])).backward()
+        model = begin()  # noqa: F841
         dist.barrier()
         if index == 1:
             kill()
@@ -220,8 +272,7 @@ def test_a_collective_that_a_lost_rank_was_in_calls_the_script_again():
 
 def test_a_barrier_does_without_the_lost():
     def script(index: int) -> Any:
-        model = DistributedDataParallel(Uses())
-        model(torch.tensor([index])).backward()
+        model = begin()  # noqa: F841
         if index == 1:
             kill()
         dist.barrier()
@@ -253,8 +304,7 @@ def end_by(index: int, lost: int) -> None:
 
 def test_a_broadcast_does_without_the_lost():
     def script(index: int) -> Any:
-        model = DistributedDataParallel(Uses())
-        model(torch.tensor([index])).backward()
+        model = begin()  # noqa: F841
         end_by(index, 1)
         said = [f"of rank {index}"]
         dist.broadcast_object_list(said, src=0)
@@ -265,10 +315,9 @@ def test_a_broadcast_does_without_the_lost():
 
 def test_a_sum_is_one_of_the_survivors_if_the_script_says_so():
     def script(index: int) -> Any:
-        model = DistributedDataParallel(Uses())
         group: Any = dist.group.WORLD
         group.course.operations.on_missing = "survivors"
-        model(torch.tensor([index])).backward()
+        model = begin()  # noqa: F841
         dist.barrier()
         total = torch.tensor([index + 1.0])
         end_by(index, 1)
@@ -280,8 +329,7 @@ def test_a_sum_is_one_of_the_survivors_if_the_script_says_so():
 
 def test_who_has_missed_the_end_of_a_sum_takes_it_from_who_has_seen_it():
     def script(index: int) -> Any:
-        model = DistributedDataParallel(Uses())
-        model(torch.tensor([index])).backward()
+        model = begin()  # noqa: F841
         finish = Pending.wait
         total = torch.tensor([index + 1.0])
 

@@ -101,6 +101,7 @@ def test_without_a_loss_the_bits_are_those_of_stock_ddp(tmp_path):
     ("ends", "settings"),
     [
         pytest.param([1, 7, "backward"], {"accumulate": 2, "scaled": True}, id="accumulating"),
+        pytest.param([0, 14, "backward"], {}, id="rank 0"),
         pytest.param([1, 14, "forward"], {}, id="forward", marks=pytest.mark.slow),
         pytest.param([2, 13, "vote"], {}, id="after the vote", marks=pytest.mark.slow),
         pytest.param([1, 1, "report"], {}, id="report", marks=pytest.mark.slow),
@@ -111,6 +112,30 @@ def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
     run = started(place, ends=[ends], **settings)
     assert run.wait() == "succeeded", run.failure
     check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+
+
+@pytest.mark.parametrize(
+    ("lost", "settings", "why"),
+    [
+        (
+            1,
+            {"gathers": True},
+            "with fewer ranks than it was called with, the script met Type",
+        ),
+        (0, {"keeps_rank": True}, ""),
+    ],
+    ids=["it gathers over the ranks that it has kept", "rank 0 is lost and it has kept its own"],
+)
+def test_a_script_that_a_loss_would_confuse_is_called_again(tmp_path, lost, settings, why):
+    place = tmp_path / "run"
+    run = started(place, ends=[[lost, 4, "backward"]], **settings)
+    assert run.wait() == "succeeded", run.failure
+    found = ends(place)
+    assert len(found) == WORKERS - 1
+    assert all(end["uses"].tolist() == [counting.EPOCHS] * counting.SAMPLES for end in found)
+    assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "xx", "xx"]
+    assert run.level is not None
+    assert why in run.level.reason
 
 
 @pytest.mark.slow
@@ -143,7 +168,7 @@ def test_a_new_worker_enters_at_a_report_and_no_step_is_done_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kills_at_any_instant(tmp_path):
-    """Of one of three ranks, but not of rank 0; the longest time between two steps is told."""
+    """Of one of three ranks; the longest time between two steps is told."""
     draw = random.Random(19)
     gaps: list[float] = []
     missed: list[int] = []
@@ -156,7 +181,7 @@ def test_kills_at_any_instant(tmp_path):
             assert time.monotonic() < deadline, run.decisions
             time.sleep(0.005)  # polling, bounded by the deadline
         time.sleep(draw.uniform(0.0, 1.0))  # the instant is what is tried
-        run.kill(run.members[draw.choice((1, 2))])
+        run.kill(run.members[number % WORKERS])
         assert run.wait() == "succeeded", (number, run.failure)
         missed.append(unused(place, same_ends(place, WORKERS - 1)["uses"]))
         times = [[line["at"] for line in lines] for lines in steps(place)]
@@ -171,7 +196,7 @@ def test_kills_at_any_instant(tmp_path):
 def test_what_one_rank_cannot_do_in_place_none_does(tmp_path):
     """Only rank 1 registers a hook of its own, and a loss follows: all are called again, twice."""
     place = tmp_path / "run"
-    run = started(place, hooks=[1], sleep_s=0.05, ends=[[2, 9, "backward"]])
+    run = started(place, hooks=[1], sleep_s=0.05, ends=[[2, 9, "backward"]], ends_in_call=1)
     assert run.wait() == "succeeded", run.failure
     assert run.level is not None
     assert (run.level.level, "register_comm_hook" in run.level.reason) == (0, True)

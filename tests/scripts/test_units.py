@@ -3,20 +3,24 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elastic.protocol.errors import StepCancelled
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
-from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.course import REUSED, Course
 from workers.scripts.in_place.ddp import Replica, replica_of
 from workers.scripts.in_place.loader import REMEMBERED, Loaders, is_dealt
 from workers.scripts.in_place.seams import standing_in
@@ -51,6 +55,7 @@ class Listening:
 def course() -> Iterator[Course]:
     group = DefaultGroup(Alone("units"))
     course = group.course = Course("units", group, Listening())
+    course.add_samples(1.0)  # what is drawn from no loader is told after some units only
     with as_default(group), standing_in(course, Loaders(course)):
         yield course
 
@@ -196,6 +201,113 @@ def test_lbfgs_is_refused(course):
 
     optimizer.step(closure)
     assert "LBFGS" in course.refusal
+
+
+def test_optimizers_and_models_that_ranks_share_are_refused(course):
+    net = nn.Linear(2, 1)
+    ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    assert "ZeroRedundancyOptimizer" in course.refusal
+    course.refusal = ""
+    with suppress(RuntimeError):  # it has no groups here, and is heard of before it asks for them
+        FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+    assert "FullyShardedDataParallel" in course.refusal
+
+
+def trained_elsewhere(course: Course, units: int) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for _ in range(units):
+        model(torch.randn(BATCH, 2)).sum().backward()
+
+
+def test_samples_from_no_loader_are_refused_at_once(course):
+    course.training.num_without_samples = REUSED  # as at the start of a call
+    trained_elsewhere(course, 1)
+    assert ("no DataLoader" in course.refusal, listening(course).levels) == (True, [0])
+
+
+def test_a_batch_may_be_used_for_several_units_but_not_for_any_number(course):
+    next(iter(loader_of()))
+    trained_elsewhere(course, REUSED)
+    assert course.refusal == ""
+    trained_elsewhere(course, 1)
+    assert "no DataLoader" in course.refusal
+
+
+def test_samples_from_no_loader_are_accepted_by_who_says_so(course):
+    course.operations.on_missing = "survivors"
+    trained_elsewhere(course, REUSED + 1)
+    assert course.refusal == ""
+
+
+def test_after_a_loss_samples_from_no_loader_call_the_script_again(course):
+    course.num_ranks = 2
+    with pytest.raises(StepCancelled):
+        trained_elsewhere(course, REUSED + 1)
+    assert "no DataLoader" in listening(course).denied
+
+
+def test_a_collective_in_flight_while_gradients_meet_is_refused(course):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    trained_elsewhere(course, 1)
+    assert work is not None
+    work.wait()
+    assert "in flight" in course.refusal
+
+
+def test_what_raises_at_the_call_of_a_collective_is_not_taken_for_the_next_one(course):
+    group = course.group
+    with pytest.raises(TypeError):
+        group.allgather([[torch.ones(1)]], None)  # pyright: ignore[reportArgumentType]
+    assert (group._coming, course.operations.num_collectives) == (None, 0)
+    with pytest.raises(AttributeError):
+        group.reduce_scatter_single(torch.ones(1), None)  # pyright: ignore[reportArgumentType]
+    assert course.operations.num_collectives == 0
+    trained_elsewhere(course, 1)
+    assert course.refusal == ""
+
+
+def test_only_the_first_backward_of_an_unknown_output_is_a_unit(course):
+    class Hidden:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class Hiding(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return Hidden(super().forward(input).sum())
+
+    model = DistributedDataParallel(Hiding(2, 1))
+    loss = model(torch.randn(BATCH, 2)).value
+    before = course.operations.num_done
+    loss.backward(retain_graph=True)
+    assert course.operations.num_done == before + 1
+    loss.backward()
+    assert course.operations.num_done == before + 1
+
+
+def keeps_rank(course: Course) -> bool:
+    return course.stand().keeps_rank
+
+
+def test_a_script_that_asks_for_its_rank_only_at_its_start_has_kept_it(course):
+    DistributedSampler(range(3))  # pyright: ignore[reportArgumentType]
+    assert not keeps_rank(course), "torch has asked, for itself"
+    dist.get_rank()
+    assert keeps_rank(course)
+    trained_elsewhere(course, 1)
+    assert keeps_rank(course)
+    dist.get_rank()
+    assert not keeps_rank(course)
+
+
+def test_a_script_that_gathers_while_it_trains_reads_by_ranks(course):
+    dist.all_gather([torch.ones(1)], torch.ones(1))
+    assert not course.stand().gathers
+    trained_elsewhere(course, 1)
+    with torch.no_grad():
+        dist.all_gather([torch.ones(1)], torch.ones(1))
+    assert not course.stand().gathers
+    dist.all_gather([torch.ones(1)], torch.ones(1))
+    assert course.stand().gathers
 
 
 def test_a_device_mesh_is_refused(course):

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,14 @@ def no_start_method() -> Iterator[None]:
         yield
     finally:
         choose(before, force=True)
+
+
+def forget_accelerate() -> None:
+    """What Accelerate, and Hugging Face's Trainer on it, remember for the whole process: that the
+    process group is there, ranks, and how gradients are accumulated."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def give_back_memory() -> None:

@@ -4,6 +4,7 @@ A script's collectives, DistributedDataParallel and DistributedSampler use the d
 peer raises PeerLost in them, out of a backward as well; `failure` says afterwards what it was.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from workers.distributed.pending import GivenUp, Pending, Settling, TorchWork
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
+from workers.scripts.ranks import is_asked_by_script
 
 FORMED_S = 60.0
 """All ranks of a group of the script's own have asked for it by then."""
@@ -34,7 +36,9 @@ class Collectives(Protocol):
 
     @property
     def on_missing(self) -> str: ...
-    def begin_collective(self, own: OwnCollective) -> None: ...
+    def hear_rank_asked(self) -> None: ...
+    def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None: ...
+    def drop_collective(self) -> None: ...
     def end_collective(self, own: OwnCollective) -> None: ...
     def mend_collective(self, error: PeerLost, own: OwnCollective) -> bool: ...
     def barrier(self) -> None: ...
@@ -78,6 +82,8 @@ class DefaultGroup(C10dGroup):
         inner.adopt(self)
 
     def rank(self) -> int:
+        if self.course is not None and is_asked_by_script(sys._getframe(1)):
+            self.course.hear_rank_asked()
         return self.inner.rank()
 
     def size(self) -> int:
@@ -128,10 +134,9 @@ class DefaultGroup(C10dGroup):
         return self.inner
 
     def allreduce(self, tensors: list[Tensor], opts: Any = ALL_REDUCE) -> TorchWork:
-        if self.course is not None:
-            doing = SUM if self.course.on_missing == "survivors" else COLLECTIVE
-            self._coming = OwnCollective(doing, tensors, tensors)
-        work = super().allreduce(tensors, opts)
+        doing = SUM if self.course and self.course.on_missing == "survivors" else COLLECTIVE
+        with self._announced(doing, tensors, tensors):
+            work = super().allreduce(tensors, opts)
         assert isinstance(work, FutureWork)
         work.result = tensors
         if torch._C._current_graph_task_id() != -1 and tensors[0].device.type == "cpu":
@@ -139,17 +144,25 @@ class DefaultGroup(C10dGroup):
         return work
 
     def broadcast(self, tensors: list[Tensor], opts: Any = BROADCAST) -> TorchWork:
-        if self.course is not None:
-            source = self.course.members[opts.rootRank]
-            self._coming = OwnCollective(SEND, tensors, tensors, source)
-        return super().broadcast(tensors, opts)
+        source = self.course.members[opts.rootRank] if self.course else -1
+        with self._announced(SEND, tensors, tensors, source):
+            return super().broadcast(tensors, opts)
 
     def allgather(
         self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = ALL_GATHER
     ) -> TorchWork:
+        with self._announced(COLLECTIVE, [t for of in outputs for t in of]):
+            return super().allgather(outputs, tensors, opts)
+
+    @contextmanager
+    def _announced(self, doing: str, *of_own: Any) -> Iterator[None]:
+        """Within, what is launched can be mended after a loss. of_own: OwnCollective's."""
         if self.course is not None:
-            self._coming = OwnCollective(COLLECTIVE, [t for of in outputs for t in of])
-        return super().allgather(outputs, tensors, opts)
+            self._coming = OwnCollective(doing, *of_own)
+        try:
+            yield
+        finally:
+            self._coming = None  # it may have raised before it was launched
 
     def _wait_at_end_of_backward(self, work: TorchWork) -> None:
         """DDP's own callback there, queued later, would wait in C++, where no error of Python's
@@ -193,9 +206,13 @@ class DefaultGroup(C10dGroup):
         self.launched = what[0]
         if self.course is None:
             return self._told(lambda: self.inner._launch(what, launch))
-        own, self._coming = self._coming or OwnCollective(COLLECTIVE), None
-        self.course.begin_collective(own)
-        return Mending(self, self.course, own, lambda: self.inner._launch(what, launch))
+        own = self._coming or OwnCollective(COLLECTIVE)
+        self.course.begin_collective(own, is_by_rank=what[0] not in ("all_reduce", "broadcast"))
+        try:
+            return Mending(self, self.course, own, lambda: self.inner._launch(what, launch))
+        except Exception:
+            self.course.drop_collective()
+            raise
 
     def _exchange(self, what: tuple[str, int, int], launch: Callable[[], Any]) -> Settling:
         self.launched = what[0]

@@ -5,6 +5,7 @@ them; whatever else is to go on is named by `keep`. It is kept in the run direct
 each epoch, and newcomers enter then.
 """
 
+import gc
 import hashlib
 import io
 import json
@@ -58,6 +59,8 @@ class Epochs:
         self._made: list[weakref.ref[Any]] = []
         """What the script has made of the known kinds, in its order."""
         self._named: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
+        """What goes on, by name, from where `epochs` has begun; the same on all ranks."""
         self._has_begun = False
 
     @contextmanager
@@ -92,6 +95,8 @@ class Epochs:
         if self._has_begun:
             raise RuntimeError("epochs() a second time in one call of the script; use range()")
         self._has_begun = True
+        self._kept = self._objects()
+        self._compare()
         first = self._load()
         for epoch in range(first, num):
             yield epoch
@@ -102,18 +107,28 @@ class Epochs:
     def _objects(self) -> dict[str, Any]:
         """What goes on, by name: the kind and the number in it, or what the script calls it."""
         found: dict[str, Any] = {}
+        gc.collect()  # what nothing but a cycle holds is found on some ranks, and on others not
         alive = [made for ref in self._made if (made := ref()) is not None]
         for kind, types in KINDS.items():
             of_kind = [made for made in alive if isinstance(made, types)]
             found |= {f"{kind} {number}": made for number, made in enumerate(of_kind, 1)}
         return found | {f"{name} of keep()": value for name, value in self._named.items()}
 
+    def _compare(self) -> None:
+        """RuntimeError if this rank has made other objects than rank 0."""
+        of_lowest = set(self._call.broadcast(sorted(self._kept)))
+        if differing := ", ".join(sorted(of_lowest ^ self._kept.keys())):
+            raise RuntimeError(
+                "epochs(): ranks have made different objects, which differ in: "
+                f"{differing}; make the same ones on all ranks before epochs()"
+            )
+
     def _save(self, epoch: int) -> None:
         """All ranks call it alike."""
         call = self._call
         content = io.BytesIO()
         if call.rank == 0:
-            torch.save({n: state_of(n, value) for n, value in self._objects().items()}, content)
+            torch.save({n: state_of(n, value) for n, value in self._kept.items()}, content)
 
         def publish() -> None:
             if call.rank == 0 and content.tell():
@@ -134,7 +149,7 @@ class Epochs:
         content = folder.read(newest["file"])
         if hashlib.sha256(content).hexdigest() != newest["sha256"]:
             raise RuntimeError(f"epochs(): {newest['file']} is not what was kept")
-        states, objects = torch.load(io.BytesIO(content), weights_only=True), self._objects()
+        states, objects = torch.load(io.BytesIO(content), weights_only=True), self._kept
         if states.keys() != objects.keys():
             differing = ", ".join(sorted(states.keys() ^ objects.keys()))
             raise RuntimeError(

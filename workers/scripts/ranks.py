@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,20 @@ class Place:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_MAX_RESTARTS": str(restart),
         }
+
+
+OWN = ("torch.", "ray.", "workers.", "elastic.")
+"""Modules that ask for a rank for purposes of their own."""
+
+
+def is_asked_by_script(frame: FrameType | None) -> bool:
+    """frame: what asks the process group for its rank. True if that answers a
+    `torch.distributed.get_rank()` of the script's, or of a framework that it uses."""
+    if frame is None or frame.f_code.co_name != "get_rank":
+        return False
+    while frame is not None and frame.f_globals["__name__"].startswith("torch.distributed."):
+        frame = frame.f_back
+    return frame is not None and not frame.f_globals["__name__"].startswith(OWN)
 
 
 @contextmanager

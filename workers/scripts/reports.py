@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,24 @@ class Told:
     """The checkpoint that counts, by its name."""
     metrics_of_ranks: list[dict[str, Any]] = field(default_factory=list)
     """Of the newest report, where they are kept."""
+    brought_by: frozenset[int] = frozenset()
+    """Members who have brought the newest checkpoint of this call."""
+    num_without: int = 0
+    """Reports since then."""
+    most_without: int = 0
+    """In a row, so far."""
+
+    def count(self, bringing: Set[int], members: Set[int]) -> bool:
+        """A report, by who brings files for it and who is there. False: a checkpoint would be due,
+        but all are lost who have brought one before."""
+        if bringing:
+            self.brought_by, self.num_without = frozenset(bringing), 0
+            return True
+        self.num_without += 1
+        if self.brought_by and not self.brought_by & members:
+            return self.num_without <= self.most_without
+        self.most_without = max(self.most_without, self.num_without)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,8 @@ def started_by_torchrun(call: ScriptCall) -> Generator[None]:
     several workers that has never asked for a process group."""
     assert call.group is not None
     initialisation, before = Initialisation(call.group), dist.group.WORLD
+    if call.group.course is not None:
+        call.group.course.hear_rank_asked()  # RANK
     # a worker sees its own GPU only, as under torchrun --virtual-local-rank
     local = {"LOCAL_RANK": "0"} if call.device.type == "cuda" else dict[str, str]()
     with environment_set(local), _answered(initialisation):

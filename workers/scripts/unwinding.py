@@ -32,8 +32,12 @@ class Unwinding:
             )
 
 
-SAYS_SO = re.compile(r"already|twice|multiple times|more than once|only once|in use", re.IGNORECASE)
-"""What an exception says of something that is done for the second time."""
+SAYS_SO = re.compile(
+    r"already|twice|multiple times|more than once|only once|in use|not been initialized",
+    re.IGNORECASE,
+)
+"""What an exception says of something that is done for the second time, or that a library remembers
+to have done."""
 
 
 class CannotBeCalledAgain(RuntimeError):

@@ -56,6 +56,10 @@ class CallState:
     """One for each loader."""
     refusal: str
     """Why this member cannot go on in place; empty: it can."""
+    keeps_rank: bool = False
+    """The script has asked for its rank before it has trained, and not since."""
+    gathers: bool = False
+    """It trains on what it gathers from the ranks."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "CallState":
@@ -99,8 +103,8 @@ def judge(num_ranks: int, states: Sequence[CallState | None]) -> Verdict:
         return CallAgain("ranks know of different losses")
     if len(said) * MAX_GROWTH < num_ranks:
         return CallAgain(f"{len(said)} of {num_ranks} ranks are left: batches would grow too large")
-    if all(s.member for s in said):
-        return CallAgain("rank 0, which may be who saves, was lost")
+    if why := what_renumbering_hinders(said):
+        return CallAgain(why)
     furthest = max(s.num_done for s in said)
     result = next(s.result for s in said if s.num_done == furthest)
     if any(s.num_done < furthest - 1 for s in said):
@@ -109,6 +113,19 @@ def judge(num_ranks: int, states: Sequence[CallState | None]) -> Verdict:
         return CallAgain(why)
     members = tuple(s.member for s in said)
     return GoOn(members, furthest, result, losses_of(said))
+
+
+def what_renumbering_hinders(said: Sequence[CallState]) -> str:
+    """Why ranks cannot be numbered anew behind the back of a script that has kept its own."""
+    if not any(s.keeps_rank for s in said):
+        return ""
+    if all(s.member for s in said):
+        return "rank 0, which may be who saves, was lost, and no script asks again who that is"
+    before = said[0].members
+    has_moved = any(place(before, s.member) != rank for rank, s in enumerate(said))
+    if has_moved and any(s.gathers for s in said):
+        return "ranks have other numbers now, and the script gathers by those that it has kept"
+    return ""
 
 
 def what_hinders(said: Sequence[CallState], furthest: int, result: Any) -> str:

@@ -6,27 +6,37 @@ reduced is unit.py's, and what is loaded is loader.py's.
 """
 
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol
 from weakref import ReferenceType
 
 import torch
 
-from elastic.protocol.errors import PeerLost, StepCancelled
+from elastic.protocol.errors import CollectiveRefused, PeerLost, StepCancelled
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import Group
 from workers.scripts.default_group import DefaultGroup
 from workers.scripts.in_place import call_state
-from workers.scripts.in_place.call_state import CallAgain, CallState, InPass, judge
+from workers.scripts.in_place.call_state import CallAgain, CallState, GoOn, InPass, judge
 from workers.scripts.in_place.collective import OwnCollective, plain
 from workers.scripts.in_place.dealing import Loss
+from workers.scripts.in_place.unit import Attempt, send
 
 log = logging.getLogger(__name__)
 
 CALLED = {call_state.UNIT: "backward()", call_state.BARRIER: "torch.distributed's barrier"}
 """What the script has called; other operations are within a call that says its own name."""
 
+REUSED = 8
+"""Units in a row may be of the batches at hand, as those of several models are."""
+FROM_ELSEWHERE = (
+    "samples come from no DataLoader: those of a lost rank would be missed; "
+    "elastic.torch.on_missing('survivors') accepts that"
+)
+AFTER_A_LOSS = "with fewer ranks than it was called with, the script met"
+IN_FLIGHT = "a collective of the script's own is in flight while gradients meet"
 OTHERS = (
     "a model has parameters that it had not when DistributedDataParallel was made of it: their "
     "gradients are not shared"
@@ -90,11 +100,20 @@ class Operations:
     """Of the script's own, launched and not waited for."""
     result: Any = None
     """Of the one that has ended last: what who has missed its end is told."""
+    ended: Attempt | None = None
+    """The sums, if that was a unit."""
+    receive: Callable[[Group, int], None] | None = None
+    """Of the unit at hand: take the sums from this rank of a group."""
     sole: OwnCollective | None = None
     """Of the script's own, if it is the only one under way."""
     on_missing: str = "restart"
     """What becomes of a sum of the script's own without a lost rank's part: the script is called
     again, or it is the sum of the "survivors"."""
+
+    def end(self, result: Any) -> None:
+        """One has ended, here or where it was seen."""
+        self.num_done += 1
+        self.result, self.ended = result, None
 
 
 @dataclass(slots=True)
@@ -102,6 +121,16 @@ class Training:
     """What has been seen of it."""
 
     has_begun: bool = False
+    num_without_samples: int = REUSED
+    """Units since the script had a batch of ours."""
+    has_rank: bool = False
+    """The script has asked for its rank, or was told it at its start."""
+    asks_for_rank: bool = False
+    """It has done so in the middle of the training."""
+    gathers: bool = False
+    """In the middle of the training, by ranks."""
+    is_refusal_heard: bool = False
+    """By all members."""
     suspicion: str = ""
     """Will be a refusal if anything is trained."""
     has_new_parameters: bool = False
@@ -143,8 +172,13 @@ class Course:
         """That the script has now."""
         return sum(model() is not None for model in self.models)
 
+    @property
+    def has_news(self) -> bool:
+        """A refusal that the others have not heard."""
+        return bool(self.refusal) and not self.training.is_refusal_heard
+
     def refuse(self, why: str) -> None:
-        """From now on a loss has the script called again."""
+        """From now on a loss has the script called again. The others hear it with the next unit."""
         if not self.refusal:
             self.refusal = why
             self._regrouping.say_level(0, why)
@@ -160,6 +194,7 @@ class Course:
     # --- samples ------------------------------------------------------------------------------
     def add_samples(self, weight: float) -> None:
         """The script has a batch: 1 if it is of the script's own size."""
+        self.training.num_without_samples = 0
         for model in self.models:
             if (learns := model()) is not None:
                 learns.add_samples(weight)
@@ -173,19 +208,33 @@ class Course:
         for loader in self.loaders:
             loader.begin_forward()
 
-    def count_samples(self) -> None:
-        """A unit has ended: what was delivered before its forward has counted, the part of every
-        member."""
+    def end_unit(self, num_refusing: int = 0) -> None:
+        """What was delivered before its forward has counted, the part of every member.
+        num_refusing: members whose refusal not all have heard."""
         for loader in self.loaders:
             loader.count(is_training=True)
-        if self.training.suspicion:
+        training = self.training
+        training.num_without_samples += 1
+        if training.num_without_samples > REUSED and self.on_missing != "survivors":
+            self.suspect(FROM_ELSEWHERE)
+        if num_refusing and not training.is_refusal_heard:
+            self._hear_refusal()
+        if training.suspicion:
             if len(self.members) < self.num_ranks:
-                self.deny(f"{self.training.suspicion}, and a rank is lost")
-            self.refuse(self.training.suspicion)
-        elif not self.training.has_begun:
-            self.training.has_begun = True
+                self.deny(f"{training.suspicion}, and a rank is lost")
+            self.refuse(training.suspicion)
+        elif not training.has_begun:
+            training.has_begun = True
             if not self.refusal:
                 self._regrouping.say_level(1, "")
+
+    def _hear_refusal(self) -> None:
+        """All members do; from then on it is everybody's."""
+        said = self.exchange(self.refusal)
+        found = [f"rank {member}: {why}" for member, why in said.items() if why]
+        if found:  # else whoever has refused is lost
+            self.training.is_refusal_heard = True
+            self.refuse(found[0])
 
     # --- operations ---------------------------------------------------------------------------
     def check(self) -> None:
@@ -201,6 +250,8 @@ class Course:
         attempt gives here or, if this member has missed its end, where it was seen."""
         self.check()
         now = self.operations
+        if now.num_collectives:
+            self.refuse(IN_FLIGHT)
         now.doing, number = what, now.num_done
         with self.group.waiting(CALLED.get(what, what)):
             while now.num_done == number:
@@ -209,8 +260,8 @@ class Course:
                 except PeerLost as error:
                     self._recover(error)
                 else:
-                    now.num_done, now.result = number + 1, found
-        now.doing = ""
+                    now.end(found)
+        now.doing, now.receive = "", None
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """The JSON values of all members, by their names in the order of ranks."""
@@ -231,25 +282,36 @@ class Course:
             except StepCancelled:
                 self._recover(None)
             else:
-                now.num_done += 1
+                now.end(now.result)
         now.doing = ""
 
     def count_commit(self) -> None:
         """The step of the engine that was open counts, although it was cancelled here."""
-        self.operations.num_done += 1
+        self.operations.end(self.operations.result)
 
-    def begin_collective(self, own: OwnCollective) -> None:
+    def hear_rank_asked(self) -> None:
+        """The script asks for its rank, which may be another one after a loss."""
+        self.training.has_rank = True
+        self.training.asks_for_rank |= self.training.has_begun
+
+    def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None:
         """One of the script's own is launched. Of several that are under way together none is
-        mended."""
+        mended. is_by_rank: who reads the result asks whose is which."""
         self.check()
+        is_training = self.training.has_begun and torch.is_grad_enabled()
+        self.training.gathers |= is_by_rank and is_training
         self.operations.num_collectives += 1
         self.operations.sole = own if self.operations.num_collectives == 1 else None
+
+    def drop_collective(self) -> None:
+        """It was not launched: what the script has asked for is none."""
+        self.operations.num_collectives -= 1
+        self.operations.sole = None
 
     def end_collective(self, own: OwnCollective) -> None:
         now = self.operations
         now.num_collectives -= 1
-        now.num_done += 1
-        now.result = own.result() if self.operations.sole is own else None
+        now.end(own.result() if self.operations.sole is own else None)
         self._count_measured()
 
     def _count_measured(self) -> None:
@@ -282,17 +344,19 @@ class Course:
     def _recover(self, error: PeerLost | None) -> None:
         """The group is that of the members that are left. StepCancelled: the script is to be called
         again."""
+        if isinstance(error, CollectiveRefused) and self.operations.num_losses:
+            self.deny(f"{AFTER_A_LOSS} {error}")
         while True:
             group = self._regrouping.regroup(error)
             if group is None:
                 self._end()
             try:
                 said = gather_json(group, {"call_state": asdict(self.stand())})
+                self._follow([s.get("call_state") for s in said], group)
             except PeerLost as another:
                 error = another
-                continue
-            self._follow([s.get("call_state") for s in said], group)
-            return
+            else:
+                return
 
     def stand(self) -> CallState:
         now = self.operations
@@ -308,6 +372,8 @@ class Course:
             passes=tuple(loader.stand() for loader in self.loaders),
             refusal=self.refusal
             or ("" if self.num_models else "no model is in DistributedDataParallel"),
+            keeps_rank=self.training.has_rank and not self.training.asks_for_rank,
+            gathers=self.training.gathers,
         )
 
     def _doing(self) -> str:
@@ -318,11 +384,13 @@ class Course:
         return self.operations.sole.doing
 
     def _follow(self, said: list[dict[str, Any] | None], group: Group) -> None:
+        """Raises PeerLost before anything has changed."""
         states = [CallState.of(s) if s else None for s in said]
         verdict = judge(self.num_ranks, states)
         if isinstance(verdict, CallAgain):
             log.warning('call=%s called again reason="%s"', self.call, verdict.why)
             self._end()
+        self._level_units(verdict, states, group)
         for index, number, loss in verdict.losses:
             self.losses.setdefault(index, []).append((number, loss))
             for loader in self.loaders:
@@ -335,4 +403,30 @@ class Course:
         self.group.replace(group)
         self.seats |= {(size, group.rank()) for size in (self.num_ranks, group.size())}
         if verdict.num_done > now.num_done:
-            now.num_done, now.result = verdict.num_done, verdict.result
+            now.end(verdict.result)
+        self._warn_of_size()
+
+    def _level_units(self, verdict: GoOn, said: Sequence[CallState | None], group: Group) -> None:
+        """Who has missed the end of a unit gets its sums from who has seen it."""
+        is_behind = [s is not None and s.num_done < verdict.num_done for s in said]
+        if call_state.UNIT not in [s.doing for s in said if s and s.num_done < verdict.num_done]:
+            return
+        source, now = is_behind.index(False), self.operations
+        if is_behind[group.rank()]:
+            assert now.receive is not None
+            now.receive(group, source)
+        else:
+            assert now.ended is not None
+            send(group, now.ended, source)
+
+    def _warn_of_size(self) -> None:
+        """What a script has kept of the number of ranks nobody can see."""
+        if self.group.rank() == 0:
+            print(
+                f"elastic: a rank is lost, and the script goes on in place with "
+                f"{len(self.members)} of {self.num_ranks} ranks. Whatever it has kept of "
+                f"torch.distributed.get_world_size() is {self.num_ranks} still: a loss or a "
+                "metric that is scaled by it is wrong from here on",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from workers.scripts.in_place.buckets import Limits
 from workers.scripts.in_place.call_state import UNIT
 from workers.scripts.in_place.course import Course
-from workers.scripts.in_place.unit import SecondGradient, Unit
+from workers.scripts.in_place.unit import Outcome, Part, SecondGradient, Unit
 
 
 class Replica:
@@ -93,39 +93,47 @@ class Replica:
     def begin_unit(self) -> None:
         self.take_weights()
         self._has_gradient = False
-        self.unit.begin(self.course.group.inner, self.weight)
+        self.unit.begin(self.course.group.inner, self._part())
+
+    def _part(self) -> Part:
+        return Part(self.weight, self.course.has_news)
 
     def _begin_backward(self, _: Tensor) -> None:
         self._backward.take(self)
 
-    def _hear_gradient(self, index: int, _: Tensor) -> None:
-        if self._is_expected and not self._backward.is_under_way:
-            self._backward.take(self)  # an output in which no tensor was found
+    def hear_gradient(self, index: int) -> None:
+        """Once for each parameter in each backward: the time that it takes is the script's."""
+        backward, unit = self._backward, self.unit
         self._has_gradient = True
-        if self._backward.has_taken(self):
-            self.unit.note_order(index)
+        if self._is_expected and not backward.is_under_way:
+            backward.take(self)  # an output in which no tensor was found
+            self._has_gradient = True
+        if backward.has_taken(self):
+            unit.note_order(index)
         else:
-            self.unit.note_backward()
-        if self._backward.is_of(self):
-            self.unit.hear_gradient(index)
+            unit.note_backward()
+        if backward.launching is self:
+            unit.hear_gradient(index)
 
     def end_backward(self) -> None:
         """The gradients become the means over the members. If there was none, it was a
         `torch.autograd.grad()` of the script's."""
+        self._is_expected = False
         if not self._has_gradient:
             return
-        course, buffers = self.course, self._buffers()
-        reduce = self.unit.reduce
+        course, unit, buffers = self.course, self.unit, self._buffers()
+        course.operations.receive = lambda group, source: unit.receive(group, source, buffers)
         try:
-            course.do(UNIT, lambda: reduce(course.group.inner, self.weight, buffers))
+            course.do(UNIT, lambda: unit.reduce(course.group.inner, self._part(), buffers))
         except SecondGradient as error:
             course.deny(str(error))
-        self.unit.take(course.operations.result, buffers)
-        course.count_samples()
+        outcome = Outcome.of(course.operations.result)
+        course.operations.ended = unit.take(outcome, buffers)
+        course.end_unit(outcome.num_refusing)
 
     def _buffers(self) -> list[Tensor]:
         module = self._module()
-        if module is None or not module.forward_sync_buffers:
+        if module is None or not module.forward_sync_buffers or not module.modules_buffers:
             return []
         module._assign_modules_buffers()  # a script may have put others in their place
         return list(module.modules_buffers)
@@ -137,6 +145,8 @@ class Backward:
     def __init__(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
         self._queue_callback = queue_callback
         self._taken: list[Replica] = []
+        self.launching: Replica | None = None
+        """Its buckets may be launched: among several models nobody knows in which order."""
 
     @property
     def is_under_way(self) -> bool:
@@ -145,32 +155,30 @@ class Backward:
     def has_taken(self, replica: Replica) -> bool:
         return replica in self._taken
 
-    def is_of(self, replica: Replica) -> bool:
-        """Its buckets may be launched: among several models nobody knows in which order."""
-        return self._taken == [replica] and replica.course.num_models == 1
-
     def take(self, replica: Replica) -> None:
         if replica in self._taken:
             return
         if not self._taken:
             self._queue_callback(self._end)
         self._taken.append(replica)
+        is_only = len(self._taken) == 1 and replica.course.num_models == 1
+        self.launching = replica if is_only else None
         replica.begin_unit()
 
     def forget(self) -> None:
         """A forward has begun: what an exception has ended is over."""
         if torch._C._current_graph_task_id() == -1:
-            self._taken = []
+            self._taken, self.launching = [], None
 
     def _end(self) -> None:
-        taken, self._taken = self._taken, []
+        taken, self._taken, self.launching = self._taken, [], None
         for replica in sorted(taken, key=lambda r: r.number):
             replica.end_backward()
 
 
-def tell_gradient(replica: "weakref.ref[Replica]", index: int, gradient: Tensor) -> None:
+def tell_gradient(replica: "weakref.ref[Replica]", index: int, _: Tensor) -> None:
     if (found := replica()) is not None:
-        found._hear_gradient(index, gradient)
+        found.hear_gradient(index)
 
 
 def replica_of(module: nn.Module) -> Replica | None:

@@ -7,6 +7,7 @@ Some of it is private to torch: other versions than the tested ones, and a torch
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from workers.scripts.in_place.course import Course
@@ -25,6 +26,9 @@ from workers.scripts.in_place.ddp import Backward, Replica, replica_of
 from workers.scripts.in_place.loader import Loaders
 
 TESTED = ("2.13",)
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+SHARED_OPTIMIZERS = "torch.distributed.optim."
+"""By the names of their modules, which take long to import."""
 
 
 def version_refusal() -> str:
@@ -179,9 +183,18 @@ def of_loaders(course: Course, loaders: Loaders) -> list[Seam]:
 
 def of_others(course: Course) -> list[Seam]:
     """What the script may use, but not in place."""
+    torchs_init = Optimizer.__init__
+
+    @wraps(torchs_init)
+    def make_optimizer(self: Any, *args: Any, **named: Any) -> None:
+        if type(self).__module__.startswith(SHARED_OPTIMIZERS):
+            course.refuse(f"the optimizer is {type(self).__name__}: ranks share its state or steps")
+        torchs_init(self, *args, **named)
+
     return [
         (LBFGS, "step", refused(course, LBFGS, "step", "the optimizer is LBFGS: each rank decides "
          "by its own loss how often it is called")),
+        (Optimizer, "__init__", make_optimizer),
         (DeviceMesh, "__init__", refused(course, DeviceMesh, "__init__", "the script has a device "
          "mesh, as FSDP and tensor parallelism have")),
     ]  # fmt: skip
@@ -201,8 +214,10 @@ def refused(course: Course, owner: Any, name: str, why: str) -> Callable[..., An
 def hearing_of_parameters(course: Course) -> Iterator[None]:
     """Within, a module that gets a parameter or a module is heard of: it may be of a model."""
 
-    def hear(*_: Any) -> None:
+    def hear(module: Any, *_: Any) -> None:
         course.training.has_new_parameters = True
+        if type(module).__module__.startswith(FSDP1):
+            course.refuse("a model is in FSDP's FullyShardedDataParallel")
 
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(hear).remove)

@@ -1,7 +1,8 @@
 """A unit: the gradients of one synchronised backward, summed over the members by samples.
 
-Local gradients stay as they are until all members hold the sums, which the vote at its end says;
-only then the means take their place. A unit that lost a member before is reduced again.
+Local gradients stay as they are until the sums are here; only then the means take their place. A
+member that has them keeps them until its next unit has ended: whoever is behind when another one is
+lost gets them from there. A unit that no member has ended is reduced again among who is left.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import BroadcastOptions
 
 from elastic.protocol.errors import PeerLost
 from workers.distributed.device_wait import mark, wait_for
@@ -18,24 +20,62 @@ from workers.distributed.process_group import Group
 from workers.scripts.in_place.buckets import Bucket, Limits, at_first, rebuilt
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a member brings to a unit besides its gradients."""
+
+    weight: float
+    """1 for a batch of the script's own size."""
+    refuses: bool = False
+    """It cannot go on in place after a loss; the others have not heard it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a unit; the same on all members."""
+
+    size: int
+    """So many members have brought a part."""
+    weight: float
+    """Of all parts together."""
+    num_refusing: int
+    unused: tuple[int, ...]
+    """Parameters that nobody has used."""
+    order: tuple[int, ...]
+    """Of the lowest rank's parameters, as their gradients came; empty: nothing is cut anew."""
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> "Outcome":
+        size, weight, num_refusing, unused, order = plain
+        return cls(size, weight, num_refusing, tuple(unused), tuple(order))
+
+    def plain(self) -> list[Any]:
+        """As JSON has it."""
+        return [self.size, self.weight, self.num_refusing, list(self.unused), list(self.order)]
+
+
 @dataclass(slots=True)
 class Attempt:
     """At one unit, over one group; another one has memory of its own, as what was abandoned may
     still be written to."""
 
     group: Group
-    weight: float
+    part: Part
+    missing: list[int]
+    """By bucket: so many gradients that the backward has not brought yet."""
     sums: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     """By bucket: flat, and by parameter."""
     pending: list[Settling] = field(default_factory=list)
+    ballot: Tensor | None = None
     buffers: list[Tensor] = field(default_factory=list)
     """The lowest rank's, flat."""
     heard: set[int] = field(default_factory=set)
     """Parameters whose gradients the backward has brought."""
-    is_summed: bool = False
-    """The sums are here; the vote on them may have begun."""
     failure: Exception | None = None
     """Of a launch in the middle of the backward: it is raised at its end."""
+
+    def flats(self) -> list[Tensor]:
+        return [*(flat for flat, _ in self.sums), *self.buffers]
 
 
 class SecondGradient(RuntimeError):
@@ -47,16 +87,23 @@ class Unit:
 
     def __init__(self, parameters: Sequence[Tensor], limits: Limits) -> None:
         self._parameters, self._limits = tuple(parameters), limits
-        self._buckets = at_first(self._parameters, limits)
+        self._cut(at_first(self._parameters, limits))
         self._is_cut_anew = not limits.then
         self._knows_graph = not limits.skips_first_backward
         self._order: list[int] = []
         """Of the parameters, as the gradients of this unit have come."""
         self._attempt: Attempt | None = None
+        self._ended: Attempt | None = None
+        """The newest unit that has ended here."""
 
-    def begin(self, group: Group, weight: float) -> None:
+    def _cut(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._bucket_of = {i: number for number, b in enumerate(buckets) for i in b.indices}
+        self._sizes = [len(bucket.indices) for bucket in buckets]
+
+    def begin(self, group: Group, part: Part) -> None:
         """A backward; it is not launched over another group than this one."""
-        self._attempt, self._order = Attempt(group, weight), []
+        self._attempt, self._order = Attempt(group, part, list(self._sizes)), []
 
     def note_order(self, index: int) -> None:
         """By it the buckets are cut anew, once."""
@@ -72,36 +119,41 @@ class Unit:
         attempt = self._attempt
         if attempt is None or attempt.failure is not None:
             return
-        if index in attempt.heard and self._is_launched(attempt, index):
-            attempt.failure = SecondGradient(
-                "a parameter got a second gradient in one backward after the first was sent; use "
-                "checkpoint(use_reentrant=False)"
-            )
+        number = self._bucket_of[index]
+        if index in attempt.heard:
+            if number < len(attempt.sums):
+                attempt.failure = SecondGradient(
+                    "a parameter got a second gradient in one backward after the first was sent; "
+                    "use checkpoint(use_reentrant=False)"
+                )
             return
         attempt.heard.add(index)
+        attempt.missing[number] -= 1
+        if number == len(attempt.sums) and not attempt.missing[number]:
+            self._launch_complete(attempt)
+
+    def _launch_complete(self, attempt: Attempt) -> None:
         try:
-            while len(attempt.sums) < len(self._buckets):
-                bucket = self._buckets[len(attempt.sums)]
-                if not attempt.heard.issuperset(bucket.indices):
+            while not attempt.missing[len(attempt.sums)]:
+                launch(attempt, self._buckets[len(attempt.sums)])
+                if len(attempt.sums) == len(self._buckets):
+                    self._cast(attempt)
                     return
-                launch(attempt, bucket)
         except PeerLost as error:
             attempt.failure = error
 
-    def _is_launched(self, attempt: Attempt, index: int) -> bool:
-        return any(index in b.indices for b in self._buckets[: len(attempt.sums)])
-
-    def reduce(self, group: Group, weight: float, buffers: Sequence[Tensor]) -> list[Any]:
-        """What the vote says: the sum of the weights, which parameters nobody has used, and
-        the lowest rank's order where it is to be taken. Raises PeerLost; what was launched is done
-        again then, over another group."""
+    def reduce(self, group: Group, part: Part, buffers: Sequence[Tensor]) -> list[Any]:
+        """The outcome, as JSON has it. Raises PeerLost; what was launched is done again then, over
+        another group."""
         attempt = self._attempt
         if attempt is None or attempt.group is not group:
-            attempt = self._attempt = Attempt(group, weight)
+            attempt = self._attempt = Attempt(group, part, list(self._sizes))
         if attempt.failure is not None:
             raise attempt.failure
         while len(attempt.sums) < len(self._buckets):
             launch(attempt, self._buckets[len(attempt.sums)])
+        if attempt.ballot is None:
+            self._cast(attempt)
         attempt.buffers = flattened(buffers)
         for flat in attempt.buffers:
             attempt.pending += group.broadcast([flat])._pending
@@ -109,57 +161,97 @@ class Unit:
             pending.wait()
         if (summed := mark(self._parameters[0].device)) is not None:
             wait_for(summed, group.device_waits_in)
-        attempt.is_summed = True
-        return self._vote(group, weight)
+        return self._outcome(attempt).plain()
 
-    def _vote(self, group: Group, weight: float) -> list[Any]:
+    def _cast(self, attempt: Attempt) -> None:
+        """Behind the last bucket, and along with it."""
         used = [float(parameter.grad is not None) for parameter in self._parameters]
-        ballot = torch.tensor([weight, *used], dtype=torch.float64)
-        group.control.all_reduce(ballot).wait()
-        total, *num_used = group.control.read(ballot).tolist()
-        unused = [i for i, num in enumerate(num_used) if not num]
-        return [total, unused, self._agreed_order(group)]
+        said = [attempt.part.weight, float(attempt.part.refuses), *used]
+        attempt.ballot = torch.tensor(said, dtype=torch.float64)
+        attempt.pending.append(attempt.group.control.all_reduce(attempt.ballot))
 
-    def _agreed_order(self, group: Group) -> list[int]:
+    def _outcome(self, attempt: Attempt) -> Outcome:
+        group = attempt.group
+        assert attempt.ballot is not None
+        weight, num_refusing, *num_used = group.control.read(attempt.ballot).tolist()
+        unused = () if all(num_used) else tuple(i for i, num in enumerate(num_used) if not num)
+        order = self._agreed_order(group)
+        return Outcome(group.size(), weight, int(num_refusing), unused, order)
+
+    def _agreed_order(self, group: Group) -> tuple[int, ...]:
         """The lowest rank's; empty where nothing is cut anew."""
         if self._is_cut_anew or not self._knows_graph:
-            return []
+            return ()
         others = reversed(range(len(self._parameters)))
         order = torch.tensor(list(dict.fromkeys([*self._order, *others])))
         group.control.broadcast([order]).wait()
-        return group.control.read(order).tolist()
+        return tuple(group.control.read(order).tolist())
 
     @torch.no_grad()
-    def take(self, vote: Sequence[Any], buffers: Sequence[Tensor]) -> None:
-        """The means are the gradients, and the buffers the lowest rank's."""
-        assert self._attempt is not None
-        assert self._attempt.is_summed
-        total, unused = vote[0], set(vote[1])
-        share = self._attempt.group.size() / total
+    def take(self, outcome: Outcome, buffers: Sequence[Tensor]) -> Attempt:
+        """The means are the gradients, and the buffers the lowest rank's. Gives what is to be kept
+        for who has missed the end of this unit."""
+        attempt = self._attempt
+        assert attempt is not None
+        share = outcome.size / outcome.weight
         """1 where all had batches of the script's own size: the bits are stock DDP's then."""
-        for bucket, (flat, views) in zip(self._buckets, self._attempt.sums, strict=True):
-            if share != 1:
-                flat.mul_(share)
+        unused = set(outcome.unused)
+        for bucket, (_, views) in zip(self._buckets, attempt.sums, strict=True):
             for index, parameter, view in zip(
                 bucket.indices, bucket.parameters, views, strict=True
             ):
                 if index in unused:
                     continue
                 if parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
+                    parameter.grad = torch.empty_like(parameter)
+                if share == 1:
                     parameter.grad.copy_(view)
-            bucket.spare = (flat, views)
-        unflatten(self._attempt.buffers, buffers)
-        self._attempt, self._knows_graph = None, True
-        if order := vote[2]:
-            self._buckets, self._is_cut_anew = rebuilt(self._parameters, self._limits, order), True
+                else:
+                    torch.mul(view, share, out=parameter.grad)
+        unflatten(attempt.buffers, buffers)
+        self._give_back(self._ended)
+        self._attempt, self._ended, self._knows_graph = None, attempt, True
+        if outcome.order:
+            self._cut(rebuilt(self._parameters, self._limits, outcome.order))
+            self._is_cut_anew, self._ended = True, None
+        return attempt
+
+    def _give_back(self, ended: Attempt | None) -> None:
+        """Its memory is the next unit's: all members have begun one after it."""
+        if ended is not None:
+            for bucket, memory in zip(self._buckets, ended.sums, strict=True):
+                bucket.spare = memory
+
+    def receive(self, group: Group, source: int, buffers: Sequence[Tensor]) -> None:
+        """This member is behind: the sums are those of another one. Raises PeerLost."""
+        assert self._attempt is not None
+        received = Attempt(group, self._attempt.part, [])
+        received.sums = [bucket.take_memory() for bucket in self._buckets]
+        received.buffers = flattened(buffers)
+        broadcast(group, received.flats(), source)
+        self._attempt = received
+
+
+def send(group: Group, ended: Attempt, source: int) -> None:
+    """What a member that is behind receives; all who are not behind call it. Raises PeerLost."""
+    is_source = group.rank() == source
+    flats = ended.flats()
+    broadcast(group, flats if is_source else [torch.empty_like(f) for f in flats], source)
+
+
+def broadcast(group: Group, flats: Sequence[Tensor], source: int) -> None:
+    options = BroadcastOptions()
+    options.rootRank = source
+    for flat in flats:
+        group.broadcast([flat], options).wait()
+    if flats and (received := mark(flats[0].device)) is not None:
+        wait_for(received, group.device_waits_in)
 
 
 @torch.no_grad()
 def launch(attempt: Attempt, bucket: Bucket) -> None:
     flat, views = bucket.take_memory()
-    factor = attempt.weight / attempt.group.size()
+    factor = attempt.part.weight / attempt.group.size()
     for parameter, view in zip(bucket.parameters, views, strict=True):
         if parameter.grad is None or not factor:
             view.zero_()
