@@ -6,6 +6,7 @@ code runs each time. How single operations are done without values is absent.py'
 """
 
 import operator
+import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -156,8 +157,7 @@ def _setting(leaves: Iterable[Any]) -> Any:
 
 def _chance() -> Any:
     """Of generators that are not torch's."""
-    state = numpy.random.get_state(legacy=False)
-    return random.getstate(), str(state)
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _remembered(result: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
@@ -229,7 +229,7 @@ class _Looking(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             self._noting.is_by_shape = False
-        elif not any(isinstance(t, Absent) for t in tensors_in((args, kwargs))):
+        elif Absent not in types:
             self._noting.on_real(func, args, kwargs)
         return func(*args, **kwargs)
 

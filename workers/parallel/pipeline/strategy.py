@@ -212,7 +212,8 @@ class Staged(OverShards):
         warnings = tuple(plan.warnings(self._depth, self._spec.parallel.schedule))
         moved = self.shards.moved_bytes
         layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
-        return Planned(generation, layout, warnings, tuple(stages), moved)
+        names = self._known_chain.names
+        return Planned(generation, layout, warnings, tuple(stages), moved, names, plan.costs)
 
     @property
     def plan(self) -> PipelinePlan:
