@@ -4,8 +4,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
+# Else every process of the tests would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test suites test-faults test-mutations test-gpu bench docs lint style types format clean
+.PHONY: help demo test unit cluster test-faults test-mutations test-gpu bench docs lint style types format clean
 .DEFAULT_GOAL := help
 
 help: ## what can be made
@@ -38,11 +40,14 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: style ## what CI runs: lint (pyright beside the tests), unit tests, and then those that start Ray
-	@$(MAKE) --no-print-directory --jobs 2 types suites
+test: style ## what CI runs: lint, and beside one another pyright, unit tests and those that start Ray
+	@echo "the three parts wait much, so they run at once: each is shown when it ends"
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target types unit cluster
 
-suites: $(INSTALLED)
+unit: $(INSTALLED) ## the tests that start no Ray
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 --durations 10 -rs
+
+cluster: $(INSTALLED) ## the tests that start Ray
 	$(BIN)/pytest tests/cluster -m "not slow" -n 3 --timeout 600 --durations 10 -rs
 
 test-faults: $(INSTALLED) ## the long suites: random kills, thousands of simulated runs

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from elastic.protocol.mesh import Parallel
+from elastic.protocol.placing import Need, parse_amounts, parse_labels
 from elastic.protocol.spot import parse_spot
 from elastic.protocol.timeouts import timeouts_of
 
@@ -20,6 +21,7 @@ DEVICES = ("auto", "cpu", "cuda")
 ON_STORAGE_ERROR = ("warn", "fail")
 SLIP = re.compile(r"(s3|gs|gcs|abfss?|hdfs|viewfs|https?|file)(?::/*|//+)(?=[^/])")
 """A URI without one of its three marks, which would be a folder of this machine."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -99,6 +101,19 @@ class Resources:
     has, or can add, some that the torch of its nodes can use. Default "auto"."""
     cpus_per_worker: int = 1
     """CPU slots and intra-op threads per worker; default 1. A bitwise run keeps its number."""
+    labels: str | None = None
+    """Nodes that workers may be placed on, by Ray's labels: "KEY=VALUE,KEY=VALUE", and behind a
+    semicolon where else, in the order of preference; default None: on any node.
+
+    "ray.io/market-type=spot; ray.io/market-type=on-demand" is spot first. A value may be "!VALUE"
+    or "in(A,B)", the last choice "any".
+    """
+    accelerator_type: str | None = None
+    """Kind of accelerator that the node of each worker has, in Ray's words, such as "A100"; default
+    None: any."""
+    worker_resources: str | None = None
+    """Further resources of Ray's that each worker takes, "NAME=AMOUNT,NAME=AMOUNT"; default
+    None."""
     address: str | None = None
     """Ray cluster to use; default None: one that is found, else Ray starts embedded."""
     spot: str | None = None
@@ -110,6 +125,25 @@ class Resources:
         check_word("device", self.device, DEVICES)
         if self.spot is not None:
             parse_spot(self.spot)
+        if self.labels is not None:
+            parse_labels(self.labels)
+        if self.worker_resources is not None:
+            parse_amounts(self.worker_resources)
+        if self.accelerator_type is not None and not NAME.fullmatch(self.accelerator_type):
+            raise ValueError(
+                f"accelerator_type={self.accelerator_type!r} is no name, such as A100: see "
+                "`ray.util.accelerators`"
+            )
+
+    def need(self, device: str) -> Need:
+        """Of each worker. device: "cpu" or "cuda", whatever `device` here says."""
+        return Need(
+            self.cpus_per_worker,
+            int(device == "cuda"),
+            parse_labels(self.labels) if self.labels is not None else (),
+            self.accelerator_type or "",
+            parse_amounts(self.worker_resources) if self.worker_resources is not None else {},
+        )
 
 
 GROUPS: dict[str, type[Checkpointing] | type[Resources]] = {

@@ -10,8 +10,8 @@ import logging
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -156,15 +156,17 @@ class Call:
             stack.enter_context(as_default(self.group))
             if self.not_in_place:
                 self.say_level(0, self.not_in_place)
+                if self._num_calls and self.rank == 0 and self.not_in_place != NOT_HIGHER:
+                    print(f"elastic: called again at level 0: {self.not_in_place}", flush=True)
             else:
                 stack.enter_context(self._in_place(self.group))
             stack.enter_context(self.loop.installed(self))
-            stack.enter_context(Epochs(self).at_hand())
+            epochs = stack.enter_context(Epochs(self).at_hand())
             self._tell("called", began)
             value = self.loop.function()
         if self.loaders is not None:
             self.loaders.end()
-        self._end(value)
+        self._end(value, epochs)
 
     def _introduce(self, inner: Group, mine: list[Any]) -> list[list[Any]]:
         """What all say that begin a call. Who is in the middle of one hears of it, and begins with
@@ -216,6 +218,7 @@ class Call:
         return self._member.group
 
     def deny(self, why: str) -> None:
+        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
         self.not_in_place = why
         raise self._lost(GivenUp(why))
 
@@ -240,8 +243,9 @@ class Call:
 
     def say_level(self, level: int, reason: str) -> None:
         """At which level this call runs, and why at no higher one; all ranks may say it."""
+        self._told.level = ScriptLevel(self.generation, level, reason)
         if self.rank == 0:
-            self._member.link.send(ScriptLevel(self.generation, level, reason))
+            self._member.link.send(self._told.level)
 
     def report(self, metrics: dict[str, Any], source: Path | None, name: str | None) -> str | None:
         """All ranks call it alike. Returns once the checkpoint is published, by its name; None: no
@@ -411,12 +415,14 @@ class Call:
         step, self._step = self._step, None
         return step is None or step.__exit__(type(error) if error else None, error, None)
 
-    def _end(self, value: Any) -> None:
+    def _end(self, value: Any, epochs: Epochs) -> None:
         """The script has returned here; all ranks have when this does."""
         self.check()
 
         def publish() -> None:
             if self.rank == 0:
+                level = replace(self._told.level, weights_sha256=epochs.weights_sha256())
+                self._member.link.send(level)
                 self.reports.folder.at(MANIFESTS).create()
                 self.reports.folder.at(MANIFESTS).write(RETURNED, returned(value))
                 self.reports.flush_log()
@@ -451,16 +457,11 @@ class Call:
         if self._member.is_cancelled:
             return True
         if self.course is not None and self.course.operations.num_losses:
-            self._fall_back(f"{AFTER_A_LOSS} {in_words(error)}")
+            # the smaller group may have led to it; it is the script's own if it comes again
+            with suppress(StepCancelled):
+                self.deny(f"{AFTER_A_LOSS} {in_words(error)}")
             return True
         return self._is_forgiven(error)
-
-    def _fall_back(self, why: str) -> None:
-        """What a script meets after a loss in this call may come of the smaller group, as where it
-        has kept the number of ranks. It is its own if it meets the same without one."""
-        log.warning('generation=%d called again at level 0 reason="%s"', self.generation, why)
-        self.not_in_place = why
-        self._member.collective_failed(GivenUp(why))
 
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""

@@ -42,7 +42,7 @@ from workers.checkpoint.saver import Saver
 from workers.data.loader import LoadedBatch, Loader, LoaderLost
 from workers.data.placement import to_device
 from workers.data.supply import OpenFeed, Supply
-from workers.health import gpu, preflight, stacks
+from workers.health import gpu, preflight, stacks, storage
 from workers.health.notice import Notice
 from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
@@ -232,6 +232,8 @@ class Worker:
         device = self._device = gpu.prepare(spec)
         self._gpu_name = gpu.name_of(device)
         preflight.check(device, self._gpu_name, spec.host)
+        if spec.has_checkpoints:
+            storage.check(spec.place, spec.host, is_newcomer=spec.is_newcomer)
         open_backup = partial(BackupClient, spec, self._link.send)
         self._strategy = build_strategy(workload, spec, device, open_backup)
         self._replica = self._strategy.train_state

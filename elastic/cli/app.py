@@ -209,6 +209,20 @@ def run(
     ] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda, which waits for GPUs.")] = "auto",
     cpus_per_worker: Annotated[int, typer.Option(help="CPU slots and threads of each.")] = 1,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE[;...]",
+            help="Nodes for workers by Ray's labels, and behind a semicolon where else.",
+        ),
+    ] = None,
+    accelerator_type: Annotated[
+        str | None, typer.Option(help="Of each worker's node, as Ray calls it: A100.")
+    ] = None,
+    worker_resources: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=AMOUNT", help="Further resources of Ray's for each worker."),
+    ] = None,
     spot: Annotated[
         str | None,
         typer.Option(help="Heed the cloud's notices that a machine goes: aws, gcp, azure, auto."),
@@ -259,6 +273,9 @@ def run(
         "max_failures": max_failures,
         "device": device,
         "cpus_per_worker": cpus_per_worker,
+        "labels": labels,
+        "accelerator_type": accelerator_type,
+        "worker_resources": worker_resources,
         "spot": spot,
         "address": address,
         "faults": faults,

@@ -84,5 +84,6 @@ def worker_spec(
         lease_s=timeouts.lease_s,
         stall_s=timeouts.stall_s,
         spot=config.resources.spot,
+        is_newcomer=has_formed,
         is_standby=has_formed and config.standby > 0,
     )

@@ -133,7 +133,7 @@ def result_of(
         "outcome": finished.outcome,
         "steps": decision.ledger.step,
         "loss": loss,
-        "weights_sha256": finished.weights_sha256,
+        "weights_sha256": finished.weights_sha256 if level is None else level.weights_sha256,
         "generations": decision.ledger.num_generations,
         "lost_steps": lost_steps,
         "goodput": account.goodput,

@@ -34,7 +34,6 @@ from elastic.on_ray.feed.start import end_feed
 from elastic.on_ray.head_calls import HeadCalls
 from elastic.on_ray.meters import Meters
 from elastic.on_ray.placement.drain import watch_drains
-from elastic.on_ray.placement.machines import Need
 from elastic.on_ray.placement.waiting import (
     LOOK_EVERY_S,
     start_line,
@@ -223,17 +222,15 @@ class Supervisor:
     # --- workers ------------------------------------------------------------------
     def spawn(self, worker: int) -> Any:
         """The pending actor of worker number n."""
-        is_gpu = self.order["device"] == "cuda"
         return actors.spawn_worker(
             run_id=self.order["run_id"],
             name=worker_name(worker),
             workload=self._workload,
-            cpus=self.config.resources.cpus_per_worker,
-            gpus=int(is_gpu),
+            need=self.config.resources.need(self.order["device"]),
         )
 
     async def _watch_places(self) -> None:
-        need = Need(self.config.resources.cpus_per_worker, int(self.order["device"] == "cuda"))
+        need = self.config.resources.need(self.order["device"])
         await watch_waiting(self.cluster.workers, self._wanted, need, self._on_waits)
 
     def _wanted(self) -> tuple[int, int]:

@@ -279,7 +279,7 @@ def run_on_ray(
             address=config.resources.address,
             min_workers=config.min_workers,
             num_slots=config.max_workers + config.standby,
-            cpus_per_worker=config.resources.cpus_per_worker,
+            need=config.resources.need,
             device=config.resources.device,
             folder=folder,
             run_directory=place_of(record["storage"], record["name"]),

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 from elastic.on_ray.detection.sentinel import Sentinel
 from elastic.on_ray.naming import NAMESPACE, end, this_host
 from elastic.protocol.errors import WorkerFailed, WrongInput, in_words
+from elastic.protocol.placing import Need
 from elastic.protocol.timeouts import timeouts_of
 from elastic.protocol.worker_spec import WorkerSpec
 
@@ -268,17 +269,14 @@ def die_of_sigterm() -> None:
     ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL
 
 
-def spawn_worker(
-    *, run_id: str, name: str, workload: Any, cpus: int, gpus: int
-) -> ActorHandle[Any]:
+def spawn_worker(*, run_id: str, name: str, workload: Any, need: Need) -> ActorHandle[Any]:
     """A pending actor: it runs as soon as Ray has a slot for it, and is demand until then."""
     options: dict[str, Any] = {
         "name": f"{run_id}-{name}",
         "get_if_exists": True,  # it may be asked for again
         "namespace": NAMESPACE,
         "lifetime": "detached",
-        "num_cpus": cpus,
-        "num_gpus": gpus,
+        **need.options,
         "max_restarts": 0,
         "max_concurrency": 1,
     }

@@ -58,6 +58,8 @@ class WorkerSpec:
     """Without a byte written for so long a save has failed."""
     spot: str | None = None
     """Which cloud's notices are asked for on the worker's machine."""
+    is_newcomer: bool = False
+    """Started while others train."""
     is_standby: bool = False
     """Started while others train, in a run with standbys: it may start slowly and leave the cores
     to them."""

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import WSCloseCode, web
 
@@ -16,6 +17,8 @@ class FakeJobs:
         """Mute: a log's connection stays open, and says no more."""
         self.names: list[str] = []
         """Of the jobs that are on the list."""
+        self.runs: list[str] = []
+        """Ids of jobs that are runs, which are on the list from the beginning."""
         self.entrypoints: list[str] = []
         """Of all jobs that were submitted."""
         self.num_tails = 0
@@ -54,7 +57,7 @@ class FakeJobs:
         return web.json_response({"version": "4", "ray_version": "2.50.0", "ray_commit": ""})
 
     async def _list(self, _) -> web.Response:
-        return web.json_response([])
+        return web.json_response([self._about(name) for name in self.runs])
 
     async def _submit(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -64,9 +67,12 @@ class FakeJobs:
         return web.json_response({"job_id": name, "submission_id": name})
 
     async def _look(self, request: web.Request) -> web.Response:
-        found = {"type": "SUBMISSION", "entrypoint": "", "submission_id": request.match_info["id"]}
+        return web.json_response(self._about(request.match_info["id"]))
+
+    def _about(self, name: str) -> dict[str, Any]:
+        found = {"type": "SUBMISSION", "entrypoint": "", "submission_id": name}
         said = {"status": self.status, "message": self.message}
-        return web.json_response({**found, **said, "driver_exit_code": self.exit_status})
+        return {**found, **said, "driver_exit_code": self.exit_status}
 
     async def _stop(self, _) -> web.Response:
         self.status = "STOPPED"

@@ -35,6 +35,20 @@ def test_a_job_on_the_cluster_is_given_all_the_words(jobs, words):
     assert [asked.split()[-len(words) :] for asked in jobs.entrypoints] == [list(words)]
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("status", "PENDING", "is being prepared, its run has not begun: pip installs"),
+        ("stop", "STOPPED", "was still being prepared; it is ended"),
+    ],
+)
+def test_of_a_run_whose_environment_is_still_made_no_job_asks(jobs, capsys, command, status, said):
+    jobs.runs, jobs.status, jobs.message = ["elastic-first"], "PENDING", "pip  installs"
+    assert main([command, "elastic-first", "--cluster", jobs.address]) == 0
+    assert capsys.readouterr().out == f"job elastic-first {said}\n"
+    assert (jobs.status, jobs.entrypoints) == (status, [])
+
+
 @pytest.mark.timeout(60)
 def test_a_log_whose_connection_is_dead_is_asked_for_anew(jobs):
     jobs.log, jobs.is_mute = "one\ntwo\n", True

@@ -82,7 +82,8 @@ def test_a_run_directory_of_before_the_settings_were_grouped_is_resumed():
         "faults": {"max_nonfinite": 8, "verify_every": 10, "replace_stragglers": null}}"""
     past = json.loads(written)
     config = RunConfig.from_json(past)
-    assert config.to_json() == {**past, "spot": None}
+    newer = dict.fromkeys(("spot", "labels", "accelerator_type", "worker_resources"))
+    assert config.to_json() == {**past, **newer}
     before = config_json(past, "/j.py:Job", {}, {"torch": "2.13"})
     now = config_json(config.to_json(), "/j.py:Job", {}, {"torch": "2.13"})
     assert compare("/s/r", replace(PAST, config=before), now) == Resumed()

@@ -36,7 +36,7 @@ from ray.autoscaler.tags import (
 )
 from ray.core.generated import autoscaler_pb2
 
-from tests.cluster.forked_nodes import SETUP, ForkedNodes
+from tests.cluster.forked_nodes import SETUP, ForkedNodes, small_agents
 from tests.cluster.live import environment, leftovers
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,8 @@ class Instances(FakeMultiNodeProvider):
                     "RAY_NODE_TYPE_NAME": kind,
                 },
             )
-            node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
+            with small_agents():
+                node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
             self._nodes[node_id] = {
                 "tags": {**tags(node_id, NODE_KIND_WORKER, kind), **asked},
                 "node": node,

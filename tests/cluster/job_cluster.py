@@ -13,12 +13,18 @@ import venv
 from contextlib import suppress
 from pathlib import Path
 
+from ray._private.parameter import RayParams
+
 from tests.cluster.live import environment
 from tests.cluster.processes import about, running
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_metrics_report_interval_ms": "1000"}
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_metrics_report_interval_ms": "1000",
+    "RAY_START_HOOK": "tests.cluster.job_cluster.leave_out",
+}
 
 
 class JobCluster:
@@ -87,6 +93,11 @@ class JobCluster:
                 if pid != os.getpid() and (is_named or names[1] in about(pid, "environ")):
                     found.append(pid)
         return found
+
+
+def leave_out(options: RayParams, is_head: bool) -> None:
+    """Ray calls it in `ray start`: nobody asks the server of Ray's client."""
+    options.ray_client_server_port = None
 
 
 def answers(url: str) -> bool:

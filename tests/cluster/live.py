@@ -167,18 +167,23 @@ def elastic(env: dict[str, str], *words: object, **how) -> Ended:
     return python(env, "-m", "elastic", *words, **how)
 
 
-def python(
-    env: dict[str, str], *arguments: object, folder: Path | None = None, with_ray: bool = True
-) -> Ended:
+def python(env: dict[str, str], *arguments: object, patience_s: float = PATIENCE_S, **how) -> Ended:
     """The interpreter, as if started with these arguments; its end is waited for."""
-    order = Order([str(a) for a in arguments], env, str(folder or os.getcwd()))
-    process = Forked(os.environ[ADDRESS], order, with_ray=with_ray)
+    process = begin(env, *arguments, **how)
     try:
-        out, err = process.communicate(timeout=PATIENCE_S)
+        out, err = process.communicate(timeout=patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
     return Ended(process.returncode, out, err)
+
+
+def begin(
+    env: dict[str, str], *arguments: object, folder: Path | None = None, with_ray: bool = True
+) -> Forked:
+    """As `python`, which does not wait."""
+    order = Order([str(a) for a in arguments], env, str(folder or os.getcwd()))
+    return Forked(os.environ[ADDRESS], order, with_ray=with_ray)
 
 
 def assert_complete(run: LiveRun, steps: int) -> None:

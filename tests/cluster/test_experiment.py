@@ -2,13 +2,11 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from tests.cluster.live import JOBS, environment
+from tests.cluster.live import JOBS, elastic, environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 STEPS = 60
@@ -28,9 +26,8 @@ def test_a_sweep_is_carried_out_compared_and_not_repeated(
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
 
     def carry_out() -> str:
-        command = [sys.executable, "-m", "elastic", "experiment", str(tmp_path / "sweep.yaml")]
-        options = {"env": environment(ray_temp), "capture_output": True, "text": True}
-        done = subprocess.run(command, **options, timeout=240)
+        env, sweep = environment(ray_temp), tmp_path / "sweep.yaml"
+        done = elastic(env, "experiment", sweep, patience_s=240.0)
         assert (done.returncode, done.stderr) == (0, ""), done
         return done.stdout
 

@@ -6,15 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cluster.live import environment
+from tests.cluster.fork_server import Forked
+from tests.cluster.live import begin, environment
 from tests.scripts import jobs, torchrun_job
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -44,11 +43,9 @@ def test_a_script_of_ray_train_survives_the_loss_of_rank_0_as_it_is(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(learn=inspect.getsource(jobs.learn)))
 
-    def run(place, sleep_s: float) -> subprocess.Popen:
-        command = [sys.executable, "-m", "elastic", "run", str(script), str(place), str(sleep_s)]
+    def run(place, sleep_s: float) -> Forked:
         env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=env, **pipes)
+        return begin(env, "-m", "elastic", "run", script, place, sleep_s)
 
     def reports(place) -> list[dict]:
         file = place / "run" / "reports.jsonl"
@@ -90,14 +87,13 @@ def test_a_script_that_torchrun_starts_survives_the_loss_of_rank_0_as_it_is(
     folder.mkdir()
     shutil.copy(torchrun_job.__file__, folder / "train.py")
 
-    def run(name: str, *arguments: str) -> tuple[Path, subprocess.Popen]:
+    def run(name: str, *arguments: str) -> tuple[Path, Forked]:
         place = tmp_path / name
         place.mkdir()
-        command = [sys.executable, "-m", "elastic", "torchrun", "--nproc-per-node", "2"]
-        command += ["--log-dir", "logs", "--rdzv-id", "run", str(folder / "train.py"), *arguments]
+        words = ["torchrun", "--nproc-per-node", 2, "--log-dir", "logs", "--rdzv-id", "run"]
+        words += [folder / "train.py", *arguments]
         env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return place, subprocess.Popen(command, env=env, cwd=place, **pipes)
+        return place, begin(env, "-m", "elastic", *words, folder=place)
 
     def epochs(place: Path) -> list[dict]:
         file = place / "epochs.jsonl"

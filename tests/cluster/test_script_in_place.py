@@ -5,14 +5,12 @@ import inspect
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
-from tests.cluster.live import environment
+from tests.cluster.live import begin, environment
 from tests.scripts import counting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -36,10 +34,8 @@ print("epoch", result.metrics, "returned", result.return_value)
 def test_a_script_of_ray_train_goes_on_after_a_loss(shared_head, ray_temp, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(inspect.getsource(counting) + MAIN)
-    command = [sys.executable, "-m", "elastic", "run", str(script), str(tmp_path)]
     env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=env, **pipes)
+    process = begin(env, "-m", "elastic", "run", script, tmp_path)
     deadline = time.monotonic() + 120
     while len(reports := read(tmp_path / "run" / "reports.jsonl")) < 1:
         assert time.monotonic() < deadline, process.communicate(timeout=5)

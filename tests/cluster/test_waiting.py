@@ -1,10 +1,13 @@
 """Runs that are started before their machines are there."""
 
+import time
+
 import pytest
 
 from tests.cluster.live import elastic
 
 pytestmark = pytest.mark.cluster
+MARKET = "ray.io/market-type"
 LACK = "waiting for a place for 2 workers of 1 CPU; the cluster has 1 node with 0 CPUs"
 TOLD = "elastic: waiting for 2 workers to start: 2 loading TARGET and its mod"
 
@@ -17,6 +20,38 @@ def test_a_run_says_what_it_waits_for_and_begins_when_it_comes(start, nodes):
     assert (status["phase"], status["step"]) == ("starting", 0)
     assert end["status"] == 0, end["err"]
     assert f"elastic: {LACK}" in end["err"]
+
+
+def test_workers_come_where_their_labels_and_fallbacks_are_and_a_lack_of_them_is_told(start, nodes):
+    nodes.add_node(num_cpus=2, object_store_memory=10**8, labels={MARKET: "reserved"})
+    options = {"workers": 2, "steps": 30, "worker_resources": "disk=1"}
+    options["labels"] = f"{MARKET}=spot; {MARKET}=on-demand"
+    with start("Toy", address=nodes.address, **options) as run:
+        begun = time.monotonic()
+        status = run.wait_for(lambda s: "with these labels" in s.get("reason", ""))
+        told_s = time.monotonic() - begun
+        asked_for = [
+            nodes.add_node(
+                num_cpus=1,
+                object_store_memory=10**8,
+                resources={"disk": 1},
+                labels={MARKET: market},
+            ).node_id
+            for market in ("on-demand", "spot")
+        ]
+        running = run.wait_for(lambda s: s.get("world_size") == 2)
+        end = run.finish()
+    assert (
+        "2 workers of 1 CPU and 1 disk on a node with ray.io/market-type=spot or else"
+        in (status["reason"])
+    )
+    assert (
+        "0 disks (0 free), 0 of them with these labels (there are: ray.io/market-type="
+        in (status["reason"])
+    )
+    assert told_s <= 15
+    assert {w["node_id"] for w in running["workers"]} == set(asked_for)
+    assert end["status"] == 0, end["err"]
 
 
 def test_a_run_whose_workers_take_long_to_start_says_how_far_they_are(start, tmp_path):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.on_ray.placement import waiting
-from elastic.on_ray.placement.machines import Machine, Need
+from elastic.on_ray.placement.autoscaling import Demand
 from elastic.on_ray.placement.waiting import Offer, start_line, waits_for, watch_waiting
 from elastic.on_ray.slots import Slot
+from elastic.protocol.placing import Machine, Need, parse_labels
 
 NOTHING: Any = None
 ONE_CPU, ONE_GPU = Need(1, 0), Need(2, 1)
@@ -59,14 +60,45 @@ def test_the_line_says_so_if_nothing_can_fill_the_wish_any_more():
 def test_the_line_says_so_if_the_autoscaler_has_no_such_node():
     """What else waits, and could be had, says nothing of ours."""
     wish = Need(2, 1)
-    offer = Offer((machine(CPU=4),), {"CPU": 4}, infeasible=({"CPU": 2.0, "GPU": 1.0},))
+    offer = Offer((machine(CPU=4),), {"CPU": 4}, infeasible=(Demand({"CPU": 2.0, "GPU": 1.0}),))
     assert waits_for(3, wish, offer) == (
         "waiting for a place for 3 workers of 2 CPUs and 1 GPU; the cluster has 1 node with "
         "4 CPUs (4 free) and 0 GPUs (0 free); Ray's autoscaler has no kind of node for that and "
         "adds none: start one"
     )
     for other in ({"CPU": 2.0}, {"CPU": 2.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 1.0}):
-        assert "autoscaler" not in waits_for(3, wish, replace(offer, infeasible=(other,)))
+        assert "autoscaler" not in waits_for(3, wish, replace(offer, infeasible=(Demand(other),)))
+
+
+SPOT_FIRST = parse_labels("ray.io/market-type=spot; ray.io/market-type=on-demand")
+
+
+def test_the_line_says_which_labels_are_asked_for_and_which_there_are():
+    reserved = replace(machine(CPU=4), labels={"ray.io/market-type": "reserved", "other": "x"})
+    need = Need(1, 0, SPOT_FIRST, "A100", {"disk": 2.0})
+    offer = Offer((reserved, machine(CPU=1, **{"accelerator_type:T4": 1})), {"CPU": 5})
+    assert offer.lacks(need)
+    assert waits_for(2, need, offer) == (
+        "waiting for a place for 2 workers of 1 CPU and 2 disk and accelerator_type A100 on a node "
+        "with ray.io/market-type=spot or else ray.io/market-type=on-demand; the cluster has 2 "
+        "nodes with 5 CPUs (5 free) and 0 disks (0 free), accelerator types: T4, 0 of them with "
+        "these labels (there are: ray.io/market-type=reserved)"
+    )
+
+
+def test_any_of_the_choices_is_a_place():
+    need, free = Need(1, 0, SPOT_FIRST), {"CPU": 4.0}
+    for market, lacks in (("spot", False), ("on-demand", False), ("reserved", True)):
+        there = replace(machine(CPU=4), labels={"ray.io/market-type": market})
+        assert Offer((there,), free).lacks(need) is lacks
+    assert not Offer((machine(CPU=4),), free).lacks(Need(1, 0, (*SPOT_FIRST, {})))
+
+
+def test_a_demand_with_other_labels_is_not_ours():
+    need, offer = Need(1, 0, SPOT_FIRST), Offer((machine(CPU=4),), {"CPU": 4})
+    for labels, is_ours in (({"ray.io/market-type"}, True), (set(), False), ({"zone"}, False)):
+        demand = Demand({"CPU": 1.0}, frozenset(labels))
+        assert replace(offer, infeasible=(demand,)).adds_none(need) is is_ours
 
 
 def test_the_start_line_says_how_far_the_workers_are():

@@ -157,7 +157,7 @@ class LocalRun:
         order = {"run_id": "local", "token": TOKEN, "device": "cpu", "folder": None}
         spec = worker_spec(self.config, order, worker, self._controller, str(self.place))
         spec = replace(spec, host="127.0.0.1", node="node")
-        environment = {"HERE": str(self.place), "RAY_ENABLE_AUTO_CONNECT": "0"}
+        environment = {"HERE": str(self.place)}
         process = forking().Process(target=work, args=(spec, self._pickled, environment))
         process.start()
         self._processes[worker] = process

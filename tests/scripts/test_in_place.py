@@ -16,6 +16,7 @@ import torch
 from tests.scripts import counting
 from tests.scripts.local_run import LocalRun
 from workers.script_loop import ScriptLoop
+from workers.train_state.digest import weights_sha256
 
 WORKERS = 3
 KILLS = 30
@@ -111,7 +112,9 @@ def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
     place = tmp_path / "run"
     run = started(place, ends=[ends], **settings)
     assert run.wait() == "succeeded", run.failure
-    check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+    found = check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
+    assert run.level is not None
+    assert (run.level.level, run.level.weights_sha256) == (1, weights_sha256(found))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,7 @@ def test_a_script_that_a_loss_would_confuse_is_called_again(tmp_path, lost, sett
     assert sorted(file.read_text() for file in place.glob("called-*")) == ["x", "xx", "xx"]
     assert run.level is not None
     assert why in run.level.reason
+    assert (f"elastic: called again at level 0: {why}" in text_of_logs(place)) is bool(why)
 
 
 @pytest.mark.slow
@@ -176,7 +180,7 @@ def test_kills_at_any_instant(tmp_path):
         place = tmp_path / f"run-{number}"
         loaders = number % 3 == 2
         run = started(place, sleep_s=0.02, loaders=int(loaders), validates=True)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len([lines for lines in steps(place) if lines]) < WORKERS:
             assert time.monotonic() < deadline, run.decisions
             time.sleep(0.005)  # polling, bounded by the deadline

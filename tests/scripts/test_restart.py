@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.protocol.timeouts import timeouts_of
 from tests.scripts import jobs
 from tests.scripts.local_run import LocalRun
 from workers.script_loop import ScriptLoop
@@ -35,13 +34,6 @@ def started(place: Path, max_failures: int = 0, **settings) -> LocalRun:
 
 def reports(place: Path) -> list[dict]:
     return [json.loads(line) for line in (place / "reports.jsonl").read_text().splitlines()]
-
-
-def seconds_to_go_on(run: LocalRun, why: str) -> float:
-    """From the decision that has this reason to the next one."""
-    said = [decision.partition(" ") for decision in run.decisions]
-    first = next(i for i, (_, _, reason) in enumerate(said) if why in reason)
-    return float(said[first + 1][0]) - float(said[first][0])
 
 
 def weights(place: Path) -> torch.Tensor:
@@ -94,7 +86,7 @@ def test_its_own_exceptions_count(undisturbed, tmp_path):
     assert run.wait() == "succeeded"
     assert torch.equal(weights(place), weights(undisturbed))
     assert {r["world_size"] for r in reports(place)} == {WORKERS}
-    assert seconds_to_go_on(run, "the script's own") < timeouts_of(run.config.detect_s).confirm_s
+    assert not [d for d in run.decisions if "a collective of" in d], "no loss was waited for"
 
     place = tmp_path / "too_often"
     run = started(place, max_failures=1, raise_at=3, raise_times=2)

@@ -1,4 +1,4 @@
-"""Where the processes of a test's ranks come from: a server that has imported torch once.
+"""Where the processes of a test's ranks come from: a server that has imported torch and Ray once.
 
 A process of its own for each rank takes 3 s of a core for its imports; a forked one, 0.1 s.
 The server has no threads; a test process has, and a fork of one once hung in MKL's allocator.
@@ -7,7 +7,10 @@ The server has no threads; a test process has, and a fork of one once hung in MK
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "tests.workers.sharded_rig"]
+PRELOADED = [
+    *("torch._dynamo", "torch.distributed.fsdp", "tests.workers.sharded_rig"),
+    "tests.scripts.ray_alone",
+]
 
 
 def forking() -> ForkServerContext:

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from elastic.store.files import write_json
 from workers.scripts.in_place.course import Course
 from workers.scripts.reports import MANIFESTS, Reports
+from workers.train_state.digest import weights_sha256
 
 NEWEST = "epochs.json"
 """In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
@@ -62,20 +63,31 @@ class Epochs:
         self._kept: dict[str, Any] = {}
         """What goes on, by name, from where `epochs` has begun; the same on all ranks."""
         self._has_begun = False
+        self._newest_model: nn.Module | None = None
+        """It is there when the script has returned."""
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
+    def at_hand(self) -> Iterator["Epochs"]:
         """Within, `elastic.torch` answers from this call, and what the script makes is known."""
         _at_hand.append(self)
         with ExitStack() as stack:
             for owner in [owner for kind in KINDS.values() for owner in kind]:
                 stack.enter_context(told(owner, self._hear))
             try:
-                yield
+                yield self
             finally:
                 _at_hand.pop()
 
+    def weights_sha256(self) -> str:
+        """Of the model that was put into DistributedDataParallel last; empty: none was."""
+        model = self._newest_model
+        if model is None or "module" not in model._modules:  # torch has refused to make it
+            return ""
+        return weights_sha256(model)
+
     def _hear(self, made: Any) -> None:
+        if isinstance(made, DistributedDataParallel):
+            self._newest_model = made
         if all(ref() is not made for ref in self._made):
             self._made.append(weakref.ref(made))
 

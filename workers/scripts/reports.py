@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elastic.protocol.messages.to_controller import ScriptLevel
 from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
 from elastic.store.remote import patiently
 
@@ -43,6 +44,9 @@ class File:
     sha256: str
 
 
+UNSAID = ScriptLevel(0, 0, "")
+
+
 @dataclass(slots=True)
 class Told:
     """What a call of the script has reported; all ranks say the same."""
@@ -50,6 +54,8 @@ class Told:
     num_reports: int = 0
     newest: str | None = None
     """The checkpoint that counts, by its name."""
+    level: ScriptLevel = UNSAID
+    """At which it runs, as it was said last."""
     metrics_of_ranks: list[dict[str, Any]] = field(default_factory=list)
     """Of the newest report, where they are kept."""
     brought_by: frozenset[int] = frozenset()

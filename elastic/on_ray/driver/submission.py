@@ -23,9 +23,10 @@ from elastic.on_ray.driver.package import package_of
 from elastic.on_ray.driver.raylet_words import hush_deaths
 from elastic.on_ray.driver.remnants import Remnants
 from elastic.on_ray.placement.autoscaling import can_add_gpus, refuse_unfillable, report
-from elastic.on_ray.placement.machines import Need, choose_device, machines, torches_on
+from elastic.on_ray.placement.machines import choose_device, machines, torches_on
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.protocol.membership import counted
+from elastic.protocol.placing import Need
 from elastic.store.claim import this_machine
 
 REACH_TIMEOUT_S = 10.0
@@ -55,7 +56,8 @@ class ClusterRequest:
     min_workers: int
     num_slots: int
     """Workers at most, standbys included."""
-    cpus_per_worker: int
+    need: Callable[[str], Need]
+    """Of each worker, by the device: "cpu" or "cuda"."""
     device: str
     folder: Path | None
     """What every node needs on its path."""
@@ -150,11 +152,16 @@ class RayDriver:
                 "--detach needs a Ray cluster that outlives this process; give --address, or "
                 "leave --detach out"
             )
+        if (need := request.need("cpu")).is_special:
+            raise WrongInput(
+                f"a worker needs {need}, which a Ray that starts embedded does not have: give "
+                "--address of a cluster"
+            )
         self.is_embedded = True
         with request.slow_step("starting Ray on this machine"):
             ray.init(
                 address="local",
-                num_cpus=request.num_slots * request.cpus_per_worker + EMBEDDED_SPARE_CPUS,
+                num_cpus=request.num_slots * request.need("cpu").cpus + EMBEDDED_SPARE_CPUS,
                 include_dashboard=False,
                 _node_ip_address="127.0.0.1",  # nothing listens beyond this machine
                 **quiet,
@@ -195,7 +202,7 @@ class RayDriver:
                 "lower --workers, or use --device cpu"
             )
         if not self.is_embedded:
-            need = Need(request.cpus_per_worker, int(device == "cuda"))
+            need = request.need(device)
             refuse_unfillable(need, there, report())
         if note:
             print(note, file=sys.stderr)

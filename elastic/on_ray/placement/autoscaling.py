@@ -10,15 +10,16 @@ it does not answer, nothing is certain. What there is now is machines.py's.
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
 from ray.core.generated import autoscaler_pb2  # pyright: ignore[reportMissingTypeStubs]
 from ray.experimental import internal_kv
 
-from elastic.on_ray.placement.machines import Machine, Need
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.placing import Machine, Need
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,20 @@ BY_HAND = "node_"
 JUDGED_S = 20.0
 """How long version 2 may take to look at a demand; it looks every 5 s."""
 LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A place that somebody wants."""
+
+    amounts: Mapping[str, float]
+    labels: frozenset[str] = frozenset()
+    """Those that it asks for, whatever their values."""
+
+    def is_of(self, need: Need) -> bool:
+        asked = frozenset(need.labels[0]) if need.labels else frozenset[str]()
+        wanted = need.amounts.items()
+        return asked == self.labels and all(self.amounts.get(k, 0) == n for k, n in wanted)
 
 
 def is_by_hand(machines: Sequence[Machine], report: bytes | None) -> bool:
@@ -50,7 +65,7 @@ def unfillable(need: Need, machines: Sequence[Machine], report: bytes | None) ->
     """Why no machine takes a worker, if none is large enough and nothing adds any; else empty. A
     cluster without a single machine of the kind is not complete yet."""
     kind = list(need.amounts)[-1]
-    of_kind = [machine for machine in machines if machine.resources.get(kind, 0) > 0]
+    of_kind = [m for m in machines if m.resources.get(kind, 0) > 0 and need.is_on(m)]
     if not of_kind or any(need.fits(m) for m in of_kind) or not is_by_hand(machines, report):
         return ""
     largest = max(of_kind, key=lambda m: m.resources.get("CPU", 0))
@@ -108,7 +123,7 @@ def status_from(gcs: Any) -> Any:
     return status
 
 
-def infeasible() -> tuple[dict[str, float], ...]:
+def infeasible() -> tuple[Demand, ...]:
     """The demands of which version 2 says that it never adds a node for them; of a cluster whose
     nodes are started by hand, all that none of them can hold."""
     try:
@@ -117,7 +132,15 @@ def infeasible() -> tuple[dict[str, float], ...]:
         log.warning('demand=unknown reason="%s: %s"', type(error).__name__, first_line(error))
         return ()
     requests = status.autoscaling_state.infeasible_resource_requests
-    return tuple(dict(request.resources_bundle) for request in requests)
+    return tuple(
+        Demand(dict(request.resources_bundle), first_labels(request)) for request in requests
+    )
+
+
+def first_labels(request: Any) -> frozenset[str]:
+    """Of its first choice; the others are what else would do."""
+    first = request.label_selectors[:1]
+    return frozenset(c.label_key for selector in first for c in selector.label_constraints)
 
 
 def version_with_gpu_demand(status: Any) -> int | None:

@@ -16,48 +16,12 @@ import ray
 from ray.exceptions import RayError
 
 from elastic.protocol.errors import WrongInput
+from elastic.protocol.placing import Machine
 
-GROUP = "ray.io/node-group"
 MAX_ASKED = 16
 """Machines whose torch is looked at."""
 ANSWER_S = 20.0
 """How long they may take to say; a working_dir may have to reach them first."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One live node, by Ray's count."""
-
-    node_id: str
-    ip: str
-    resources: dict[str, float]
-    """Everything that it has, whoever uses it now."""
-    group: str = ""
-    """Its node type, where `ray up` or KubeRay has made it."""
-
-    @property
-    def gpus(self) -> int:
-        return int(self.resources.get("GPU", 0))
-
-
-@dataclass(frozen=True)
-class Need:
-    """What Ray must give one worker."""
-
-    cpus: int
-    gpus: int
-
-    @property
-    def amounts(self) -> dict[str, int]:
-        return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
-
-    def fits(self, machine: Machine) -> bool:
-        has = machine.resources
-        return all(has.get(kind, 0) >= amount for kind, amount in self.amounts.items())
-
-    def __str__(self) -> str:
-        cpus = "1 CPU" if self.cpus == 1 else f"{self.cpus} CPUs"
-        return f"{cpus} and {self.gpus} GPU" if self.gpus else cpus
 
 
 @dataclass(frozen=True)
@@ -71,7 +35,7 @@ class Torch:
 def machines() -> list[Machine]:
     nodes = cast("list[dict[str, Any]]", ray.nodes())
     return [
-        Machine(n["NodeID"], n["NodeManagerAddress"], n["Resources"], n["Labels"].get(GROUP, ""))
+        Machine(n["NodeID"], n["NodeManagerAddress"], n["Resources"], n["Labels"])
         for n in nodes
         if n["Alive"]
     ]

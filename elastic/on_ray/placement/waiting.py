@@ -17,9 +17,11 @@ from typing import Any, cast
 
 import ray
 
-from elastic.on_ray.placement.autoscaling import infeasible, report, unfillable
-from elastic.on_ray.placement.machines import Machine, Need, machines
+from elastic.on_ray.placement.autoscaling import Demand, infeasible, report, unfillable
+from elastic.on_ray.placement.machines import machines
 from elastic.on_ray.slots import Slot
+from elastic.protocol.membership import counted
+from elastic.protocol.placing import ACCELERATOR, Machine, Need
 from elastic.store.files import first_line
 
 log = logging.getLogger(__name__)
@@ -40,8 +42,8 @@ class Offer:
     free: dict[str, float]
     report: bytes | None = None
     """See elastic/on_ray/placement/autoscaling.py."""
-    infeasible: tuple[Mapping[str, float], ...] = ()
-    """Demands for which its autoscaler adds no node."""
+    infeasible: tuple[Demand, ...] = ()
+    """Those for which its autoscaler adds no node."""
 
     def lacks(self, need: Need) -> bool:
         """Whether not even one more worker can have a place."""
@@ -50,8 +52,7 @@ class Offer:
 
     def adds_none(self, need: Need) -> bool:
         """Whether the autoscaler says that no node type of its own takes such a worker."""
-        wanted = need.amounts.items()
-        return any(all(d.get(kind, 0) == n for kind, n in wanted) for d in self.infeasible)
+        return any(demand.is_of(need) for demand in self.infeasible)
 
 
 def offer_now() -> Offer:
@@ -72,13 +73,25 @@ def waits_for(num_missing: int, need: Need, offer: Offer) -> str:
 
 
 def inventory(offer: Offer, need: Need) -> str:
-    nodes = "1 node" if len(offer.machines) == 1 else f"{len(offer.machines)} nodes"
+    """What the cluster has of that."""
     counts = [
         f"{sum(m.resources.get(kind, 0) for m in offer.machines):g} {kind}s "
         f"({offer.free.get(kind, 0):g} free)"
         for kind in need.amounts
+        if not kind.startswith(ACCELERATOR)
     ]
-    return f"the cluster has {nodes} with {' and '.join(counts)}"
+    told = [f"the cluster has {counted(len(offer.machines), 'node')} with {' and '.join(counts)}"]
+    if need.accelerator_type:
+        kinds = {k for m in offer.machines for k in m.resources if k.startswith(ACCELERATOR)}
+        names = [kind.removeprefix(ACCELERATOR) for kind in kinds]
+        told.append(f"accelerator types: {', '.join(sorted(names)) or 'none'}")
+    if need.labels:
+        there = [m for m in offer.machines if need.is_on(m)]
+        asked = sorted({key for choice in need.labels for key in choice})
+        known = {f"{k}={m.labels[k]}" for m in offer.machines for k in asked if k in m.labels}
+        labels = ", ".join(sorted(known)) or "none"
+        told.append(f"{len(there)} of them with these labels (there are: {labels})")
+    return ", ".join(told)
 
 
 def start_line(

@@ -125,6 +125,8 @@ class ScriptLevel:
     level: int
     reason: str
     """Why it is no higher one; empty for the highest."""
+    weights_sha256: str = ""
+    """Of the script's last model in DistributedDataParallel, once it has returned."""
 
 
 @dataclass(frozen=True, slots=True)

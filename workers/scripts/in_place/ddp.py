@@ -86,7 +86,7 @@ class Replica:
         """A backward through this output ends with a unit, if it is to be synchronised."""
         self._is_expected = is_synchronised
         if is_synchronised:
-            for leaf in tree_leaves(output):
+            for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._begin_backward)
 
@@ -127,7 +127,7 @@ class Replica:
             course.do(UNIT, lambda: unit.reduce(course.group.inner, self._part(), buffers))
         except SecondGradient as error:
             course.deny(str(error))
-        outcome = Outcome.of(course.operations.result)
+        outcome = Outcome(*course.operations.result)
         course.operations.ended = unit.take(outcome, buffers)
         course.end_unit(outcome.num_refusing)
 

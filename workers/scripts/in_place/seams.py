@@ -112,13 +112,28 @@ def of_models(course: Course) -> list[Seam]:
     ]
 
 
-@uncompiled
 def before_forward(replica: Replica) -> None:
+    """What keeps a compiler out takes as long as all the rest: eager code does without."""
+    if torch.compiler.is_dynamo_compiling():
+        before_compiled(replica)
+    else:
+        replica.before_forward()
+
+
+def after_forward(replica: Replica, output: Any, is_synchronised: bool) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        after_compiled(replica, output, is_synchronised)
+    else:
+        replica.after_forward(output, is_synchronised=is_synchronised)
+
+
+@uncompiled
+def before_compiled(replica: Replica) -> None:
     replica.before_forward()
 
 
 @uncompiled
-def after_forward(replica: Replica, output: Any, is_synchronised: bool) -> None:
+def after_compiled(replica: Replica, output: Any, is_synchronised: bool) -> None:
     replica.after_forward(output, is_synchronised=is_synchronised)
 
 

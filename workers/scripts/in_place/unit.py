@@ -7,7 +7,7 @@ lost gets them from there. A unit that no member has ended is reduced again amon
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +30,18 @@ class Part:
     """It cannot go on in place after a loss; the others have not heard it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of a unit; the same on all members."""
+class Outcome(NamedTuple):
+    """Of a unit; the same on all members. As JSON it is a list, in this order."""
 
     size: int
     """So many members have brought a part."""
     weight: float
     """Of all parts together."""
     num_refusing: int
-    unused: tuple[int, ...]
+    unused: Sequence[int]
     """Parameters that nobody has used."""
-    order: tuple[int, ...]
+    order: Sequence[int]
     """Of the lowest rank's parameters, as their gradients came; empty: nothing is cut anew."""
-
-    @classmethod
-    def of(cls, plain: Sequence[Any]) -> "Outcome":
-        size, weight, num_refusing, unused, order = plain
-        return cls(size, weight, num_refusing, tuple(unused), tuple(order))
-
-    def plain(self) -> list[Any]:
-        """As JSON has it."""
-        return [self.size, self.weight, self.num_refusing, list(self.unused), list(self.order)]
 
 
 @dataclass(slots=True)
@@ -142,9 +132,8 @@ class Unit:
         except PeerLost as error:
             attempt.failure = error
 
-    def reduce(self, group: Group, part: Part, buffers: Sequence[Tensor]) -> list[Any]:
-        """The outcome, as JSON has it. Raises PeerLost; what was launched is done again then, over
-        another group."""
+    def reduce(self, group: Group, part: Part, buffers: Sequence[Tensor]) -> Outcome:
+        """Raises PeerLost; what was launched is done again then, over another group."""
         attempt = self._attempt
         if attempt is None or attempt.group is not group:
             attempt = self._attempt = Attempt(group, part, list(self._sizes))
@@ -161,7 +150,7 @@ class Unit:
             pending.wait()
         if (summed := mark(self._parameters[0].device)) is not None:
             wait_for(summed, group.device_waits_in)
-        return self._outcome(attempt).plain()
+        return self._outcome(attempt)
 
     def _cast(self, attempt: Attempt) -> None:
         """Behind the last bucket, and along with it."""
@@ -197,17 +186,19 @@ class Unit:
         """1 where all had batches of the script's own size: the bits are stock DDP's then."""
         unused = set(outcome.unused)
         for bucket, (_, views) in zip(self._buckets, attempt.sums, strict=True):
-            for index, parameter, view in zip(
-                bucket.indices, bucket.parameters, views, strict=True
-            ):
-                if index in unused:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                if share == 1:
-                    parameter.grad.copy_(view)
-                else:
-                    torch.mul(view, share, out=parameter.grad)
+            means = [
+                (gradient_of(parameter), view)
+                for index, parameter, view in zip(
+                    bucket.indices, bucket.parameters, views, strict=True
+                )
+                if index not in unused
+            ]
+            if not means:
+                continue
+            gradients = [gradient for gradient, _ in means]
+            torch._foreach_copy_(gradients, [view for _, view in means])  # pyright: ignore
+            if share != 1:
+                torch._foreach_mul_(gradients, share)  # pyright: ignore
         unflatten(attempt.buffers, buffers)
         self._give_back(self._ended)
         self._attempt, self._ended, self._knows_graph = None, attempt, True
@@ -230,6 +221,12 @@ class Unit:
         received.buffers = flattened(buffers)
         broadcast(group, received.flats(), source)
         self._attempt = received
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    return parameter.grad
 
 
 def send(group: Group, ended: Attempt, source: int) -> None:
