@@ -72,6 +72,9 @@ EXIT_WITH_STUCK_GROUP = 75
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
+    _has_own_loop = True
+    """Until it is known: the user's own code, beside the loss, may look at micro-batches."""
+
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
     def __init__(

@@ -98,7 +98,7 @@ def initialise_modules(
             continue
         begin_piece()
         # Nothing of one module is left when the next one gets its parameters.
-        _initialise_module(module, name, initialise, seed, put, shapes, seen)
+        _initialise_module(module, name, initialise, seed, put, shapes=shapes, seen=seen)
 
 
 def _initialise_module(
@@ -107,6 +107,7 @@ def _initialise_module(
     initialise: Callable[[nn.Module, str], None],
     seed: int,
     put: Callable[[str, Tensor], None],
+    *,
     shapes: Mapping[str, torch.Size] | None,
     seen: set[int],
 ) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from workers.data.loader import AnyLoader
 from workers.reduction.reducers import Reducer
 from workers.step.buffers import TrackedBuffers
 from workers.step.microbatches import check_loss
@@ -33,8 +32,9 @@ class Passes(Protocol):
         """The micro-batch of each forward of a step; ids: this rank's, each once or more often."""
         ...
 
-    def loader(self, loader: AnyLoader) -> AnyLoader:
-        """What this rank's micro-batches come from; loader: the worker's own."""
+    def loader(self, loader: Any) -> Any:
+        """What this rank's micro-batches come from; loader: the worker's own
+        (`workers.data.loader.AnyLoader`)."""
         ...
 
     def begin(self, step: int) -> None:
@@ -71,7 +71,7 @@ class NoPasses:
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return ids
 
-    def loader(self, loader: AnyLoader) -> AnyLoader:
+    def loader(self, loader: Any) -> Any:
         return loader
 
     def begin(self, step: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
+from workers.data.loader import AnyLoader
 from workers.distributed.pending import TorchWork
 from workers.parallel.pipeline.links import Kind, Links
 
@@ -54,6 +55,8 @@ class Neighbours:
         self._handed: dict[tuple[Kind, int, int], list[Tensor]] = {}
         """Between two stages of this rank, until both have asked for it."""
         self.sent_bytes = 0
+        self.source: Callable[[AnyLoader], AnyLoader] = lambda loader: loader
+        """Of this rank's micro-batches, by the worker's own loader."""
 
     def begin(self) -> None:
         """An attempt at a step."""

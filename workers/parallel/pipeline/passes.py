@@ -43,12 +43,11 @@ class StagePasses:
         reducer: PipelineReducer,
         has_halves: bool = True,
         sum_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
-        source: Callable[[AnyLoader], AnyLoader] = lambda loader: loader,
     ) -> None:
         """models: by stage, those of this rank. parameters: all that are trained. has_halves: a
         backward may be computed in two, where the schedule has it so. sum_dtype: see
-        `Casting.dtype_of`. source: makes `loader`."""
-        self._sum_dtype, self._source = sum_dtype, source
+        `Casting.dtype_of`."""
+        self._sum_dtype = sum_dtype
         self._begin = partial(
             StageBackward, parameters=list(parameters.values()), has_halves=has_halves
         )
@@ -75,7 +74,7 @@ class StagePasses:
         """By shared parameter and micro-batch what another stage of this rank has."""
 
     def loader(self, loader: AnyLoader) -> AnyLoader:
-        return self._source(loader)
+        return self._neighbours.source(loader)
 
     def begin(self, step: int) -> None:
         self._todo, self._flight, self._summed = deque(self._order), {}, {}

@@ -244,6 +244,7 @@ class Staged(OverShards):
         if place is None:
             return NoPasses()  # it is inactive
         assert isinstance(reducer, PipelineReducer)
+        place.neighbours.source = partial(self._source, place)
         return StagePasses(
             place.models,
             self._known_chain,
@@ -254,7 +255,6 @@ class Staged(OverShards):
             reducer=reducer,
             has_halves=not self._spec.activation_checkpointing,
             sum_dtype=self.train_state.casting.dtype_of,
-            source=partial(self._source, place),
         )
 
     def _source(self, place: _Place, loader: AnyLoader) -> AnyLoader:
