@@ -42,6 +42,9 @@ class FaultPolicy:
     replace_stragglers: float | None = None
     """Replace a rank that stays so many times slower than the median of its peers, as soon as a
     successor holds the state; default None: never."""
+    validate: bool = True
+    """Check after each event of a worker that the state of its protocol is one that can be, which
+    takes microseconds; default True. A worker in another state says so and is replaced."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
@@ -55,6 +58,8 @@ class FaultPolicy:
         check_whole("faults.max_nonfinite", self.max_nonfinite, at_least=0)
         if self.verify_every is not None:
             check_whole("faults.verify_every", self.verify_every, at_least=1)
+        if not is_switch(self.validate):
+            raise ValueError(f"faults.validate must be True or False, got {self.validate!r}")
         factor = self.replace_stragglers
         if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
             raise ValueError(
@@ -399,6 +404,10 @@ def as_bounds(workers: object) -> int | tuple[int, int]:
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_switch(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def check_whole(name: str, value: object, *, at_least: Literal[0, 1]) -> int:

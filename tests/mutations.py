@@ -174,7 +174,7 @@ MUTATIONS = (
         RECOVERY,
         "camp.step == ledger.step - 1 and camp.prepared_by",
         "camp.step < ledger.step and camp.prepared_by",
-        "tests/control/test_transition.py",
+        "tests/control/test_failed_generations.py",
     ),
     Mutation(
         "two generations' states of one step are taken for the same",
@@ -238,7 +238,7 @@ MUTATIONS = (
         RECOVERY,
         "    prepared_by = event.prepared_by if event.is_prepared else UNPREPARED\n",
         "    prepared_by = event.origin\n",
-        f"tests/control/test_transition.py {NETWORK}",
+        f"tests/control/test_losses.py {NETWORK}",
         is_of_protocol=True,
     ),
     Mutation(
@@ -253,14 +253,14 @@ MUTATIONS = (
         "elastic/control/pool.py",
         "        failures=0,\n        in_vain=0,",
         "        in_vain=0,",
-        "tests/control/test_transition.py",
+        "tests/control/test_losses.py",
     ),
     Mutation(
         "falls are forgotten when the step that they fell from is reached again",
         "elastic/control/pool.py",
         "ledger.falls if step <= ledger.fallen_from else 0",
         "ledger.falls if step < ledger.fallen_from else 0",
-        "tests/control/test_transition.py",
+        "tests/control/test_losses.py",
     ),
     Mutation(
         "nobody gives a save up when those it is for should be gone",

@@ -274,6 +274,109 @@ def test_a_class_of_settings_has_few_fields_each_explained(cls: str):
     assert set(names) <= explained, f"no docstring under {sorted(set(names) - explained)}"
 
 
+PRIVATE_ROOMS = ("workers/torch_private/", "workers/parallel/fsdp2_private/")
+"""All that touches what torch keeps private, behind torch_private/version.py."""
+OF_TORCH_TOO = {
+    "_backend", "_buffers", "_flat_weights", "_forward_hooks", "_local_tensor", "_modules",
+    "_optimizer_step_pre_hooks", "_parameters", "_spec", "_version",
+}  # fmt: skip
+"""Private names of torch that classes of ours have, too."""
+OURS = {("self._session", "_spec"), ("session", "_spec")}
+"""Whose of these is ours, by how it is spelled."""
+OF_OTHERS = {
+    ("os", "_exit"),
+    ("sys", "_getframe"),
+    ("sys", "_current_frames"),
+    ("spec.tensor_meta", "_replace"),
+    ("state.AcceleratorState", "_reset_state"),
+    ("state.GradientState", "_reset_state"),
+}
+"""Of the standard library, named tuples (`_fields`) included, and of Accelerate."""
+
+
+def private_names_of_ours() -> set[str]:
+    """What a class, a module or a function of ours defines, by name."""
+    found: set[str] = set()
+    for path in FILES:
+        if named(path).startswith(PRIVATE_ROOMS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def torchs_private(tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name: what is imported from torch, or asked of an object, and is torch's own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            base = ast.unparse(node.value)
+            is_own = base in ("self", "cls", "super()")
+            is_ours = node.attr in ours - OF_TORCH_TOO or (base, node.attr) in OURS | OF_OTHERS
+            if not is_own and not is_ours:
+                yield node.lineno, f"{base}.{node.attr}"
+            continue
+        elif isinstance(node, ast.Call) and is_asked_by_name(node):
+            name = ast.literal_eval(node.args[1])
+            if is_private(name) and name != "_fields" and name not in ours - OF_TORCH_TOO:
+                yield node.lineno, name
+            continue
+        else:
+            continue
+        for name in names:
+            top, *rest = name.split(".")
+            if top == "torch" and any(map(is_private, rest)):
+                yield node.lineno, name
+
+
+def is_asked_by_name(node: ast.Call) -> bool:
+    """getattr(x, "_name") and its like."""
+    is_one = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr")
+    return is_one and isinstance(node.args[1], ast.Constant)
+
+
+def test_what_torch_keeps_private_is_used_in_its_rooms_only():
+    ours = private_names_of_ours()
+    found = [
+        f"{named(path)}:{line} {name}"
+        for path in FILES
+        if named(path).startswith("workers/") and not named(path).startswith(PRIVATE_ROOMS)
+        for line, name in torchs_private(ast.parse(path.read_text()), ours)
+    ]
+    assert found == [], "give it a name in workers/torch_private"
+
+
+def test_private_names_of_torch_are_seen():
+    tree = ast.parse(
+        "from torch._ops import A\nfrom torch.optim import _b\nimport torch._dynamo\n"
+        "torch._foreach_add_(x)\ndist._c()\ntensor._version\nself._mine\nmodule._parameters\n"
+        "self._session._spec\ngetattr(x, '_local_tensor')\nother._mine\nos._exit(1)\n"
+        "self._parameters\n"
+    )
+    assert sorted(torchs_private(tree, {"_mine"})) == [
+        (1, "torch._ops.A"),
+        (2, "torch.optim._b"),
+        (3, "torch._dynamo"),
+        (4, "torch._foreach_add_"),
+        (5, "dist._c"),
+        (6, "tensor._version"),
+        (8, "module._parameters"),
+        (10, "_local_tensor"),
+    ]
+
+
 def test_imports_are_found_at_any_depth():
     tree = ast.parse(
         "import a\n"

@@ -14,7 +14,16 @@ from tests.test_architecture import FILES, ROOT, module_of, named
 
 MAX_POSITIONAL, MAX_ATTRIBUTES = 6, 15
 ORDER = (
-    *("tensors", "distributed", "reduction", "step", "train_state", "checkpoint", "backup"),
+    *(
+        "torch_private",
+        "tensors",
+        "distributed",
+        "reduction",
+        "step",
+        "train_state",
+        "checkpoint",
+        "backup",
+    ),
     *("resharding", "data", "parallel", "health", "membership", "scripts"),
 )
 """Folders of `workers`, the lowest first; its loose files are above all, workloads are a user's."""
@@ -25,7 +34,26 @@ ON_RAY = (
 """Folders and loose files of `elastic.on_ray`, the lowest first."""
 ROOMS = {"workers": ORDER, "elastic.on_ray": ON_RAY}
 LONG_SIGNATURES = {"elastic": 0, "workers": 0}
-WIDE_CLASSES = {"elastic": 11, "workers": 6}
+WIDE_CLASSES = {
+    "elastic/config.py RunConfig": 20,
+    "elastic/control/state.py Ledger": 36,
+    "elastic/controller/recorder.py Recorder": 24,
+    "elastic/controller/supervisor.py Supervisor": 20,
+    "elastic/on_ray/cluster.py RayCluster": 25,
+    "elastic/on_ray/detection/diagnosis.py Diagnosis": 16,
+    "elastic/on_ray/driver/submission.py RayDriver": 18,
+    "elastic/on_ray/slots.py Slot": 19,
+    "elastic/protocol/messages/pulse.py Heartbeat": 16,
+    "elastic/protocol/worker_spec.py WorkerSpec": 37,
+    "elastic/store/run_directory.py RunDirectory": 21,
+    "workers/backup/client.py BackupClient": 20,
+    "workers/data/parquet_loader.py ParquetLoader": 16,
+    "workers/health/vitals.py Vitals": 17,
+    "workers/membership/member.py Member": 24,
+    "workers/train_state/train_state.py TrainState": 17,
+    "workers/worker.py Worker": 26,
+}
+"""Their attributes; no other class has more than MAX_ATTRIBUTES."""
 PACKED_TUPLES = {"elastic": 0, "workers": 0}
 
 
@@ -167,16 +195,16 @@ def test_what_a_function_takes_by_position_can_be_read(room: str):
     assert len(found) <= LONG_SIGNATURES[room], found
 
 
-@pytest.mark.parametrize("room", WIDE_CLASSES)
-def test_a_class_has_few_attributes(room: str):
-    found = [
-        f"{named(path)} {node.name} has {len(attributes(node))}"
+def test_a_class_has_few_attributes():
+    found = {
+        f"{named(path)} {node.name}": len(attributes(node))
         for path in FILES
-        if top(path) == room
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
-    ]
-    assert len(found) <= WIDE_CLASSES[room], found
+        if isinstance(node, ast.ClassDef)
+    }
+    wide = {name: count for name, count in found.items() if count > MAX_ATTRIBUTES}
+    assert {n: c for n, c in wide.items() if c > WIDE_CLASSES.get(n, 0)} == {}, "split by meaning"
+    assert {n: c for n, c in WIDE_CLASSES.items() if wide.get(n) != c} == {}, "lower the number"
 
 
 @pytest.mark.parametrize("room", PACKED_TUPLES)

@@ -51,22 +51,26 @@ from workers.loop import fit
 from workers.membership.events import Loop
 from workers.membership.link import Address, ControllerLink, leave
 from workers.membership.member import Member
+from workers.membership.state import BrokenInvariant
 from workers.membership.state_stream import PeerServer
 from workers.membership.unwinding import RolledBack, RunEnded
 from workers.parallel.build import build_strategy
 from workers.session import Session
 from workers.step.microbatches import check_loss, weight_of
 from workers.step.randomness import seed_microbatch
+from workers.torch_private.version import untested
 from workers.tracebacks import begun_outside
 from workers.train_state.build import check_threads
 from workers.train_state.out_of_memory import OutOfMemory, advice
 from workers.train_state.trial import check_kept, try_optimizer
 from workers.worker_log import WorkerLog
 
+log = logging.getLogger(__name__)
 EXIT_WITHOUT_LOADER = 72
 EXIT_WITHOUT_MEMORY = 73
 EXIT_WITHOUT_GPU = 74
 EXIT_WITH_STUCK_GROUP = 75
+EXIT_WITH_BROKEN_STATE = 76
 
 
 class Worker:
@@ -145,6 +149,8 @@ class Worker:
         except (LoaderLost, OutOfMemory) as error:  # the run goes on without this process
             is_memory = isinstance(error, OutOfMemory)
             self._leave(EXIT_WITHOUT_MEMORY if is_memory else EXIT_WITHOUT_LOADER, str(error))
+        except BrokenInvariant as error:
+            self._leave(EXIT_WITH_BROKEN_STATE, str(error))
         except SystemExit as error:
             self._fail(RuntimeError(f"the workload called sys.exit({error.code!r})"))
         except Exception as error:
@@ -169,8 +175,12 @@ class Worker:
         raise error
 
     def _on_command(self, command: Command) -> None:
-        if self._member is not None:
+        if self._member is None:
+            return
+        try:
             self._member.hear(command)
+        except BrokenInvariant as error:
+            self._leave(EXIT_WITH_BROKEN_STATE, str(error))
 
     def _introduce(self, controller: Address) -> r.Introduction:
         """Over each connection of the link, in its thread."""
@@ -237,6 +247,8 @@ class Worker:
         preflight.check(device, self._gpu_name, spec.host)
         if spec.has_checkpoints:
             storage.check(spec.place, spec.host, is_newcomer=spec.is_newcomer)
+        if why := untested():
+            log.warning('torch is untested reason="%s"', why)
         open_backup = partial(BackupClient, spec, self._link.send)
         self._strategy = build_strategy(workload, spec, device, open_backup)
         self._replica = self._strategy.train_state
@@ -255,7 +267,6 @@ class Worker:
             on_log_to=self._log_to,
             on_finish=self._finish,
             on_stuck=partial(self._leave, EXIT_WITH_STUCK_GROUP),
-            is_checked=__debug__,
         )
         self._session = session = Session(spec, workload, member, self._loader)
         self._link.send(r.Started(self._process()))

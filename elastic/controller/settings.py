@@ -76,6 +76,7 @@ def worker_spec(
         has_checkpoints=has_checkpoints(config),
         max_nonfinite=config.faults.max_nonfinite,
         verify_every=config.faults.verify_every,
+        validate=config.faults.validate,
         detect_s=config.detect_s,
         heartbeat_s=timeouts.heartbeat_s,
         silence_s=timeouts.silence_s,

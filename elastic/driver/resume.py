@@ -179,11 +179,21 @@ def differences(past: dict[str, Any], new: dict[str, Any]) -> list[str]:
     may_differ = MAY_DIFFER | (OF_A_SCRIPT if is_script(new) else frozenset[str]())
     if past.get("reduction") == "bitwise":
         may_differ -= DECIDES_BITS
+    past, new = without_checks(past), without_checks(new)
     for name in sorted(past.keys() & new.keys() - may_differ - WHERE_IT_IS):
         is_extended = name == "steps" and isinstance(past[name], int) and new[name] > past[name]
         if past[name] != new[name] and not is_extended:
             found.append(f"{name} was {past[name]!r} and now is {new[name]!r}")
     return found
+
+
+def without_checks(config: dict[str, Any]) -> dict[str, Any]:
+    """Without `faults.validate`, which decides nothing and which older runs do not have."""
+    faults = config.get("faults")
+    if not isinstance(faults, dict):
+        return config
+    known = cast("dict[str, Any]", faults)
+    return {**config, "faults": {k: v for k, v in known.items() if k != "validate"}}
 
 
 def is_script(config: dict[str, Any]) -> bool:

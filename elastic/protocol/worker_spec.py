@@ -46,6 +46,8 @@ class WorkerSpec:
     max_nonfinite: int
     verify_every: int | None = None
     """Steps between comparisons of the replicas' bits, None for none."""
+    validate: bool = True
+    """The invariants of the worker's machine are checked after each event."""
     detect_s: float | None
     heartbeat_s: float
     silence_s: float

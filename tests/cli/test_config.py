@@ -138,6 +138,7 @@ def test_fault_policies_are_checked():
         ({"verify_every": 0}, "faults.verify_every must be a whole number of at least 1, got 0"),
         ({"replace_stragglers": 1}, "faults.replace_stragglers must be a number above 1"),
         ({"replace_stragglers": True}, "faults.replace_stragglers must be a number above 1"),
+        ({"validate": 0}, "faults.validate must be True or False, got 0"),
         ({"verify": 1}, "faults.verify is unknown: choose from max_nonfinite, verify_every, "),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

@@ -83,6 +83,7 @@ def test_a_run_directory_of_before_the_settings_were_grouped_is_resumed():
     past = json.loads(written)
     config = RunConfig.from_json(past)
     newer = dict.fromkeys(("spot", "labels", "accelerator_type", "worker_resources"))
+    newer["faults"] = {**past["faults"], "validate": True}
     assert config.to_json() == {**past, **newer}
     before = config_json(past, "/j.py:Job", {}, {"torch": "2.13"})
     now = config_json(config.to_json(), "/j.py:Job", {}, {"torch": "2.13"})

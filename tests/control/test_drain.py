@@ -28,7 +28,7 @@ from elastic.control.events import (
 )
 from elastic.control.state import Forming, Notice, Pausing, Running, Waiting
 from elastic.protocol.membership import Membership
-from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, play, some, suspended
+from tests.control.transitions import ABC, LEDGER, LIMITS, lost, play, some, suspended
 
 NOTICE = DrainNotice(0, "drain", deadline=40.0, at=10.0)
 ONE = replace(LIMITS, min_workers=1)

@@ -23,7 +23,7 @@ from elastic.control.failover import have_all
 from elastic.control.standing import Standing
 from elastic.control.state import Ending, Finished, Forming, Running, Suspending, Waiting
 from elastic.protocol.membership import Membership
-from tests.control.test_transition import ABC, LEDGER, LIMITS, play, some
+from tests.control.transitions import ABC, LEDGER, LIMITS, play, some
 
 WORKING = tuple(Standing(w, "working", 7, w, 3, 40) for w in range(3))
 

@@ -14,7 +14,7 @@ from elastic.protocol.membership import Membership
 from elastic.protocol.messages.pulse import Heartbeat
 from elastic.protocol.messages.to_controller import Introduction, Process
 from tests.control import virtual_time
-from tests.control.test_transition import LIMITS
+from tests.control.transitions import LIMITS
 
 TWO = Running(Membership(3, (0, 1)))
 BEAT = Heartbeat(1, 3, 9, "reduce", 0.2, 0.1, True, "S")

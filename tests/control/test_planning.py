@@ -21,7 +21,7 @@ from elastic.control.transition import start, transition
 from elastic.protocol.encoding import decode, encode
 from elastic.protocol.membership import Membership
 from elastic.protocol.mesh import DDP, Mesh, Parallel
-from tests.control.test_transition import LIMITS, play
+from tests.control.transitions import LIMITS, play
 
 TWO = Parallel("hsdp", dp_shard=2)
 SHARDED = replace(LIMITS, max_workers=4, is_whole=False, has_copies=True, parallel=TWO)

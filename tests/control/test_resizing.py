@@ -25,7 +25,7 @@ from tests.control.faults import Faults
 from tests.control.sharded_cluster import ShardedCluster
 from tests.control.slices import seeds
 from tests.control.test_simulation import check_end, scenario, simulate
-from tests.control.test_transition import ABC, LEDGER, LIMITS, play, some
+from tests.control.transitions import ABC, LEDGER, LIMITS, play, some
 
 FEWER, MORE = Resized(1, 2, 10.0), Resized(2, 5, 10.0)
 

@@ -23,7 +23,7 @@ from elastic.control.events import (
 )
 from elastic.control.state import Ending, Forming, Ledger, Pausing, Running, Save, Suspending
 from elastic.protocol.membership import Membership, NumberSet
-from tests.control.test_transition import LIMITS, play
+from tests.control.transitions import LIMITS, play
 
 SHARDED = replace(LIMITS, is_whole=False)
 ABC = Membership(7, (0, 1, 2))

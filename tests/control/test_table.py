@@ -44,7 +44,7 @@ from elastic.control.state import (
     Waiting,
 )
 from elastic.control.transition import IGNORED, UnexpectedEvent, transition
-from tests.control.test_transition import ABC, LEDGER, LIMITS, lost, some, suspended
+from tests.control.transitions import ABC, LEDGER, LIMITS, lost, some, suspended
 
 PHASES: tuple[Phase, ...] = (
     Waiting("few"),

@@ -1,6 +1,7 @@
 """A script that reports no checkpoint, and counts its epochs by `elastic.torch`: new workers enter
 at their ends, and its objects go on."""
 
+import gc
 import json
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,36 @@ def test_a_script_that_makes_other_objects_is_told_which(calls):
         assert kept is not None
     with calls(), pytest.raises(RuntimeError, match="differ in: optimizer 1, schedule 1;"):
         next(elastic.torch.epochs(2))
+
+
+def test_what_only_a_cycle_holds_is_none_of_the_objects(calls):
+    """Whether it is there still is another matter on each rank."""
+
+    def leave_garbage() -> None:
+        _, optimizer, _ = made()
+        optimizer.own: Any = optimizer  # type: ignore[attr-defined]
+
+    gc.disable()
+    try:
+        with calls():
+            kept = made()
+            leave_garbage()
+            assert list(elastic.torch.epochs(2)) == [0, 1]
+        with calls():
+            kept = made()
+            assert next(elastic.torch.epochs(2)) == 1
+    finally:
+        gc.enable()
+    assert kept is not None
+
+
+def test_ranks_that_make_different_objects_are_told_so_at_once(calls, monkeypatch):
+    monkeypatch.setattr(LoneCall, "broadcast", lambda self, value: [*value, "scaler 1"])
+    with calls():
+        kept = made()
+        with pytest.raises(RuntimeError, match=r"different objects.* scaler 1;"):
+            next(elastic.torch.epochs(2))
+    assert kept is not None
 
 
 def test_what_cannot_be_kept_is_refused(calls):

@@ -115,6 +115,7 @@ def test_a_loss_is_survived_in_the_middle(tmp_path, ends, settings):
     found = check(place, WORKERS - 1, STEPS // settings.get("accumulate", 1))
     assert run.level is not None
     assert (run.level.level, run.level.weights_sha256) == (1, weights_sha256(found))
+    assert "goes on in place with 2 of 3 ranks" in text_of_logs(place)
 
 
 @pytest.mark.parametrize(

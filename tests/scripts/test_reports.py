@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.store.remote import patiently
-from workers.scripts.reports import SNAPSHOT, Reports, Retention, checksum, paths_in
+from workers.scripts.reports import SNAPSHOT, Reports, Retention, Told, checksum, paths_in
 from workers.scripts.values import plain, returned
 
 
@@ -154,3 +154,13 @@ def test_every_report_has_a_line(tmp_path):
     (line,) = (tmp_path / "run/reports.jsonl").read_text().splitlines()
     assert json.loads(line)["metrics"] == {"loss": 2.0}
     assert not (tmp_path / "run" / SNAPSHOT).exists()
+
+
+def test_a_checkpoint_that_only_the_lost_rank_has_brought_is_missed_when_it_is_due():
+    told = Told()
+    reports = [(set(), True), ({0}, True), (set(), True), (set(), True), ({0}, True)]
+    for bringing, is_fine in reports:
+        assert told.count(bringing, {0, 1, 2}) is is_fine
+    assert [told.count(set(), {1, 2}) for _ in range(3)] == [True, True, False]
+    assert told.count({1}, {1, 2}), "another rank has taken over"
+    assert told.count(set(), {1, 2})

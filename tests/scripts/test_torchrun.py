@@ -21,6 +21,8 @@ from tests.scripts.local_run import LocalRun
 from workers.distributed.process_group import Alone
 from workers.script_loop import ScriptLoop
 from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place.course import Course
+from workers.scripts.in_place.trial import Nobody
 from workers.scripts.torchrun import ScriptExited, Torchrun, started_by_torchrun
 
 JOB = torchrun_job.__file__
@@ -119,6 +121,15 @@ def run_here(tmp_path: Path, source: str, world_size: int = 1, *arguments: str) 
     call = call_of(world_size)
     with as_default(call.group), started_by_torchrun(call):
         Torchrun(str(tmp_path / "script.py"), arguments, str(tmp_path))()
+
+
+def test_a_script_has_its_rank_from_the_environment():
+    """So rank 0's loss has it called again, unless it asks for its rank while it trains."""
+    call = call_of(1)
+    course = call.group.course = Course("torchrun", call.group, Nobody())
+    assert not course.stand().keeps_rank
+    with as_default(call.group), started_by_torchrun(call):
+        assert course.stand().keeps_rank
 
 
 def test_it_is_run_as_main_with_its_arguments_in_the_directory_of_the_command(tmp_path):

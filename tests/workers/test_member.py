@@ -16,7 +16,7 @@ from tests.workers.fake_groups import Done, run_threads
 from tests.workers.session_rig import InThread, Rig, Tiny, abort, obey
 from workers.distributed.process_group import Alone
 from workers.membership.member import RunEnded
-from workers.membership.state import Holding
+from workers.membership.state import BrokenInvariant, Holding
 from workers.parallel.shards import Ownership
 from workers.train_state.digest import weights_sha256
 
@@ -420,3 +420,13 @@ def test_the_lowest_rank_alone_reports_a_step():
         return len(rig.link.of("committed")), len(rig.member.records.to_frame()["steps"])
 
     assert run_threads(2, body) == [(1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_machine_in_a_state_that_cannot_be_is_noticed_where_it_is_asked_for(validate):
+    rig = Rig("fast", validate=validate)
+    rig.member.machine = replace(rig.member.machine, step=-1)
+    asked = pytest.raises(BrokenInvariant, match="steps are counted from 0")
+    with asked if validate else contextlib.nullcontext():
+        rig.member.hear(abort(1))
+    rig.loader.close()

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from workers.distributed.pending import Settling, TorchWork, Waitable
+from workers.torch_private import c10d as private
 
 GATHER, ALL_GATHER = GatherOptions(), AllgatherOptions()
 SCATTER, REDUCE_SCATTER = ScatterOptions(), ReduceScatterOptions()
@@ -99,7 +100,7 @@ class C10dGroup(dist.ProcessGroup):
             *(
                 self._launch(
                     ("all_gather", t.numel()),
-                    lambda o=o, t=t: self.backend._allgather_base(o, t, opts),
+                    lambda o=o, t=t: private.all_gather_flat(self.backend, o, t, opts),
                 )
                 for o, t in zip(outputs, tensors, strict=True)
             )
@@ -139,7 +140,9 @@ class C10dGroup(dist.ProcessGroup):
             *(
                 self._launch(
                     ("reduce_scatter", o.numel()),
-                    lambda o=o, t=t: self._waitable(self.backend._reduce_scatter_base(o, t, opts)),
+                    lambda o=o, t=t: self._waitable(
+                        private.reduce_scatter_flat(self.backend, o, t, opts)
+                    ),
                 )
                 for o, t in zip(outputs, tensors, strict=True)
             )

@@ -9,13 +9,13 @@ A mesh is made without the default process group, which torch's own ways ask for
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from workers.distributed.process_group import Group
+from workers.torch_private.c10d import mesh_of_groups
 
 
 def device_mesh(
@@ -28,11 +28,7 @@ def device_mesh(
     """
     group.register(range(group.size()))
     names = tuple(axis_name(axis, group) for axis in axes)
-    mesh = DeviceMesh(
-        device.type, ranks, mesh_dim_names=names, _init_backend=False, _rank=group.rank()
-    )
-    cast(Any, mesh)._dim_group_names = [axis.group_name for axis in axes.values()]
-    return mesh
+    return mesh_of_groups(device, ranks, group.rank(), names, list(axes.values()))
 
 
 def axis_name(axis: str, group: Group) -> str:

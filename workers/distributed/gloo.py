@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from elastic.protocol.errors import CollectiveRefused, PeerLost
 from workers.distributed.pending import Pending, Waitable, failure_of
 from workers.distributed.process_group import Group, Place
+from workers.torch_private.c10d import gloo_options
 
 DIRECT_WAIT = timedelta(milliseconds=10)
 """So long a wait is the backend's own, which costs no change of threads in Python. Nothing ends it
@@ -113,9 +114,7 @@ _waiters = _Waiters()
 
 def connect(host: str, place: Place) -> GlooGroup:
     """The group of this name, once all its members are here. host: this worker's address."""
-    options = cast(Any, dist.ProcessGroupGloo)._Options()  # the stub calls it Options
-    options._timeout = timedelta(seconds=place.operation_timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options = gloo_options(host, place.operation_timeout_s)
     store, rank, world_size = PrefixStore(place.name, place.store), place.rank, place.world_size
     found = cast(Any, dist.ProcessGroupGloo)(store, rank, world_size, options)
     return GlooGroup(found, rank, world_size, place.name, place.store)

@@ -7,7 +7,6 @@ NCCL is ours to end: torch starts no threads beside it (elastic/protocol/nccl_se
 import logging
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from elastic.protocol.errors import PeerLost
 from workers.distributed.pending import Pending, Waitable, What, failure_of
 from workers.distributed.process_group import Group, Place
+from workers.torch_private.c10d import is_connected, nccl_options
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.002
@@ -97,8 +97,7 @@ class NcclGroup(Group):
 def connect(device: torch.device, place: Place) -> NcclGroup:
     """The group, once all its members are here. Raises PeerLost if it is given up before."""
     torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=place.operation_timeout_s)
+    options = nccl_options(place.operation_timeout_s)
     options.config.blocking = 0  # an absent member would be waited for, for ever
     store = PrefixStore(place.name, place.store)
     backend = dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
@@ -109,7 +108,7 @@ def connect(device: torch.device, place: Place) -> NcclGroup:
 def formed(backend: Any, place: Place) -> NcclGroup:
     """The group over a backend that has begun to connect. Raises PeerLost."""
     try:
-        while not backend._is_initialized():
+        while not is_connected(backend):
             if place.given_up.wait(LOOK_S):
                 raise PeerLost("the generation was given up while it formed")
     except RuntimeError:

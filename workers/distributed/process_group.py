@@ -31,6 +31,7 @@ from workers.distributed.c10d import C10dGroup
 from workers.distributed.device_wait import to_host
 from workers.distributed.pending import Pending, Settling, Waitable, What, failure_of
 from workers.distributed.store import StoreClient
+from workers.torch_private import c10d as private
 
 UNNAMED = "unnamed"
 
@@ -202,7 +203,7 @@ class Group(C10dGroup):
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Settling:
         """`output` becomes the ranks' tensors in a row; `tensor` may be its own part of it."""
         what = ("all_gather", tensor.numel())
-        return self._launch(what, lambda: self.backend._allgather_base(output, tensor))
+        return self._launch(what, lambda: private.all_gather_flat(self.backend, output, tensor))
 
     def all_to_all_flat(
         self,

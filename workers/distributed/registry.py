@@ -2,8 +2,7 @@
 only.
 
 A name carries run and generation and is never given twice, so that who still has a dead
-generation's name finds nothing instead of the wrong group. What is used here is private to torch
-2.13.
+generation's name finds nothing instead of the wrong group.
 """
 
 import threading
@@ -12,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from workers.torch_private.c10d import enter_group, remove_group
 
 _given: Counter[str] = Counter()
 _lock = threading.Lock()
@@ -35,14 +35,10 @@ def register(
     ranks: of the group's members in the generation, in the order of the group's own ranks. store:
     torch wants one where it is to make groups of some of the ranks.
     """
-    name = group.group_name
     own = {rank: index for index, rank in enumerate(ranks)}
-    distributed_c10d._register_pg_in_world(
-        group, backend_name, store, name, backend_name, rank_mapping=own
-    )
+    enter_group(group, backend_name, own, store)
 
 
 def unregister(group: dist.ProcessGroup) -> None:
     """Torch finds it no longer. Nothing happens to a group that is not registered."""
-    if group in distributed_c10d._world.pg_names:
-        distributed_c10d._cleanup_process_group_global_state(group)
+    remove_group(group)

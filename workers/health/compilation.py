@@ -5,11 +5,11 @@ Nothing of torch.compile is imported for it.
 """
 
 import logging
-import sys
 from contextlib import ExitStack
 from typing import Any
 
 from workers.health.vitals import Vitals
+from workers.torch_private.compilation import hear_compilations, num_compiled_graphs
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,8 @@ class Compilation:
 
     def hear(self) -> None:
         """From now on, if the user's code has asked for a compilation; cheap to call often."""
-        module = sys.modules.get("torch._dynamo.callback")
-        if module is not None and not self._is_heard:
-            self._is_heard = True
-            module.on_compile_start(self._begin)
-            module.on_compile_end(self._end)
+        if not self._is_heard:
+            self._is_heard = hear_compilations(self._begin, self._end)
 
     def _begin(self, _: Any) -> None:
         self._current.enter_context(self._vitals.aside("compile"))
@@ -38,10 +35,7 @@ class Compilation:
 
     def tell(self, generation: int, step: int) -> None:
         """After a step: log that something was compiled in it."""
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        if dynamo is None:
-            return
-        num_graphs = dynamo.counters["stats"]["unique_graphs"]
+        num_graphs = num_compiled_graphs()
         if num_graphs != self._num_graphs:
             more = num_graphs - self._num_graphs
             log.info("generation=%d step=%d compiled graphs=%d", generation, step, more)

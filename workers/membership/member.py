@@ -71,15 +71,13 @@ class Member:
         on_log_to: Callable[[str], None],
         on_finish: Callable[["Member", str | None], str],
         on_stuck: Callable[[str], None] = lambda why: None,
-        is_checked: bool = True,
     ) -> None:
-        """on_stuck: told that the device does not let go of a group. is_checked: the invariants of
-        the machine are, after each event."""
+        """on_stuck: told that the device does not let go of a group."""
         self.spec, self.strategy, self.link, self.peers = spec, strategy, link, peers
         self.train_state, self.backup = strategy.train_state, strategy.backup
         self.saver, self.vitals, self.device = saver, vitals, device
         self._on_load, self._on_log_to, self._on_finish = on_load, on_log_to, on_finish
-        self._is_checked, self._lock = is_checked, threading.Lock()
+        self._lock = threading.Lock()
         self.machine = State(is_whole=strategy.is_whole)
         self.prepared: RollForward | None = None
         """Takes the next step, whose reduced gradients are here, if the machine counts on them."""
@@ -106,7 +104,7 @@ class Member:
         """Any thread: what follows is done here."""
         with self._lock:
             self.machine, actions = transition(self.machine, event)
-            if self._is_checked:
+            if self.spec.validate:
                 validate(self.machine)
         for action in actions:
             if (done := self._do(action)) is not None:

@@ -28,6 +28,7 @@ from workers.step.forwards import Forwards, PlainForwards
 from workers.step.passes import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import layout_of
+from workers.torch_private.modules import own_parameters
 from workers.train_state.build import Settings, build_model, build_state, equip_blocks
 from workers.train_state.digest import weights_sha256
 from workers.train_state.train_state import TrainState, Update
@@ -151,12 +152,12 @@ def _materialise(model: nn.Module, workload: Any, spec: Settings, device: torch.
     """All of a model that was built on the meta device, its buffers excepted."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for key, p in module._parameters.items():
+        for key, p in own_parameters(module).items():
             if p is not None:
                 if p not in made:
                     empty = torch.empty_like(p, device=device)
                     made[p] = nn.Parameter(empty, requires_grad=p.requires_grad)
-                module._parameters[key] = made[p]
+                own_parameters(module)[key] = made[p]
     targets = dict(model.named_parameters())
 
     def put(name: str, whole: torch.Tensor) -> None:

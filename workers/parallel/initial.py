@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic.protocol.layout import Position, TensorLayout
 from workers.step.randomness import seed_module
 from workers.tensors.local import local, part_of
+from workers.torch_private.modules import own_buffers, own_parameters
 from workers.train_state.train_state import TrainState
 
 MAPPED_BYTES = 2**18
@@ -94,7 +95,9 @@ def initialise_modules(
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        if not module._buffers and not any(p is not None for p in module._parameters.values()):
+        if not own_buffers(module) and not any(
+            p is not None for p in own_parameters(module).values()
+        ):
             continue
         begin_piece()
         # Nothing of one module is left when the next one gets its parameters.
@@ -112,21 +115,21 @@ def _initialise_module(
     seen: set[int],
 ) -> None:
     """As `initialise_modules` says. seen: parameters that were given to `put`, by id."""
-    own = {key: p for key, p in module._parameters.items() if p is not None}
+    own = {key: p for key, p in own_parameters(module).items() if p is not None}
     names = {key: f"{name}.{key}" if name else key for key in own}
     try:
         for key, p in own.items():
             shape = p.shape if shapes is None else shapes[names[key]]
             whole = _zeros(shape, p.dtype)
-            module._parameters[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
+            own_parameters(module)[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
         seed_module(seed, name)
         reset: Any = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
         initialise(module, name)
-        made = {key: module._parameters[key] for key in own}
+        made = {key: own_parameters(module)[key] for key in own}
     finally:
-        module._parameters.update(own)
+        own_parameters(module).update(own)
     for key, p in own.items():
         value = made[key]
         assert value is not None
@@ -149,12 +152,13 @@ def settle_small(model: nn.Module, device: torch.device) -> None:
     scalar parameters."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for key, p in module._parameters.items():
+        for key, p in own_parameters(module).items():
             if p is not None and p.is_meta and not p.dim():
                 if p not in made:
                     zero = torch.zeros((), dtype=p.dtype, device=device)
                     made[p] = nn.Parameter(zero, requires_grad=p.requires_grad)
-                module._parameters[key] = made[p]
-        for key, buffer in module._buffers.items():
+                own_parameters(module)[key] = made[p]
+        buffers = own_buffers(module)
+        for key, buffer in buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+                buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

@@ -12,6 +12,7 @@ from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced
 from workers.reduction.tree import Group, Pending, refuse_sparse
 from workers.tensors.strides import dense_strides
+from workers.torch_private.tensors import copy_all_
 
 BUCKET_BYTES = {"cpu": 2 << 20, "cuda": 25 << 20}
 LARGE_BYTES = 1 << 18
@@ -238,4 +239,4 @@ def adopt(parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
             parameter.grad = view
     if moved:
         with torch.no_grad():
-            torch._foreach_copy_(places, moved)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all_(places, moved)

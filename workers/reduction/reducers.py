@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from workers.tensors.local import local
+from workers.torch_private.tensors import norms_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Reduced:
 
 
 def _are_finite(gradients: list[torch.Tensor]) -> torch.Tensor:
-    each = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    each = norms_of(gradients)
     return torch.isfinite(torch.stack([n.float() for n in each])).all()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
 from workers.tensors.strides import dense_strides, plain_strides
+from workers.torch_private.tensors import add_all_, copy_all_
 
 Flats = list[Tensor]  # one flat buffer per part of a FlatLayout
 
@@ -353,7 +354,7 @@ class CarryStack:
         is_new = True
         while self._stack and self._stack[-1][0].is_left_sibling_of(block):
             left, totals = self._stack.pop()
-            torch._foreach_add_(totals, list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+            add_all_(totals, list(tensors))
             block, tensors, is_new = left.parent, totals, False
         self._stack.append((block, [t.clone() for t in tensors] if is_new else list(tensors)))
 
@@ -408,7 +409,7 @@ def _copy_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
                 view.copy_(leaf)
     elif views:
         present = [leaf for leaf in leaves if leaf is not None]
-        torch._foreach_copy_(views, present)  # pyright: ignore[reportPrivateImportUsage]
+        copy_all_(views, present)
 
 
 def _add_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
@@ -417,4 +418,4 @@ def _add_leaves(views: list[Tensor], leaves: Sequence[Tensor | None]) -> None:
             view.add_(0.0 if leaf is None else leaf)  # adding 0 turns -0 into 0, as on other ranks
     elif views:
         present = [leaf for leaf in leaves if leaf is not None]
-        torch._foreach_add_(views, present)  # pyright: ignore[reportPrivateImportUsage]
+        add_all_(views, present)

@@ -22,6 +22,7 @@ from workers.distributed.process_group import Group
 from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
 from workers.scripts.in_place.collective import OwnCollective
 from workers.scripts.ranks import is_asked_by_script
+from workers.torch_private.autograd import at_end_of_backward, is_in_backward
 
 FORMED_S = 60.0
 """All ranks of a group of the script's own have asked for it by then."""
@@ -139,7 +140,7 @@ class DefaultGroup(C10dGroup):
             work = super().allreduce(tensors, opts)
         assert isinstance(work, FutureWork)
         work.result = tensors
-        if torch._C._current_graph_task_id() != -1 and tensors[0].device.type == "cpu":
+        if is_in_backward() and tensors[0].device.type == "cpu":
             self._wait_at_end_of_backward(work)
         return work
 
@@ -168,8 +169,7 @@ class DefaultGroup(C10dGroup):
         """DDP's own callback there, queued later, would wait in C++, where no error of Python's
         ends it."""
         if not self._of_backward:
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
-            queue(self._end_backward)
+            at_end_of_backward(self._end_backward)
         self._of_backward.append(work)
 
     def _end_backward(self) -> None:

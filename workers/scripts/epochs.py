@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from elastic.store.files import write_json
 from workers.scripts.in_place.course import Course
 from workers.scripts.reports import MANIFESTS, Reports
+from workers.torch_private.modules import has_child
 from workers.train_state.digest import weights_sha256
 
 NEWEST = "epochs.json"
@@ -81,7 +82,7 @@ class Epochs:
     def weights_sha256(self) -> str:
         """Of the model that was put into DistributedDataParallel last; empty: none was."""
         model = self._newest_model
-        if model is None or "module" not in model._modules:  # torch has refused to make it
+        if model is None or not has_child(model, "module"):  # torch has refused to make it
             return ""
         return weights_sha256(model)
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from workers.torch_private.modules import own_buffers
+
 IsChanging = Callable[[nn.Module, str], bool]
 
 
@@ -32,7 +34,7 @@ def _recomputed(block: nn.Module, is_changing: IsChanging) -> Callable[..., Any]
         before = {
             (module, name): buffer.clone()
             for module in block.modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in own_buffers(module).items()
             if buffer is not None and is_changing(module, name)
         }
         return nullcontext(), _buffers_as(before)
@@ -49,11 +51,11 @@ def _recomputed(block: nn.Module, is_changing: IsChanging) -> Callable[..., Any]
 
 @contextmanager
 def _buffers_as(values: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
-    held = {(module, name): module._buffers[name] for module, name in values}
+    held = {(module, name): own_buffers(module)[name] for module, name in values}
     for (module, name), value in values.items():
-        module._buffers[name] = value
+        own_buffers(module)[name] = value
     try:
         yield
     finally:
         for (module, name), buffer in held.items():
-            module._buffers[name] = buffer
+            own_buffers(module)[name] = buffer

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from elastic.protocol.errors import UserError
+from workers.torch_private.modules import BatchNorm, is_persistent, own_buffers
+from workers.torch_private.tensors import version_of
 
 _NUM_COMPARED = 2  # micro-batches in which unchanged version counters are not believed
 
@@ -23,7 +24,7 @@ class _Buffer:
     def __init__(self, name: str, module: nn.Module, key: str, live: Tensor) -> None:
         self.name, self.module, self.key, self.live = name, module, key, live
         self.committed = live.detach().clone()
-        self.version = _version(live)
+        self.version = version_of(live)
 
     @property
     def is_floating(self) -> bool:
@@ -32,7 +33,7 @@ class _Buffer:
     @property
     def current(self) -> Tensor:
         """What the module holds now: a forward may have put another tensor there."""
-        current = self.module._buffers.get(self.key)
+        current = own_buffers(self.module).get(self.key)
         if current is None or current.shape != self.live.shape or current.dtype != self.live.dtype:
             found = "None" if current is None else f"{current.dtype}{list(current.shape)}"
             raise UserError(
@@ -44,20 +45,20 @@ class _Buffer:
 
     def _is_grown_cache(self, held: Tensor) -> bool:
         """A table made anew for a longer input, as rotary embeddings do: not state."""
-        return self.key in self.module._non_persistent_buffers_set and held.shape != self.live.shape
+        return not is_persistent(self.module, self.key) and held.shape != self.live.shape
 
     def restore(self) -> None:
         self.live.copy_(self.committed)
-        self.module._buffers[self.key] = self.live
-        self.version = _version(self.live)
+        own_buffers(self.module)[self.key] = self.live
+        self.version = version_of(self.live)
 
     def has_changed(self, compare: bool) -> bool:
-        held = self.module._buffers.get(self.key)
+        held = own_buffers(self.module).get(self.key)
         if held is not None and held is not self.live and self._is_grown_cache(held):
             self.live, self.committed = held, held.detach().clone()
-            self.version = _version(held)
+            self.version = version_of(held)
             return False
-        if held is not self.live or _version(self.live) != self.version:
+        if held is not self.live or version_of(self.live) != self.version:
             return True
         return compare and not torch.equal(_plain(self.live), _plain(self.committed))
 
@@ -76,13 +77,13 @@ class TrackedBuffers:
         seen: set[int] = set()
         start = set(tracked)
         for path, module in model.named_modules():
-            for key, live in module._buffers.items():
+            for key, live in own_buffers(module).items():
                 if live is None or id(live) in seen:
                     continue
                 seen.add(id(live))
                 name = f"{path}.{key}" if path else key
                 found[name] = _Buffer(name, module, key, live)
-                if isinstance(module, _NormBase):
+                if isinstance(module, BatchNorm):
                     start.add(name)
         self._buffers = [found[name] for name in sorted(found)]
         self.names = tuple(b.name for b in self._buffers)
@@ -160,7 +161,7 @@ class TrackedBuffers:
         """The micro-batch that begins has tracked buffers in memory of its own: the next one begins
         before its backward has ended."""
         for buffer in self._tracked():
-            buffer.module._buffers[buffer.key] = buffer.live.clone()
+            own_buffers(buffer.module)[buffer.key] = buffer.live.clone()
 
     @torch.no_grad()
     def end_microbatch(self) -> list[Tensor]:
@@ -242,10 +243,6 @@ class TrackedBuffers:
     def _tracked(self) -> list[_Buffer]:
         flags = zip(self._buffers, self._is_tracked, strict=True)
         return [buffer for buffer, is_tracked in flags if is_tracked]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _plain(tensor: Tensor) -> Tensor:

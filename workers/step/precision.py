@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
-from torch.nn.modules.batchnorm import _NormBase
+
+from workers.torch_private.c10d import apply_to_tensors
+from workers.torch_private.modules import BatchNorm, list_weights_anew, own_parameters
 
 DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None,
@@ -45,7 +46,7 @@ class LossScale:
 
 def keeps_precision(module: nn.Module) -> bool:
     """Layers with running statistics, whose kernels want these and the parameters in one dtype."""
-    return isinstance(module, _NormBase)
+    return isinstance(module, BatchNorm)
 
 
 def is_cast(module: nn.Module, parameter: Tensor) -> bool:
@@ -66,10 +67,10 @@ def cast_inputs(
         if not is_half():
             return None
         to = partial(_cast, dtype)
-        return _apply_to_tensors(to, args), _apply_to_tensors(to, kwargs)
+        return apply_to_tensors(to, args), apply_to_tensors(to, kwargs)
 
     def on_return(_: nn.Module, args: Any, result: Any) -> Any:
-        return _apply_to_tensors(partial(_cast, torch.float32), result) if is_half() else None
+        return apply_to_tensors(partial(_cast, torch.float32), result) if is_half() else None
 
     for module in {id(m): m for m in (model, *blocks)}.values():
         if not keeps_precision(module):
@@ -95,7 +96,7 @@ class Casting:
         self._places = [
             (module, name, parameter)
             for module in (model.modules() if dtype else ())
-            for name, parameter in module._parameters.items()
+            for name, parameter in own_parameters(module).items()
             if parameter is not None and is_cast(module, parameter)
         ]
 
@@ -105,14 +106,14 @@ class Casting:
         for module, name, parameter in self._places:
             if parameter not in made:
                 made[parameter] = parameter.to(self._dtype)
-            module._parameters[name] = cast(Any, made[parameter])
+            own_parameters(module)[name] = cast(Any, made[parameter])
         self.is_applied = True
         self._refresh()
 
     def restore(self) -> None:
         """The modules hold the parameters again; nothing happens if they do already."""
         for module, name, parameter in self._places:
-            module._parameters[name] = parameter
+            own_parameters(module)[name] = parameter
         self.is_applied = False
         self._refresh()
 
@@ -132,6 +133,4 @@ class Casting:
     def _refresh(self) -> None:
         """Recurrent layers keep a list of their own."""
         for module in {m for m, _, _ in self._places if isinstance(m, nn.RNNBase)}:
-            module._flat_weights = [
-                getattr(module, name) for name in cast(list[str], module._flat_weights_names)
-            ]
+            list_weights_anew(module)

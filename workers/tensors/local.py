@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.layout import Box, TensorLayout
+from workers.torch_private.tensors import is_dtensor, local_tensor, spec_of
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's box of a sharded tensor, or the tensor itself; shares its memory."""
-    return cast(Tensor, getattr(tensor, "_local_tensor", tensor))
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def is_shard(tensor: Tensor) -> bool:
-    return hasattr(tensor, "_local_tensor")
+    return is_dtensor(tensor)
 
 
 def like(shard: Tensor, sharded: Tensor) -> Tensor:
     """`shard` as a tensor that is sharded as `sharded` is and has its global shape."""
-    spec = cast(Any, sharded)._spec
+    spec = spec_of(sharded)
     meta = spec.tensor_meta._replace(dtype=shard.dtype)
     new_spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
     return cast(Any, type(sharded.data))(shard, new_spec, requires_grad=False)
@@ -35,7 +36,7 @@ def layout_of(name: str, tensor: Tensor) -> TensorLayout:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     if not is_shard(tensor):
         return TensorLayout(name, dtype, shape)
-    spec = cast(Any, tensor)._spec
+    spec = spec_of(tensor)
     names, placements = spec.mesh.mesh_dim_names or (), spec.placements
     pairs = [(axis.partition("@")[0], p) for axis, p in zip(names, placements, strict=False)]
     cuts = tuple((axis, p.dim) for axis, p in pairs if p.is_shard())

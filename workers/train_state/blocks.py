@@ -6,6 +6,8 @@ workers/step/activation_checkpointing.py's.
 
 from torch import nn
 
+from workers.torch_private.modules import own_parameters
+
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The members of the outermost module lists and sequences.
@@ -32,7 +34,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _shared_parameters(model: nn.Module) -> set[int]:
     owners: dict[int, int] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     return {key for key, count in owners.items() if count > 1}

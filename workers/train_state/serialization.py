@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from elastic.protocol.errors import WrongInput, in_words
 from workers.tensors.local import is_shard, local
 from workers.tensors.strides import is_dense, laid_out, plain_strides
+from workers.torch_private.modules import is_persistent
 from workers.train_state.digest import plain_name
 from workers.train_state.state_header import MALFORMED, entry, names_in
 
@@ -146,7 +147,7 @@ def _restore_model(header: Json, tensors: Mapping[str, Tensor], model: nn.Module
 def _is_cache(model: nn.Module, name: str) -> bool:
     """A table that grows with its input, as long as it has been needed here."""
     path, _, key = name.rpartition(".")
-    return key in model.get_submodule(path)._non_persistent_buffers_set
+    return not is_persistent(model.get_submodule(path), key)
 
 
 def _captured_optimizer(

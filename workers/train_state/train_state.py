@@ -18,6 +18,7 @@ from workers.step.precision import Casting, LossScale
 from workers.step.vote import Prepared, Vote
 from workers.tensors.local import is_shard, local
 from workers.tensors.strides import laid_out
+from workers.torch_private.tensors import divide_all_, multiply_all_
 from workers.train_state import serialization
 from workers.train_state.snapshot import Arena, HostMemory, Snapshot
 from workers.train_state.state_header import entry, names_in
@@ -201,9 +202,9 @@ class TrainState:
         if math.frexp(divisor)[0] == 0.5:  # by a power of two: exact, so that one pass is enough
             divisor, coefficient = 1.0, coefficient / divisor
         if sums and divisor != 1.0:
-            torch._foreach_div_(sums, divisor)  # pyright: ignore[reportPrivateImportUsage]
+            divide_all_(sums, divisor)
         if sums and coefficient != 1.0:
-            torch._foreach_mul_(sums, coefficient)  # pyright: ignore[reportPrivateImportUsage]
+            multiply_all_(sums, coefficient)
 
     def snapshot(
         self,

@@ -27,9 +27,9 @@ from workers.distributed.process_group import Alone, Group, Unconnected
 from workers.parallel.collectives import Collectives
 from workers.parallel.fsdp2_private.hooks import ParameterGather
 from workers.parallel.fsdp2_private.parameters import ParameterGroup, ShardedParameter
-from workers.parallel.fsdp2_private.version import check_version
 from workers.step.precision import keeps_precision
 from workers.tensors.strides import is_channels_last
+from workers.torch_private.version import check_version
 from workers.train_state.blocks import blocks_of
 
 
@@ -50,7 +50,7 @@ class ShardedModel:
 
         Each rank holds everything until the first `reshard`. Raises WrongInput.
         """
-        check_version()
+        check_version("a sharded strategy")
         _check(model)
         self.model, self.device, self.keeps_parameters = model, device, keeps_parameters
         self._placeholder: Group = Alone("model")

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workers.parallel.pipeline.trees import tensors_in, tree_flatten, tree_map_only, tree_unflatten
+from workers.parallel.pipeline.trees import tensors_in
+from workers.torch_private.dispatch import (
+    ITEM,
+    schema_of,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
+from workers.torch_private.tensors import PLAIN_FUNCTIONS, without_storage
 
 MOST_KNOWN = 10_000
 """Operations whose results' shapes are remembered: a shape that varies makes new ones."""
@@ -67,12 +75,11 @@ class Absent(Tensor):
         device: torch.device,
     ) -> "Absent":
         shape, strides = tuple(shape), tuple(strides)
-        make = cast(Any, Tensor)._make_wrapper_subclass
-        made = make(cls, shape, strides=strides, dtype=dtype, device=device)
+        made = without_storage(cls, shape, strides=strides, dtype=dtype, device=device)
         made.described = (shape, strides, dtype)
         return made
 
-    __torch_function__ = cast(Any, torch)._C._disabled_torch_function_impl
+    __torch_function__ = PLAIN_FUNCTIONS
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Absent({tuple(self.shape)}, {self.dtype})"
@@ -95,7 +102,7 @@ class Absent(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
+        if func is ITEM:
             refuse("asks for a value of a tensor that is on another stage")
         traits = _traits.get(func) or _traits.setdefault(func, _Traits.of(func))
         written = traits.written(args, kwargs) if traits.writes else []
@@ -227,7 +234,7 @@ def watched_by(watch: Watch) -> Iterator[None]:
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """As rrelu in an evaluation, and attention without dropout."""
-    known = func._schema.arguments
+    known = schema_of(func).arguments
     given = {a.name: a.default_value for a in known if a.has_default_value()}
     given |= {**dict(zip((a.name for a in known), args, strict=False)), **kwargs}
     return given.get("training") is False or given.get("dropout_p") == 0
@@ -239,7 +246,7 @@ def is_draw_by_shape(func: Any) -> bool:
 
 
 def _name_of(func: Any) -> str:
-    return func._schema.name.removeprefix("aten::")
+    return schema_of(func).name.removeprefix("aten::")
 
 
 def refuse_draw_by_values(func: Any, args: Any, kwargs: Any) -> None:
@@ -390,7 +397,7 @@ class _Traits:
 
     @classmethod
     def of(cls, func: Any) -> "_Traits":
-        schema = func._schema
+        schema = schema_of(func)
         statistics = _RUNNING_STATISTICS.get(func, ())
         writes = tuple(
             (i, argument.name)

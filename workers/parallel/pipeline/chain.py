@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from workers.parallel.pipeline.absent import (
     watched_by,
 )
 from workers.parallel.pipeline.costs import cost_of
-from workers.parallel.pipeline.trees import tensors_in, tree_flatten
+from workers.parallel.pipeline.trees import tensors_in
+from workers.torch_private.dispatch import tree_flatten
+from workers.torch_private.modules import list_weights_anew, own_parameters
+from workers.torch_private.tensors import version_of
 from workers.train_state.blocks import blocks_of
 
 
@@ -389,7 +392,7 @@ class Probe(Watch):
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _nodes(nodes: Iterable[Node]) -> set[Node]:
@@ -445,20 +448,20 @@ def _swap_parameters(
     names = {id(p): name for name, p in model.named_parameters()}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             if parameter is not None:
                 places.append((module, key, parameter))
     for module, key, parameter in places:
         name = names[id(parameter)]
         if name not in stands:
             stands[name] = absent_parameter(parameter, name, device)
-        module._parameters[key] = stands[name]
+        own_parameters(module)[key] = stands[name]
     recurrent = recurrent_in(model)
     refresh(recurrent)
 
     def restore() -> None:
         for module, key, parameter in places:
-            module._parameters[key] = parameter
+            own_parameters(module)[key] = parameter
         refresh(recurrent)
 
     return restore
@@ -472,5 +475,4 @@ def recurrent_in(model: nn.Module) -> list[nn.RNNBase]:
 def refresh(layers: Iterable[nn.RNNBase]) -> None:
     """Of `recurrent_in`: their lists are as their parameters."""
     for layer in layers:
-        names = cast(list[str], layer._flat_weights_names)
-        layer._flat_weights[:] = [getattr(layer, name) for name in names]
+        list_weights_anew(layer)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from workers.parallel.pipeline.trees import tensors_in
+from workers.torch_private.dispatch import CUDNN_RNN, FLASH_ATTENTION_ON_CPU, packet_of
 
 _aten = torch.ops.aten
 _VIEWS = {"view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze"}
@@ -19,18 +20,18 @@ _VIEWS = {"view", "t", "transpose", "permute", "expand", "slice", "select", "det
 def cost_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Of one operation that returned `result`."""
     returned = tensors_in(result)
-    packet = func._overloadpacket
+    packet = packet_of(func)
     if packet.__name__ in _VIEWS:
         return 0
     written = sum(t.numel() for t in returned)
     count = cast(Any, flop_registry).get(packet)
     if count is not None:
         return written + float(count(*args, **kwargs, out_val=result))
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+    if packet is FLASH_ATTENTION_ON_CPU:
         query, key, value = args[:3]
         rows = math.prod(query.shape[:-1])
         return written + 2.0 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-    if packet in (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn):
+    if packet in (_aten.mkldnn_rnn_layer, CUDNN_RNN):
         tensors = tensors_in(args[1:])
         weights = sum(t.numel() for t in tensors if t.dim() == 2)
         return written + 2.0 * math.prod(args[0].shape[:-1]) * weights

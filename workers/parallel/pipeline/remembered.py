@@ -15,8 +15,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.parallel.pipeline.absent import (
     Absent,
@@ -29,7 +27,14 @@ from workers.parallel.pipeline.absent import (
     watching,
     written_by,
 )
-from workers.parallel.pipeline.trees import tensors_in, tree_flatten, tree_unflatten
+from workers.parallel.pipeline.trees import tensors_in
+from workers.torch_private.dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    tree_flatten,
+    tree_unflatten,
+)
+from workers.torch_private.modules import has_hooks, held_by
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 """What says all that it is by its value."""
@@ -124,13 +129,12 @@ class RememberedBlock:
             now = _attributes_of(module)
             if len(now) != len(had) or not all(map(operator.is_, now, had)):
                 return False
-        return not any(m._forward_hooks or m._forward_pre_hooks for m in self._inner)
+        return not any(has_hooks(m) for m in self._inner)
 
 
 def _attributes_of(module: nn.Module) -> tuple[Any, ...]:
     """With the stand-ins for its parameters and buffers, whose dtype may be another one."""
-    held = vars(module)
-    return (*held.values(), *held["_parameters"].values(), *held["_buffers"].values())
+    return held_by(module)
 
 
 def _flattened(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:

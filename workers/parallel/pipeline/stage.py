@@ -22,7 +22,8 @@ from workers.parallel.pipeline.absent import (
 )
 from workers.parallel.pipeline.chain import Chain, recurrent_in, refresh, wrap_forward
 from workers.parallel.pipeline.remembered import RememberedBlock
-from workers.parallel.pipeline.trees import tree_flatten, tree_unflatten
+from workers.torch_private.dispatch import tree_flatten, tree_unflatten
+from workers.torch_private.modules import own_buffers, own_parameters
 
 Receive = Callable[[Sequence[Tensor]], list[Tensor]]
 """Gives tensors of these shapes and dtypes from the stage before."""
@@ -190,15 +191,15 @@ class _StandIns:
         parameters = {id(p): name for name, p in model.named_parameters()}
         buffers = {id(b): name for name, b in model.named_buffers()}
         self._places: list[tuple[dict[str, Any], str, str]] = [
-            (module._parameters, key, name)
+            (own_parameters(module), key, name)
             for module in model.modules()
-            for key, p in module._parameters.items()
+            for key, p in own_parameters(module).items()
             if p is not None and (name := parameters[id(p)]) not in here
         ]
         self._places += [
-            (module._buffers, key, name)
+            (own_buffers(module), key, name)
             for module in model.modules()
-            for key, b in module._buffers.items()
+            for key, b in own_buffers(module).items()
             if b is not None and (name := buffers[id(b)]) in chain.buffers
             if chain.buffers[name] not in blocks
         ]

@@ -43,6 +43,8 @@ from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
+from workers.torch_private.modules import is_compiled
+from workers.torch_private.version import check_version
 from workers.train_state.build import build_model, build_state, equip_blocks
 from workers.train_state.train_state import TrainState
 
@@ -93,7 +95,8 @@ class Staged(OverShards):
         workload: Any,
         depth: int,
     ) -> None:
-        """depth: of a pipeline, as it is wanted."""
+        """depth: of a pipeline, as it is wanted. Raises WrongInput."""
+        check_version("a pipeline")
         super().__init__(spec, train_state, parts, shards, backup)
         self._parts, self._workload, self._depth = parts, workload, depth
         self.chain: Chain | None = None
@@ -135,7 +138,7 @@ class Staged(OverShards):
 
     def _refuse_compiled(self) -> None:
         """The user may compile the model when it is built, or before the first step."""
-        if any(m._compiled_call_impl is not None for m in self.train_state.model.modules()):
+        if any(is_compiled(m) for m in self.train_state.model.modules()):
             raise WrongInput(
                 f"pp:{self._depth}: compile() makes one program of blocks that are on several "
                 "stages; leave it out, or use parallel='fsdp'"

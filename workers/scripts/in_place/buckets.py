@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from workers.tensors.strides import dense_strides
+from workers.torch_private.c10d import assign_buckets, bucket_config
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Limits:
     @classmethod
     def of(cls, module: Any, *, is_static: bool) -> "Limits":
         """Those of a DistributedDataParallel, with a static graph or without."""
-        config = module._bucket_config
+        config = bucket_config(module)
         at_first, then = config.compute_bucket_size_limits(
             static_graph=is_static, find_unused_parameters=module.find_unused_parameters
         )
@@ -74,6 +74,5 @@ def rebuilt(parameters: Sequence[Tensor], limits: Limits, order: Sequence[int]) 
 def cut(parameters: Sequence[Tensor], limits: Sequence[int], order: Sequence[int]) -> list[Bucket]:
     """order: in which they are taken; empty: their own."""
     taken = [parameters[i] for i in order] if order else list(parameters)
-    assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
-    found, _ = assign(taken, list(limits), [False] * len(taken), list(order))
+    found = assign_buckets(taken, limits, order)
     return [Bucket(indices, [parameters[i] for i in indices]) for indices in found]

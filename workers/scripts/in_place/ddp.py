@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from workers.scripts.in_place.buckets import Limits
 from workers.scripts.in_place.call_state import UNIT
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.unit import Outcome, Part, SecondGradient, Unit
+from workers.torch_private.autograd import is_in_backward
+from workers.torch_private.c10d import list_buffers_anew
+from workers.torch_private.dispatch import tree_leaves
 
 
 class Replica:
@@ -135,7 +137,7 @@ class Replica:
         module = self._module()
         if module is None or not module.forward_sync_buffers or not module.modules_buffers:
             return []
-        module._assign_modules_buffers()  # a script may have put others in their place
+        list_buffers_anew(module)  # a script may have put others in their place
         return list(module.modules_buffers)
 
 
@@ -167,7 +169,7 @@ class Backward:
 
     def forget(self) -> None:
         """A forward has begun: what an exception has ended is over."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._taken, self.launching = [], None
 
     def _end(self) -> None:

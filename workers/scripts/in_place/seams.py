@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -24,17 +23,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from workers.scripts.in_place.course import Course
 from workers.scripts.in_place.ddp import Backward, Replica, replica_of
 from workers.scripts.in_place.loader import Loaders
+from workers.torch_private import c10d as private
+from workers.torch_private.autograd import at_end_of_backward
 
-TESTED = ("2.13",)
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 SHARED_OPTIMIZERS = "torch.distributed.optim."
 """By the names of their modules, which take long to import."""
-
-
-def version_refusal() -> str:
-    """Why this torch is not trusted; empty: it is."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    return "" if version in TESTED else f"torch {torch.__version__} has not been tried"
 
 
 @contextmanager
@@ -58,19 +52,14 @@ def standing_in(course: Course, loaders: Loaders) -> Iterator[None]:
         yield
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
-    """At the end of the backward at hand."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore
-
-
 Seam = tuple[Any, str, Any]
 uncompiled: Any = torch.compiler.disable
 
 
 def of_models(course: Course) -> list[Seam]:
     ddp: Any = DistributedDataParallel
-    torchs_init, torchs_forward = ddp._ddp_init_helper, ddp.forward
-    backward = Backward(queue_callback)
+    torchs_init, torchs_forward = ddp.__dict__[private.MAKES_REDUCER], ddp.forward
+    backward = Backward(at_end_of_backward)
 
     def make_reducer(
         module: Any, parameters: Any, expect_sparse: Any, names: Any, is_static: Any
@@ -92,7 +81,7 @@ def of_models(course: Course) -> list[Seam]:
         if module.device_ids:
             device = torch.device(module.device_type, module.device_ids[0])
             is_aside = module.use_side_stream_for_tensor_copies
-            moved, moved_named = _to_kwargs(inputs, named, device, is_aside)
+            moved, moved_named = private.move_arguments(inputs, named, device, is_aside)
             inputs, named = moved[0], moved_named[0]
         output = module.module(*inputs, **named)
         if torch.is_grad_enabled():
@@ -103,11 +92,11 @@ def of_models(course: Course) -> list[Seam]:
         module.static_graph = True
 
     return [
-        (ddp, "_ddp_init_helper", make_reducer),
+        (ddp, private.MAKES_REDUCER, make_reducer),
         (ddp, "forward", forward),
-        (ddp, "_set_static_graph", set_static_graph),
+        (ddp, private.SETS_STATIC_GRAPH, set_static_graph),
         (ddp, "register_comm_hook", denied(course, "register_comm_hook")),
-        (ddp, "_register_buffer_comm_hook", denied(course, "_register_buffer_comm_hook")),
+        (ddp, private.HOOKS_BUFFERS, denied(course, private.HOOKS_BUFFERS)),
         (ddp, "join", denied(course, "join")),
     ]
 
@@ -159,7 +148,7 @@ def model_refusal(module: Any, expect_sparse: Any) -> str:
         (module.mixed_precision is not None, "a model has DDP's mixed_precision"),
         (any(expect_sparse), "a model has sparse gradients"),
         (module.is_multi_device_module, "a model is on several devices"),
-        (bool(module._delay_all_reduce_params), "a model delays the reduction of parameters"),
+        (private.delays_reduction(module), "a model delays the reduction of parameters"),
     )
     return next((why for is_so, why in checks if is_so), "")
 

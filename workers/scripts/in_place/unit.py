@@ -18,6 +18,7 @@ from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.pending import Settling
 from workers.distributed.process_group import Group
 from workers.scripts.in_place.buckets import Bucket, Limits, at_first, rebuilt
+from workers.torch_private.tensors import copy_all_, multiply_all_
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +197,9 @@ class Unit:
             if not means:
                 continue
             gradients = [gradient for gradient, _ in means]
-            torch._foreach_copy_(gradients, [view for _, view in means])  # pyright: ignore
+            copy_all_(gradients, [view for _, view in means])
             if share != 1:
-                torch._foreach_mul_(gradients, share)  # pyright: ignore
+                multiply_all_(gradients, share)
         unflatten(attempt.buffers, buffers)
         self._give_back(self._ended)
         self._attempt, self._ended, self._knows_graph = None, attempt, True
