@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import FILES, ROOT, module_of, named
+from tests.test_architecture import FILES, MAX_LINES, ROOT, module_of, named
 
 MAX_POSITIONAL, MAX_ATTRIBUTES = 6, 15
 ORDER = (
@@ -54,6 +54,13 @@ WIDE_CLASSES = {
     "workers/worker.py Worker": 26,
 }
 """Their attributes; no other class has more than MAX_ATTRIBUTES."""
+LONG_TESTS = {
+    "tests/cli/test_chaos.py",
+    "tests/control/fake_cluster.py",
+    "tests/control/fake_process.py",
+    "tests/workers/pipeline_models.py",
+}
+"""Files of tests that are still longer than MAX_LINES."""
 PACKED_TUPLES = {"elastic": 0, "workers": 0}
 
 
@@ -205,6 +212,11 @@ def test_a_class_has_few_attributes():
     wide = {name: count for name, count in found.items() if count > MAX_ATTRIBUTES}
     assert {n: c for n, c in wide.items() if c > WIDE_CLASSES.get(n, 0)} == {}, "split by meaning"
     assert {n: c for n, c in WIDE_CLASSES.items() if wide.get(n) != c} == {}, "lower the number"
+
+
+def test_files_of_tests_are_short():
+    files = (ROOT / "tests").rglob("*.py")
+    assert {named(path) for path in files if path.read_text().count("\n") > MAX_LINES} == LONG_TESTS
 
 
 @pytest.mark.parametrize("room", PACKED_TUPLES)

@@ -1,0 +1,1 @@
+"""The bugs that tests/mutations.py plants."""
