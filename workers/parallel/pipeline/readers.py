@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from workers.parallel.pipeline.absent import absent_like, written_by
 from workers.parallel.pipeline.chain import Chain, Probe
-from workers.parallel.pipeline.trees import tensors_in, tree_flatten, tree_map_only
+from workers.parallel.pipeline.trees import tensors_in
+from workers.torch_private.dispatch import tree_flatten, tree_map_only
 
 
 def find_readers(

@@ -15,7 +15,7 @@ from torch import Tensor
 from elastic.protocol.pipeline import Stages
 from workers.data.loader import AnyLoader, LoadedBatch
 from workers.parallel.pipeline.absent import Absent
-from workers.parallel.pipeline.trees import tree_flatten, tree_unflatten
+from workers.torch_private.dispatch import tree_flatten, tree_unflatten
 
 Tell = Callable[[Tensor, int], None]
 """Numbers of a micro-batch, to or from other ranks."""
