@@ -123,7 +123,7 @@ def run_trainer(trainer: Any) -> OwnResult:
             keep.num_to_keep, keep.checkpoint_score_attribute, keep.checkpoint_score_order
         ),
         ray_version=ray_version(),
-        installed=answering,
+        installed=partial(answering, datasets=datasets_of(trainer, most)),
         keeps_all_metrics=bool(run.callbacks),
         goes_in_place=may_go_on_in_place(),
     )
@@ -175,6 +175,18 @@ def followed_for(trainer: Any, place: str) -> Followed:
             callback.after_exception(run_context=context, worker_exceptions=exceptions)
 
     return Followed(place, after_report, after_exception)
+
+
+def datasets_of(trainer: Any, most: int) -> Any:
+    """As the workers are given them, None: there are none. WrongInput for what is no data set."""
+    if not trainer.datasets:
+        return None
+    from elastic.on_ray.feed.datasets import pack
+
+    scaling = trainer.scaling_config
+    gpus = most if scaling.use_gpu else 0
+    cpus, folder = most * cpus_of(scaling), str(script_folder())
+    return pack(trainer.datasets, trainer.data_config, cpus, gpus, folder)
 
 
 def check_settings(asked: ScriptRun) -> None:
@@ -243,10 +255,6 @@ def refusals(trainer: Any) -> list[tuple[bool, str]]:
         (
             torch.backend not in BACKENDS,
             f"torch_config backend {torch.backend!r} is not supported: gloo, nccl or None",
-        ),
-        (
-            bool(trainer.datasets),
-            "datasets= is not supported yet: read the data in the training function",
         ),
         (
             trainer.validation_config is not None,

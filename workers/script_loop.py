@@ -181,7 +181,7 @@ class Call:
 
     # --- going on in place --------------------------------------------------------------------
     def _in_place(self, group: DefaultGroup) -> AbstractContextManager[None]:
-        name = f"{self._session._spec.run_id}/{self.generation}/{self._num_calls}"
+        name = f"{self.run_id}/{self.generation}/{self._num_calls}"
         self.course = group.course = Course(name, group, self)
         self.loaders = Loaders(self.course)
         self.say_level(0, "nothing is trained in DistributedDataParallel yet")
@@ -227,6 +227,10 @@ class Call:
         raise StepCancelled
 
     # --- what the script's calls come to ------------------------------------------------------
+    @property
+    def run_id(self) -> str:
+        return self._session._spec.run_id
+
     @property
     def device(self) -> torch.device:
         return self._session.device
@@ -466,9 +470,7 @@ class Call:
     def _is_forgiven(self, error: Exception) -> bool:
         """An exception of the script's own, as Ray Train counts them."""
         rank, most = self.place.rank, self.loop.max_failures
-        num = self.reports.add_failure(
-            self._session._spec.run_id, self.generation, rank, in_words(error)
-        )
+        num = self.reports.add_failure(self.run_id, self.generation, rank, in_words(error))
         if 0 <= most < num:
             return False
         of = "" if most < 0 else f" of {most}"

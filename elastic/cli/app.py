@@ -47,11 +47,11 @@ from elastic.cli.outside import Cluster, on_cluster
 from elastic.cli.progress import (
     LOOK_REMOTE_EVERY_S,
     Progress,
-    printable,
     worker_table,
 )
 from elastic.cli.run_options import configure
 from elastic.cli.share_table import share_table
+from elastic.cli.text import printable
 from elastic.config import RunConfig
 from elastic.driver.resume import PastRun, read_past_run
 from elastic.driver.starting import be_silent, slow_step, tell

@@ -17,7 +17,7 @@ from elastic.chaos.plan import Strike, make_plan
 from elastic.chaos.report import read_story, report
 from elastic.chaos.scenario import Scenario, read_scenario, shipped_names
 from elastic.cli.journal import config_of, followed
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.config import as_bounds
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder, open_folder

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from elastic.cli.progress import text_of
+from elastic.cli.text import text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.protocol.manifest import MANIFEST, Manifest
 from elastic.store.catalogue import ASIDE, PINNED, Catalogue, step_named

@@ -20,7 +20,7 @@ from elastic.cli.checkpoint import (
     progress_bar,
     read_manifest,
 )
-from elastic.cli.progress import printable, text_of
+from elastic.cli.text import printable, text_of
 from elastic.protocol.errors import DamagedCheckpoint, WrongInput
 from elastic.store.files import encode
 

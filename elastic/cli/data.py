@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from elastic.cli.journal import config_of
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.driver.redaction import hidden_in, other_secrets
 from elastic.driver.resume import plain
 from elastic.protocol.errors import BadData, WrongInput

@@ -20,7 +20,7 @@ import typer
 from elastic.chaos.report import read_story, report
 from elastic.cli.job_file import SECTIONS, is_of, option, read_job
 from elastic.cli.journal import followed
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.experiment import results
 from elastic.experiment.page import page
 from elastic.experiment.results import Row

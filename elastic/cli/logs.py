@@ -11,7 +11,8 @@ import typer
 
 from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outside import Cluster, conclude, on_cluster, open_server, tell
-from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S, printable
+from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
+from elastic.cli.text import printable
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import Folder

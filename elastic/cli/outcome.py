@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from elastic.cli.progress import number_text
+from elastic.cli.text import number_text, percent
 from elastic.protocol.errors import UserError, WrongInput
 from elastic.protocol.membership import counted
 from elastic.store.remote import shown_uri
@@ -94,7 +94,3 @@ def level_line(found: dict[str, Any]) -> str | None:
         return None
     why = f"; {reason}" if (reason := found.get("level_reason")) else ""
     return f"level {level}, {LEVELS.get(level, 'of another version')}{why}"
-
-
-def percent(part: float | None) -> str:
-    return "-" if part is None else f"{100 * part:.1f} %"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.protocol.errors import WrongInput
 
 if TYPE_CHECKING:

@@ -11,15 +11,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
+from elastic.cli.course import Course, is_number, sampled
+from elastic.cli.screen import recovery_line, screen
+from elastic.cli.text import clock, duration, name_of, number_text, printable, speed_text, text_of
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.membership import counted
 from elastic.store.files import Folder, Kinds, check_kinds, first_line, open_folder, read_json
 from elastic.store.journal import LineTail
 from elastic.store.run_directory import check_status
@@ -46,6 +45,7 @@ class View:
     status: dict[str, Any]
     metrics: dict[str, Any]
     """The last committed step's line; empty before the first."""
+    course: Course
 
     @property
     def step(self) -> int:
@@ -60,6 +60,19 @@ class View:
     def generation(self) -> int:
         return int(self.metrics.get("generation", self.status["generation"]))
 
+    @property
+    def loss_text(self) -> str:
+        loss = self.metrics.get("loss")
+        if loss is None:
+            return "not finite" if self.metrics else "-"
+        return number_text(loss)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the run is done; None if nobody knows, or it is."""
+        is_over = self.status["phase"] == "finished"
+        return None if is_over else self.course.left_s(self.status["steps"])
+
 
 class Progress:
     """Shows one run: a live view in a terminal, plain lines elsewhere. Close it at the end."""
@@ -70,7 +83,7 @@ class Progress:
         self._live: Live | None = None
         self._folder: Folder | None = None
         self._tails: dict[str, LineTail] = {}
-        self._metrics: dict[str, Any] = {}
+        self._course = Course()
         self._shown: View | None = None
         self._unshown: list[str] = []
         self._decisions: deque[str] = deque(maxlen=NUM_DECISIONS)
@@ -133,10 +146,14 @@ class Progress:
         """What is new; gives status.json."""
         for line in self._new(folder, "journal.jsonl"):
             self._unshown += told(line, self._since)
-        for line in self._new(folder, "metrics.jsonl")[-1:]:
+        if "metrics.jsonl" not in self._tails:
+            self._course.hear(sampled(folder, "metrics.jsonl", LAST_BYTES["metrics.jsonl"]))
+        steps = self._new(folder, "metrics.jsonl")
+        self._course.hear(steps)
+        for line in steps[-1:]:
             kinds = {name: kind for name, kind in METRICS_KINDS.items() if name in ("step", *line)}
             check_kinds(line, kinds, "the last line of metrics.jsonl")
-            self._metrics = line
+            self._course.newest = line
         status = read_json(folder, "status.json")
         if status is not None:
             check_status(status, "status.json")
@@ -150,7 +167,10 @@ class Progress:
                 self._print(line)
         if status is None:
             return
-        self._shown = View(status, self._metrics)
+        before, self._shown = self._shown, View(status, self._course.newest, self._course)
+        if before is not None and not self._console.is_terminal:
+            for line in recovered_since(before.status, status):
+                self._print(line)
         if self._console.is_terminal:
             self._draw(self._shown)
         elif now - self._line_at >= LINE_EVERY_S:
@@ -168,7 +188,17 @@ class Progress:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(drawing(view, tuple(self._decisions)), refresh=True)
+        self._live.update(screen(view, tuple(self._decisions)), refresh=True)
+
+
+def recovered_since(before: dict[str, Any], status: dict[str, Any]) -> list[str]:
+    """A line for each recovery that an earlier status did not have."""
+    then, now = before.get("account"), status.get("account")
+    if now is None:
+        return []
+    num_new = now["num_recoveries"] - (then["num_recoveries"] if then else 0)
+    newest: list[dict[str, Any]] = now["recoveries"][-num_new:] if num_new > 0 else []
+    return [recovery_line(recovery) for recovery in newest]
 
 
 def is_told(line: dict[str, Any]) -> bool:
@@ -183,7 +213,7 @@ def told(line: dict[str, Any], since: float) -> list[str]:
         if "planned" in line and line.get("at", since) >= since:
             return layout_lines(line["planned"])
         is_wanted = is_told(line) and line.get("at", since) >= since
-        return [*mark_of(line), decision_line(line)] if is_wanted else []
+        return [*mark_of(line), timed(line.get("at"), decision_line(line))] if is_wanted else []
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return []
 
@@ -215,23 +245,20 @@ def decision_line(line: dict[str, Any]) -> str:
 
 
 def step_line(view: View) -> str:
-    return (
-        f"step={view.step}/{view.status['steps']} loss={loss_text(view)} "
-        f"step_s={view.metrics.get('step_s') or 0.0:.3f} "
+    speed, left_s = view.course.steps_per_s, view.left_s
+    pace = "" if speed is None else f"steps_per_s={speed_text(speed)} "
+    pace += "" if left_s is None else f"left={duration(left_s)} "
+    line = (
+        f"step={view.step}/{view.status['steps']} loss={view.loss_text} "
+        f"step_s={view.metrics.get('step_s') or 0.0:.3f} {pace}"
         f"world_size={view.world_size} generation={view.generation}"
     )
+    return timed(view.metrics.get("time"), line)
 
 
-def loss_text(view: View) -> str:
-    loss = view.metrics.get("loss")
-    if loss is None:
-        return "not finite" if view.metrics else "-"
-    return number_text(loss)
-
-
-def number_text(value: float) -> str:
-    """Four digits that say something, of a small loss, too."""
-    return f"{value:.4f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
+def timed(at: object, line: str) -> str:
+    """Behind its time of day in UTC, where it has one."""
+    return f"{clock(at)} {line}" if is_number(at) else line
 
 
 def worker_table(status: dict[str, Any]) -> Table:
@@ -256,32 +283,3 @@ def worker_table(status: dict[str, Any]) -> Table:
             *shown,
         )
     return table
-
-
-def name_of(worker: object) -> str:
-    return f"w{worker}" if isinstance(worker, int) else str(worker)
-
-
-def text_of(value: object) -> str:
-    return "-" if value is None else escape(printable(str(value)))
-
-
-def printable(text: str) -> str:
-    """What others have written does not drive the terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def drawing(view: View, decisions: tuple[str, ...]) -> Group:
-    """The live view: bar and numbers, workers, the last decisions."""
-    is_over = view.status["phase"] == "finished"
-    num_workers = view.world_size if is_over else view.status["world_size"]
-    head = Table.grid(padding=(0, 2))
-    head.add_row(
-        ProgressBar(total=max(int(view.status["steps"]), 1), completed=view.step, width=32),
-        f"step {view.step}/{view.status['steps']}",
-        f"loss {loss_text(view)}",
-        f"{view.metrics.get('step_s') or 0.0:.3f} s/step",
-        f"{view.status['phase']}, {counted(num_workers, 'worker')}",
-    )
-    lines = [Text(line, style="dim", overflow="fold") for line in decisions]
-    return Group(head, worker_table(view.status), *lines)

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from elastic.cli.progress import text_of
 from elastic.cli.share_table import size_text
+from elastic.cli.text import text_of
 from elastic.observe.runs import Listed, as_json, runs_in
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import encode, open_folder

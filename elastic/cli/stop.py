@@ -10,7 +10,8 @@ import typer
 from elastic.cli.absence import Absence, said_of
 from elastic.cli.journal import config_of
 from elastic.cli.outside import Cluster, on_cluster
-from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S, printable
+from elastic.cli.progress import LOOK_EVERY_S, LOOK_REMOTE_EVERY_S
+from elastic.cli.text import printable
 from elastic.driver.resume import read_past_run
 from elastic.protocol.errors import ControllerLost, WrongInput
 from elastic.store.claim import is_gone, this_machine

@@ -14,7 +14,7 @@ import typer
 
 from elastic.cli import run_options
 from elastic.cli.outside import OURS, conclude, open_server, tell
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.driver.redaction import redacted, shown_text
 from elastic.driver.resume import plain
 from elastic.driver.target import import_place, parse_arguments, refuse_shadows

@@ -5,7 +5,7 @@ The engine's own lines stay in the logs; they are shown by `elastic logs`.
 
 import re
 
-from elastic.cli.progress import printable
+from elastic.cli.text import printable
 from elastic.store.files import Folder, reach_folder
 
 FOLDER, ENDING = "logs", ".log"

@@ -15,6 +15,9 @@ from elastic.protocol.membership import worker_name
 from elastic.protocol.messages.to_controller import Planned, ScriptLevel
 from elastic.store.claim import this_machine
 
+RECOVERIES_SHOWN = 3
+"""The last ones, for whoever watches."""
+
 
 def status_of(
     decision: Decision,
@@ -25,11 +28,14 @@ def status_of(
     node_ip: str,
     reason: str,
     wanted: tuple[int, int],
+    account: Account,
+    lost_steps: int,
     planned: Planned | None = None,
     level: ScriptLevel | None = None,
 ) -> dict[str, Any]:
     """slots: the run's workers by number. node_ip: the controller's. wanted: from how many workers
-    to how many. planned, level: said last; level is a script's only."""
+    to how many. lost_steps: of this start of the run. planned, level: said last; level is a
+    script's only."""
     phase, ledger = decision.phase, decision.ledger
     members = phase.membership.workers if isinstance(phase, Active) else ()
     ranks = {worker: rank for rank, worker in enumerate(members)}
@@ -64,8 +70,20 @@ def status_of(
         "standby": [r for r in rows if r["rank"] is None],
         "controller": {"pid": os.getpid(), "node_ip": node_ip, "machine": this_machine()},
         "reason": reason,
+        "account": {
+            "goodput": account.goodput,
+            "idle": idle_of(account),
+            "num_recoveries": len(account.recoveries),
+            "lost_steps": lost_steps,
+            "recoveries": [asdict(r) for r in account.recoveries[-RECOVERIES_SHOWN:]],
+        },
         **_level_of(level),
     }
+
+
+def idle_of(account: Account) -> float:
+    """The part of the wall time that members waited for each other in steps."""
+    return account.badput_s.get("idle", 0.0) / account.wall_s if account.wall_s > 0 else 0.0
 
 
 def _stage_of(planned: Planned | None, rank: int | None) -> dict[str, Any]:
@@ -101,7 +119,7 @@ def meters_of(
     status: Mapping[str, Any], metrics: Mapping[str, Any], account: Account, lost_steps: int
 ) -> dict[str, float | int | None]:
     """For Prometheus: a number per name. metrics: of the last committed step, if there is one."""
-    recoveries, wall_s = account.recoveries, account.wall_s
+    recoveries = account.recoveries
     return {
         "step": status["step"],
         "steps": status["steps"],
@@ -115,7 +133,7 @@ def meters_of(
         "lost_steps": lost_steps,
         "last_recovery_seconds": recoveries[-1].total_s if recoveries else None,
         "goodput": account.goodput,
-        "idle": account.badput_s.get("idle", 0.0) / wall_s if wall_s > 0 else 0.0,
+        "idle": idle_of(account),
         "checkpoint_step": status["committed_checkpoint"],
     }
 

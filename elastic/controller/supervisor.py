@@ -414,6 +414,8 @@ class Supervisor:
             planned=self.record.planned,
             level=self.record.level,
             wanted=self._wanted(),
+            account=self.record.account,
+            lost_steps=self.record.lost_steps,
         )
 
     def _call_roll(self, decision: Decision) -> None:

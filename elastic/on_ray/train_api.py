@@ -19,9 +19,13 @@ from ray.train.v2._internal.execution import train_fn_utils
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.context import LocalTrainContext
 
+from elastic.data.place import Places
 from elastic.store.files import Folder
 
 if TYPE_CHECKING:
+    from elastic.on_ray.feed.datasets import Datasets
+    from elastic.on_ray.feed.passes_actor import PassesFeed
+    from elastic.on_ray.feed.shard import Shard
     from workers.script_loop import Call
 
 
@@ -70,8 +74,14 @@ class Context(LocalTrainContext):
 class CallUtils(train_fn_utils.TrainFnUtils):
     """What Ray's functions ask, for one call of the script."""
 
-    def __init__(self, call: "Call") -> None:
-        self._call, self._context = call, Context(call)
+    def __init__(self, call: "Call", datasets: "Datasets | None") -> None:
+        self._call, self._context, self._datasets = call, Context(call), datasets
+        if datasets is not None and (newest := call.newest_checkpoint()) is not None:
+            call.reports.passes = Places(call.reports.passes_at(newest))
+        else:
+            call.reports.passes = Places()
+        self._feed: PassesFeed | None = None
+        self._shards: dict[str, Shard] = {}
 
     def report(
         self,
@@ -113,8 +123,13 @@ class CallUtils(train_fn_utils.TrainFnUtils):
             for entry in self._call.reports.entries()
         ]
 
-    def get_dataset_shard(self, dataset_info: Any) -> Any:
-        raise RuntimeError("get_dataset_shard(): the trainer was given no datasets")
+    def get_dataset_shard(self, dataset_info: Any) -> "Shard":
+        """The same one each time."""
+        self._call.check()
+        name: str = dataset_info.dataset_name
+        if name not in self._shards:
+            self._shards[name] = self._shard(name)
+        return self._shards[name]
 
     def get_context(self) -> Context:
         self._call.check()
@@ -132,6 +147,26 @@ class CallUtils(train_fn_utils.TrainFnUtils):
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
         return self._call.broadcast(data)
+
+    def _shard(self, name: str) -> "Shard":
+        call, datasets = self._call, self._datasets
+        if datasets is None or name not in datasets.names:
+            raise KeyError(f"Dataset shard for '{name}' not found: datasets= has none of it")
+        if call.course is not None:
+            call.course.refuse("data of get_dataset_shard() are not dealt again within a call")
+        from elastic.on_ray.feed.passes_actor import PassesFeed
+        from elastic.on_ray.feed.shard import Seat, Shard  # Ray Data takes long to load
+
+        if self._feed is None:
+            self._feed = PassesFeed(call.run_id, datasets)
+        seat = Seat(
+            call=call.generation,
+            rank=call.place.rank,
+            ranks=call.place.world_size,
+            run=call.loop.name,
+            check=call.check,
+        )
+        return Shard(name, self._feed, seat, call.reports.passes, is_split=name in datasets.split)
 
     def _checkpoint(self, name: str) -> Checkpoint:
         folder: Folder = self._call.reports.folder.at(name)
@@ -158,7 +193,7 @@ def refuse_report(mode: CheckpointUploadMode, others: dict[str, Any]) -> None:
 
 
 @contextmanager
-def answering(call: "Call") -> Generator[None]:
+def answering(call: "Call", datasets: "Datasets | None" = None) -> Generator[None]:
     """Within, ray.train's functions answer from this call, and its loaders look whether a member
     was lost before each batch."""
     from ray.train.torch import train_loop_utils as loaders
@@ -180,7 +215,7 @@ def answering(call: "Call") -> Generator[None]:
         call.deliver(self.dataloader_iter)
         return batch
 
-    train_fn_utils.set_train_fn_utils(CallUtils(call))
+    train_fn_utils.set_train_fn_utils(CallUtils(call, datasets))
     loader.__iter__, loader.__next__ = begun, checked
     functions.get_devices_distributed = lambda: [call.device]
     try:

@@ -55,8 +55,14 @@ STATUS_KINDS: Kinds = {
     "controller": dict,
     "reason": str,
 }
-STATUS_FIELDS = frozenset([*STATUS_KINDS, "layout", "wanted"])
-"""A run of an earlier version has neither of the last two."""
+STATUS_FIELDS = frozenset([*STATUS_KINDS, "layout", "wanted", "account"])
+"""A run of an earlier version has none of the last three."""
+ACCOUNT_KINDS: Kinds = {
+    **dict.fromkeys(("goodput", "idle"), float),
+    **dict.fromkeys(("num_recoveries", "lost_steps"), int),
+    "recoveries": list,
+}
+"""Of the account in status.json; its recoveries are the last ones."""
 SCRIPT_KINDS: Kinds = {"level": int, "level_reason": str}
 """Of a script's run, in status and result; of an earlier version it has neither."""
 SCRIPT_FIELDS = frozenset(SCRIPT_KINDS)
@@ -180,7 +186,7 @@ class RunDirectory:
         write_json(self.folder, "config.json", config)
 
     def write_status(self, status: dict[str, Any]) -> None:
-        check_fields("status", without_level(status), STATUS_FIELDS)
+        check_fields("status", {"account": None, **without_level(status)}, STATUS_FIELDS)
         if self._remote is None:
             write_json(self.folder, "status.json", status, is_durable=False)
         else:
@@ -451,6 +457,11 @@ def check_status(found: dict[str, Any], place: str) -> None:
     """WrongInput if it is not the content of a status.json."""
     check_kinds(found, STATUS_KINDS, place)
     check_level(found, place)
+    if "account" in found:
+        account = as_dict(found["account"])
+        check_kinds(account, ACCOUNT_KINDS, f"the account in {place}")
+        for recovery in account["recoveries"]:
+            check_kinds(as_dict(recovery), RECOVERY_KINDS, place)
     for row in [*found["workers"], *found["standby"]]:
         worker = as_dict(row)
         own_s, rank = worker.get("own_s"), worker.get("rank")

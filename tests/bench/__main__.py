@@ -26,6 +26,7 @@ BENCHMARKS = (
     "faults",
     "goodput",
     "scripts",
+    "looks",
 )
 
 

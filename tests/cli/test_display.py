@@ -255,7 +255,7 @@ def test_the_first_look_at_a_million_steps_reads_their_end(million, attach):
     progress.close()
     assert read_bytes() - before < ENOUGH_BYTES
     assert text.getvalue().splitlines() == [
-        'generation=2 step=1000000 size=2 phase=forming reason="2 of 2 joined"',
+        '00:00:01 generation=2 step=1000000 size=2 phase=forming reason="2 of 2 joined"',
         "step=1000000/2000000 loss=1.0000 step_s=0.100 world_size=2 generation=1",
     ]
 

@@ -59,9 +59,9 @@ def test_plain_lines_tell_each_decision_and_the_last_step(tmp_path):
     look(progress, tmp_path)
     progress.close()
     assert text.getvalue().splitlines() == [
-        'generation=2 step=2 size=1 phase=forming reason="w1 [SIGKILL] lost, 1 of 2 left"',
+        '00:00:01 generation=2 step=2 size=1 phase=forming reason="w1 [SIGKILL] lost, 1 of 2 left"',
         "step=2/9 loss=not finite step_s=0.200 world_size=1 generation=2",
-        'generation=2 step=2 phase=forming reason="all paused"',
+        '00:00:01 generation=2 step=2 phase=forming reason="all paused"',
     ]
 
 
@@ -79,10 +79,10 @@ def test_a_line_parts_the_starts_of_a_run(tmp_path):
     text = io.StringIO()
     look(Progress(Console(file=text, force_terminal=False)), tmp_path)
     assert text.getvalue().splitlines() == [
-        'generation=0 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
-        'generation=2 step=2 phase=forming reason="SIGINT at the driver"',
+        '00:00:00 generation=0 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
+        '00:00:01 generation=2 step=2 phase=forming reason="SIGINT at the driver"',
         "--- the run was started again, 1970-01-02 00:00:00 UTC ---",
-        'generation=2 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
+        '00:00:00 generation=2 step=0 phase=waiting reason="the run starts: 1 to 2 workers"',
     ]
 
 
@@ -97,7 +97,7 @@ def test_the_last_line_tells_the_world_size_that_the_run_ended_with(tmp_path):
         look(progress, tmp_path)
         progress.close()
         shown[is_terminal] = text.getvalue()
-    assert shown[False] == "step=1/9 loss=0.2500 step_s=0.100 world_size=2 generation=1\n"
+    assert shown[False] == "00:00:05 step=1/9 loss=0.2500 step_s=0.100 world_size=2 generation=1\n"
     assert "finished, 2 workers" in shown[True]
 
 

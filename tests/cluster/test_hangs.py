@@ -119,7 +119,7 @@ def test_a_rank_that_makes_a_collective_alone_or_diverges_is_found_and_replaced(
         print(f"\nastray, diverged: {[(r['cause'], r['total_s']) for r in recoveries]}")
     assert [r["cause"] for r in recoveries] == ["hung", "diverged"]
     astray, *diverged = losses_in(run)
-    assert "it waits in all_reduce of 3 for" in astray
+    assert "it waits in all_gather of 256 for" in astray
     assert "where 2 of 3 wait in all_to_all: it has skipped a collective, or made one" in astray
     assert 1 <= len(diverged) <= 2, f"and who was copying from it at that moment: {diverged}"
     assert "rank 1, differs from the majority's after step" in diverged[0]

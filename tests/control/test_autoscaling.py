@@ -7,7 +7,7 @@ import ray
 from ray.core.generated import autoscaler_pb2
 from ray.experimental import internal_kv
 
-from elastic.on_ray.placement.autoscaling import can_add_gpus, infeasible, report
+from elastic.on_ray.placement.autoscaling import Demand, can_add_gpus, infeasible, report
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_demands_that_no_node_type_can_fill_are_read():
     gcs = SimpleNamespace(get_cluster_status=status.SerializeToString)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(internal_kv, "internal_kv_get_gcs_client", lambda: gcs)
-        assert infeasible() == ({"CPU": 64.0},)
+        assert infeasible() == (Demand({"CPU": 64.0}),)
 
 
 def test_a_ray_that_has_no_such_call_tells_nothing(demands, monkeypatch, caplog):

@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import ray.train
 import ray.train.torch
-from ray.train import RunConfig, ScalingConfig
+from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from elastic import ray_train
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-script.md"
+
+
+class OwnSplit(DataConfig):
+    def configure(self, *_: Any, **__: Any) -> Any:
+        return []
 
 
 def trainer(**settings: Any) -> TorchTrainer:
@@ -34,7 +39,18 @@ def test_every_public_name_is_in_the_table(module):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"datasets": {"train": [1]}}, "datasets= is not supported yet"),
+        ({"datasets": {"train": [1]}}, "datasets['train'] is a list, and no ray.data.Dataset"),
+        (
+            {
+                "datasets": {"train": list},
+                "dataset_config": DataConfig(datasets_to_split=["valid"]),
+            },
+            "datasets_to_split names 'valid', and datasets= has none of it",
+        ),
+        (
+            {"datasets": {"train": list}, "dataset_config": OwnSplit()},
+            "OwnSplit.configure() is not supported: rows are dealt by elastic",
+        ),
         ({"torch_config": TorchConfig(backend="mpi")}, "backend 'mpi' is not supported"),
         (
             {"scaling_config": ScalingConfig(num_workers=2, resources_per_worker={"x": 1})},

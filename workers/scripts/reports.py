@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elastic.data.place import Places
 from elastic.protocol.messages.to_controller import ScriptLevel
 from elastic.store.files import Folder, encode, reach_folder, sync_directory, write_json
 from elastic.store.remote import patiently
@@ -126,6 +127,8 @@ class Reports:
         self._verified: set[str] = set()
         self.has_moved = False
         """Whether a call that was unwound had come to a collective or a report."""
+        self.passes = Places()
+        """Over Ray Data's sets, as far as the call at hand is in them here."""
         self._lines: list[bytes] = []
         """Of reports.jsonl that are not written yet, where storage cannot append."""
 
@@ -151,6 +154,12 @@ class Reports:
         if not self.folder.exists(SNAPSHOT):
             return {}
         return json.loads(self.folder.read(SNAPSHOT))
+
+    def passes_at(self, name: str) -> dict[str, int]:
+        """As it was published with. Of Ray's own nothing is known."""
+        if not self.folder.exists(manifest_of(name)):
+            return {}
+        return json.loads(self.folder.read(manifest_of(name))).get("passes", {})
 
     def _damage_of(self, name: str) -> str:
         """In words; empty if it has none. One of Ray's own has no checksums."""
@@ -208,7 +217,7 @@ class Reports:
 
     def publish(self, name: str, files: Sequence[File], metrics: dict[str, Any]) -> None:
         """From now on the checkpoint counts. Old ones go."""
-        content = {"files": [asdict(file) for file in files]}
+        content = {"files": [asdict(file) for file in files], "passes": self.passes.numbers()}
         self.folder.at(MANIFESTS).create()
         write_json(self.folder, manifest_of(name), content)
         before = self._snapshot().get("current_report_index", 0)

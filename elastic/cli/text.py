@@ -1,0 +1,47 @@
+"""Values as a person reads them in a terminal: numbers, times, names, what others have written."""
+
+import time
+
+from rich.markup import escape
+
+from elastic.protocol.membership import counted
+
+
+def number_text(value: float) -> str:
+    """Four digits that say something, of a small loss, too."""
+    return f"{value:.4f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4g}"
+
+
+def name_of(worker: object) -> str:
+    return f"w{worker}" if isinstance(worker, int) else str(worker)
+
+
+def text_of(value: object) -> str:
+    return "-" if value is None else escape(printable(str(value)))
+
+
+def printable(text: str) -> str:
+    """What others have written does not drive the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """As 0:07, 12:05 or 3:00:00; days before that."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return f"{counted(days, 'day')} {clock}" if days else clock
+
+
+def clock(at: float) -> str:
+    """The time of day in UTC."""
+    return time.strftime("%H:%M:%S", time.gmtime(at))
+
+
+def speed_text(per_s: float) -> str:
+    return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.3g}"

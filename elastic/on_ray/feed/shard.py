@@ -1,0 +1,331 @@
+# Ray is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""`Shard`: what `ray.train.get_dataset_shard(name)` gives, Ray's own `DataIterator` on our feed.
+
+What users call is Ray's; where the rows come from, which of them are this rank's, and how far a
+pass is, are ours.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from typing import Any, NoReturn, Protocol
+
+import ray
+from ray.data import DataContext, DataIterator
+from ray.data.block import (
+    BlockAccessor,
+    _apply_batch_format,  # pyright: ignore[reportPrivateUsage]
+)
+from ray.exceptions import (
+    ActorDiedError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+)
+
+from elastic.data.dealt import ROWS_AT_ONCE, Deal, Rows, ahead
+from elastic.data.passes import ALL, Answer, Block, CallOver, End, Found, Reading
+from elastic.data.place import Place, Places
+from elastic.data.rounds import LocalShuffle
+from elastic.on_ray.feed.blocks import RayBlocks, in_format
+
+POLL_S = 0.05
+AGAIN_S = 3.0
+"""A feed that is dead for good is started again after so long."""
+NOT_SUPPORTED = "use iter_torch_batches() or iter_batches()"
+
+
+class Feed(Protocol):
+    """The run's (passes_actor.py), or a test's."""
+
+    actor: Any
+    """Its handle; each method gives a reference."""
+
+    def start_again(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Who reads."""
+
+    call: int
+    rank: int
+    ranks: int
+    run: str
+    """Of what local shuffles are drawn that have no seed: the same however often a run begins."""
+    check: Callable[[], None]
+    """Called now and then in the main thread; raises what ends the script's call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How a script wants its batches."""
+
+    batch_size: int | None
+    prefetch_batches: int = 1
+    drop_last: bool = False
+    is_row_by_row: bool = False
+    buffer: int | None = None
+    """Rows of local shuffle for each rank."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """As often as it is iterated over, a pass."""
+
+    begin: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
+
+
+class Shard(DataIterator):
+    """A rank's share of a data set, or all of it. Each iteration is a pass; the next one begins
+    where `load_state_dict` says."""
+
+    def __init__(
+        self, name: str, feed: Feed, seat: Seat, places: Places, *, is_split: bool
+    ) -> None:
+        """places: of all shards of this call."""
+        self._name, self._feed, self._places = name, feed, places
+        self._reader = ALL if is_split else seat.rank
+        self._seat = seat if is_split else replace(seat, rank=0, ranks=1)
+        self._state: Place | None = None
+        """Where the next pass is to begin; None: at its first row."""
+        self._num_rows = 0
+
+    def __repr__(self) -> str:
+        seat = self._seat
+        return f"Shard({self._name!r}, rank {seat.rank} of {seat.ranks})"
+
+    # --- where it is ------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, int]:
+        """How far the pass at hand is, counting the batches that the script has been given; the
+        same on all ranks that have been given as many."""
+        return asdict(self._places.of(self._name))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """The next iteration is the rest of the pass that `state` was in, whatever ranks there
+        were. All ranks call it alike. ValueError for what `state_dict` has not given."""
+        try:
+            self._state = Place(**{key: int(value) for key, value in state.items()})
+        except (TypeError, ValueError) as error:
+            what = f"get_dataset_shard({self._name!r}).load_state_dict(): {state!r} is no state"
+            raise ValueError(what) from error
+
+    # --- what Ray's iterators ask -------------------------------------------------------------
+    def _iter_batches(
+        self,
+        *,
+        prefetch_batches: int = 1,
+        batch_size: int | None = 256,
+        batch_format: str | None = "default",
+        drop_last: bool = False,
+        local_shuffle_buffer_size: int | None = None,
+        local_shuffle_seed: int | None = None,
+        _collate_fn: Callable[[Any], Any] | None = None,
+        _finalize_fn: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        wish = Wish(
+            batch_size=batch_size,
+            prefetch_batches=prefetch_batches,
+            drop_last=drop_last,
+            buffer=local_shuffle_buffer_size,
+            seed=local_shuffle_seed,
+        )
+        check_wish(wish)
+        form = partial(
+            in_format,
+            batch_format=_apply_batch_format(batch_format),
+            collate=_collate_fn,
+            finalize=_finalize_fn,
+        )
+        return Passes(partial(self._batches, wish, form))
+
+    def _batches(self, wish: Wish, form: Callable[[Any], Any]) -> Iterator[Any]:
+        for (batch, on_consume), _ in self._pass(wish, form):
+            if on_consume is not None:
+                on_consume()
+            yield batch
+
+    def iter_rows(self) -> Any:
+        """As Ray's; a rank may have one row more than another."""
+        wish = Wish(batch_size=ROWS_AT_ONCE, is_row_by_row=True)
+        return Passes(partial(self._rows, wish))
+
+    def _rows(self, wish: Wish) -> Iterator[Any]:
+        place, first = None, 0
+        for block, stop in self._pass(wish, lambda block: block):
+            if place is None:
+                place = self._places.of(self._name)
+            first = place.row
+            for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
+                first = min(first + self._seat.ranks, stop)
+                self._places.move(self._name, place.number, first)
+                yield row
+            self._seat.check()
+
+    def _to_ref_bundle_iterator(self) -> Any:
+        """For `materialize`: this call's share of a pass."""
+        from ray.data._internal.execution.interfaces.ref_bundle import BlockEntry, RefBundle
+        from ray.data._internal.stats import DatasetStats
+
+        def bundles() -> Iterator[Any]:
+            for block, _ in self._pass(Wish(batch_size=None), lambda block: block):
+                accessor = BlockAccessor.for_block(block)
+                stored: Any = ray.put(block)
+                entry = BlockEntry(stored, accessor.get_metadata())
+                yield RefBundle((entry,), schema=accessor.schema(), owns_blocks=False)
+
+        return bundles(), DatasetStats(metadata={}, parent=None), None
+
+    def schema(self) -> Any:
+        reference = self._feed.actor.schema.remote(self._name)
+        return waited_for(reference, self._seat.check)
+
+    def stats(self) -> str:
+        place, seat = self._places.of(self._name), self._seat
+        return (
+            f"Data set {self._name}, rank {seat.rank} of {seat.ranks}: {place.number} passes are "
+            f"over, {self._num_rows} rows were given to this rank; the pass at hand is at row "
+            f"{place.row}"
+        )
+
+    def get_context(self) -> DataContext:
+        return DataContext.get_current()
+
+    def iter_tf_batches(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"elastic does not support iter_tf_batches(): {NOT_SUPPORTED}")
+
+    def iter_jax_batches(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"elastic does not support iter_jax_batches(): {NOT_SUPPORTED}")
+
+    def to_tf(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"elastic does not support to_tf(): {NOT_SUPPORTED}")
+
+    # --- a pass -------------------------------------------------------------------------------
+    def _pass(self, wish: Wish, form: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
+        """Batches of a new pass, with how far the pass is once all ranks have used theirs."""
+        seat = self._seat
+        window = (wish.buffer or 0) * seat.ranks
+        place = self._places.begin(self._name, self._state, window)
+        self._state = None
+        first = place.row // place.window * place.window if place.window else place.row
+        reading = Reading(
+            seat.call, self._name, self._reader, place.number, first, seat.rank, seat.ranks
+        )
+        seed = wish.seed if wish.seed is not None else seed_of(seat.run, self._name)
+
+        def dealt(stay: Callable[[], None]) -> Iterator[tuple[Any, int, int]]:
+            rows = Rows(Fetch(self._feed, reading, stay), RayBlocks(), first)
+            shuffle = None
+            if place.window:
+                shuffle = LocalShuffle(place.window, seed, place.number, rows.ends_before)
+            deal = Deal(
+                first=place.row,
+                rank=seat.rank,
+                ranks=seat.ranks,
+                batch_size=wish.batch_size,
+                drop_last=wish.drop_last,
+                is_row_by_row=wish.is_row_by_row,
+                shuffle=shuffle,
+            )
+            for block, stop in deal.batches(rows):
+                yield form(block), stop, BlockAccessor.for_block(block).num_rows()
+
+        try:
+            for batch, stop, num_rows in ahead(dealt, wish.prefetch_batches, seat.check):
+                seat.check()
+                self._num_rows += num_rows
+                if not wish.is_row_by_row:
+                    self._places.move(self._name, place.number, stop)
+                yield batch, stop
+            self._places.end(self._name, place.number)
+        finally:
+            with suppress(Exception):  # it is gone with its run
+                self._feed.actor.leave.remote(reading)
+
+
+class Fetch:
+    """The blocks of one pass, in order; the next ones are asked for ahead."""
+
+    def __init__(self, feed: Feed, reading: Reading, stay: Callable[[], None]) -> None:
+        self._feed, self._reading, self._stay = feed, reading, stay
+        self._asked: tuple[int, Any] | None = None
+
+    def __call__(self, row: int) -> Found:
+        """Raises what the execution of the data set raises."""
+        lost: int | None = None
+        while True:
+            answer = self._answer(row, lost)
+            if isinstance(answer.found, End):
+                return answer.found
+            try:
+                references = [block.piece.block for block in answer.found]
+                values = waited_for(references, self._stay)
+            except ObjectLostError:  # its owner or node is gone
+                lost = answer.walk
+                continue
+            self._ask(answer.found[-1].stop, None)
+            return [with_value(b, value) for b, value in zip(answer.found, values, strict=True)]
+
+    def _answer(self, row: int, lost: int | None) -> Answer:
+        while True:
+            if self._asked is None or self._asked[0] != row:
+                self._ask(row, lost)
+            assert self._asked is not None
+            reference, self._asked = self._asked[1], None
+            try:
+                return waited_for(reference, self._stay)
+            except ActorDiedError:  # Ray has given it up, or the run is over and this rank is next
+                pause(self._stay, AGAIN_S)
+                self._feed.start_again()
+            except (RayActorError, ObjectLostError):  # it is started again
+                pause(self._stay)
+            except RayTaskError as error:
+                if not isinstance(error.cause, CallOver):
+                    raise
+                while True:  # which this rank is about to hear
+                    pause(self._stay)
+
+    def _ask(self, row: int, lost: int | None) -> None:
+        self._asked = row, self._feed.actor.blocks_at.remote(self._reading, row, lost)
+
+
+def with_value(block: Block, value: Any) -> Block:
+    return Block(block.first, block.piece._replace(block=value))
+
+
+def pause(stay: Callable[[], None], seconds: float = POLL_S) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(POLL_S)
+        stay()
+
+
+def waited_for(reference: Any, stay: Callable[[], None]) -> Any:
+    while True:
+        try:
+            return ray.get(reference, timeout=POLL_S)
+        except GetTimeoutError:
+            stay()
+
+
+def check_wish(wish: Wish) -> None:
+    """ValueError, as Ray has it."""
+    if wish.batch_size is not None and wish.batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {wish.batch_size}")
+    if wish.prefetch_batches < 0:
+        raise ValueError(f"prefetch_batches must be at least 0, got {wish.prefetch_batches}")
+    if wish.buffer is not None and wish.buffer < 1:
+        raise ValueError(f"local_shuffle_buffer_size must be at least 1, got {wish.buffer}")
+
+
+def seed_of(*names: str) -> int:
+    return int.from_bytes(sha256("/".join(names).encode()).digest()[:6], "big")

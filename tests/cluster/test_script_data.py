@@ -1,0 +1,68 @@
+"""A script over Ray Data, as it is, one of whose ranks is killed in the middle of a pass."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from random import Random
+
+import pytest
+import torch
+
+from elastic.data.rounds import LocalShuffle
+from tests.cluster.live import environment
+from tests.cluster.processes import about, running
+from tests.scripts import dataset_job
+from tests.scripts.dataset_job import BUFFER, PASSES, RANKS, SEED
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+PATIENCE_S = 120.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "kills"), [(250, 1), pytest.param(2500, 20, marks=pytest.mark.slow)]
+)
+def test_each_row_is_used_once_in_each_pass_though_ranks_are_killed(
+    shared_head, ray_temp, tmp_path, rows, kills
+):
+    command = [sys.executable, "-m", "elastic", "run", dataset_job.__file__, str(tmp_path)]
+    command += [str(rows), "0.05"]
+    env = environment(ray_temp) | {"RAY_ADDRESS": shared_head.address}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def reports() -> list[dict]:
+        file = tmp_path / "run" / "reports.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    process = subprocess.Popen(command, env=env, **pipes)
+    done, random = list[dict](), Random(0)
+    for kill in range(kills):
+        num, deadline = len(done), time.monotonic() + PATIENCE_S
+        while len(done := reports()) == num:
+            assert time.monotonic() < deadline, process.communicate(timeout=5)
+            time.sleep(0.02)  # polling, bounded by the deadline
+        if kill % 5 == 4:
+            end_feed()
+        os.kill(random.choice(done[-1]["metrics"]["pids"][1:]), signal.SIGKILL)
+    assert done[-1]["metrics"]["pass"] < PASSES - 1 or kills > 1, "in the middle of its first pass"
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, f"used {PASSES * rows}" in out) == (0, True), (out, err)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["level"], len(result["recoveries"])) == (0, kills)
+    newest = reports()[-1]["checkpoint"]
+    found = torch.load(tmp_path / "run" / newest / "state.pt")
+    assert found["counts"].eq(PASSES).all()
+    shuffle = LocalShuffle(BUFFER * RANKS, SEED, 0, lambda row: rows if row > rows else None)
+    assert found["orders"][0] == shuffle.rows(range(rows)).tolist(), "as without a loss"
+    assert [len(set(order)) for order in found["orders"]] == [rows] * PASSES
+    shared_head.assert_empty()
+
+
+def end_feed() -> None:
+    """The process that executes the data sets dies, too."""
+    titles = {pid: about(pid, "cmdline").split(b"\0")[0] for pid in running()}
+    (feed,) = (pid for pid, title in titles.items() if title.startswith(b"ray::PassesActor"))
+    os.kill(feed, signal.SIGKILL)
