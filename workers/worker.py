@@ -76,8 +76,8 @@ EXIT_WITH_BROKEN_STATE = 76
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
-    _has_own_loop = True
-    """Until it is known: the user's own code, beside the loss, may look at micro-batches."""
+    _again = partial(lambda *_: None)
+    """The training loop, once it is known."""
 
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
@@ -227,7 +227,7 @@ class Worker:
             sys.path.insert(0, spec.folder)
             os.chdir(spec.folder)
         workload, loop = pickle.loads(self._pickled)  # from our own driver, through Ray
-        self._workload, self._has_own_loop = workload, loop is not None
+        self._workload = workload
         if workload.loader_processes < 1:
             raise WrongInput(
                 f"loader_processes must be at least 1, got {workload.loader_processes}"
@@ -383,8 +383,9 @@ class Worker:
         """has_the_say: what is found wrong ends the run. Of a newcomer it does not: the others have
         found what it could not."""
         wrong = nullcontext() if has_the_say else suppress(Exception)
+        # A loop of the user's own may look at micro-batches as the loss does.
         with wrong, self._replica.casting.applied():
-            self._strategy.examine(loss, batch, is_seen=self._has_own_loop)
+            self._strategy.examine(loss, batch, is_seen=fit not in self._again.args)
 
     def _log_to(self, place: str) -> None:
         self._place = place
