@@ -123,7 +123,7 @@ GROUP = {
 }
 WORKERS = {
     **GROUP,
-    "required": [*GROUP["required"], "groupName"],
+    "required": [*GROUP["required"], "groupName", "minReplicas", "maxReplicas"],
     "additionalProperties": False,
     "properties": {
         **GROUP["properties"],
@@ -166,6 +166,41 @@ CLUSTER = {
 }
 """Written by us after KubeRay's reference, of the fields that our files use: its own CRDs are not
 in this repository."""
+
+
+JOB = {
+    "type": "object",
+    "required": ["entrypoint", "rayClusterSpec"],
+    "additionalProperties": False,
+    "properties": {
+        "entrypoint": {"type": "string"},
+        "submissionMode": {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+        "shutdownAfterJobFinishes": {"type": "boolean"},
+        "ttlSecondsAfterFinished": {"type": "integer", "minimum": 0},
+        "rayClusterSpec": CLUSTER,
+    },
+}
+"""As above, of a RayJob's own spec."""
+
+
+def test_a_kuberay_job_has_fields_of_a_job_only():
+    jsonschema.validate(load("kuberay_job.yaml")["spec"], JOB)
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_spot_workers_have_the_label_that_runs_can_ask_for(name):
+    config = load(name)
+    head, spot = (config["available_node_types"][k] for k in (config["head_node_type"], "spot"))
+    assert (head.get("labels"), spot["labels"]) == (None, {"ray.io/market-type": "spot"})
+
+
+@pytest.mark.parametrize("name", KUBERAY)
+def test_spot_pods_have_it_too_and_tolerate_spot_nodes(name):
+    for group in cluster_spec(name)["workerGroupSpecs"]:
+        (container,), pod = group["template"]["spec"]["containers"], group["template"]["spec"]
+        assert {"name": "RAY_NODE_MARKET_TYPE", "value": "spot"} in container["env"]
+        assert len(pod["tolerations"]) >= 3
+        assert pod["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize("name", KUBERAY)
