@@ -213,6 +213,7 @@ HOST_READS = {
     "workers/scripts/values.py number_in": "the script's own metrics",
     "workers/scripts/workload.py has_ended": "committed state",
     "workers/health/preflight.py _keeps": "no group yet",
+    "workers/parallel/pipeline/stand_in.py stand_in": "shapes that came over control",
     "workers/health/preflight.py _computes": "no group yet",
 }
 """Who looks at tensors on the host, and why what it sees is no garbage. Files and datasets have no

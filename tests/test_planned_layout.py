@@ -17,7 +17,9 @@ from elastic.protocol.messages.to_controller import Planned, ScriptLevel, Stage
 from tests.test_recorder import close, recorder, settled
 
 FIRST = Planned(1, "1 pipeline of 2 stages", (), (Stage(0, 0, (0, 2)), Stage(0, 1, (2, 5))))
-SECOND = Planned(2, "1 pipeline of 1 stage", ("idle",), (None, Stage(0, 0, (0, 5))), 320)
+SECOND = Planned(
+    2, "1 pipeline of 1 stage", ("idle",), (None, Stage(0, 0, (0, 5))), 320, ("a", "b"), (12.0, 0.5)
+)
 
 
 @pytest.mark.parametrize("every", [1000, 3], ids=["since its start", "before a landmark"])

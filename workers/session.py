@@ -19,10 +19,9 @@ from elastic.protocol.errors import PeerLost, StepCancelled
 from elastic.protocol.worker_spec import WorkerSpec
 from workers import evaluation
 from workers.checkpoint.saver import Saving
-from workers.data.loader import LoadedBatch
+from workers.data.loader import AnyLoader, LoadedBatch
 from workers.data.placement import to_device
 from workers.data.step_batches import StepBatches
-from workers.data.supply import AnyLoader
 from workers.distributed.device_wait import mark, wait_for
 from workers.distributed.exchange import gather_json
 from workers.measure import measure
@@ -198,7 +197,7 @@ class Session:
         """Load this rank's micro-batches ahead from here on, unless it does so already."""
         member, step = self._member, self._member.train_state.step
         if ids and self._assigned != (member.generation, step):
-            self._loader.assign(step, ids)
+            self._passes.loader(self._loader).assign(step, ids)
         self._assigned = (member.generation, step + 1)
 
     def _take_reducer(self) -> Reducer:
@@ -332,7 +331,8 @@ class Step:
         session._assign_loader(self._ids)
         self._order = session._passes.order(self._ids)
         is_cancelled = lambda: member.is_cancelled  # noqa: E731
-        return StepBatches(session._loader, self._from_step, self._order, is_cancelled)
+        loader = session._passes.loader(session._loader)
+        return StepBatches(loader, self._from_step, self._order, is_cancelled)
 
     def _next_batch(self, batches: StepBatches) -> LoadedBatch:
         session = self._session

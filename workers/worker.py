@@ -76,6 +76,9 @@ EXIT_WITH_BROKEN_STATE = 76
 class Worker:
     """A worker's process. Make it and call `run` in the main thread."""
 
+    _again = partial(lambda *_: None)
+    """The training loop, once it is known."""
+
     _device, _gpu_name = torch.device("cpu"), "cpu"
 
     def __init__(
@@ -340,11 +343,13 @@ class Worker:
         def fetched() -> Any:
             return self._loader.fetch(step, 0).batch
 
-        def compute() -> Any:
-            batch = deepcopy(fetched())  # a loss may take it apart, and is computed twice
-            return self._workload.loss(train_state.model, to_device(batch, self._device))
+        def batch() -> Any:  # a loss may take it apart, and is computed more than once
+            return to_device(deepcopy(fetched()), self._device)
 
-        examine = partial(self._examine, compute, has_the_say=with_optimizer)
+        def loss(batch: Any) -> Any:
+            return self._workload.loss(train_state.model, batch)
+
+        examine = partial(self._examine, loss, batch, has_the_say=with_optimizer)
         if not self._strategy.is_runnable:
             examine()
             return
@@ -353,7 +358,7 @@ class Worker:
         seed_microbatch(self._spec.seed, 0, 0)
         try:
             with train_state.casting.applied():
-                total, weight = check_loss(compute())
+                total, weight = check_loss(loss(batch()))
                 weight_of(0, weight)
                 total.backward()
             examine()
@@ -372,12 +377,15 @@ class Worker:
             if self._session is not None:
                 self._session.forget_logged()
 
-    def _examine(self, compute: Callable[[], Any], *, has_the_say: bool) -> None:
+    def _examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, has_the_say: bool
+    ) -> None:
         """has_the_say: what is found wrong ends the run. Of a newcomer it does not: the others have
         found what it could not."""
         wrong = nullcontext() if has_the_say else suppress(Exception)
+        # A loop of the user's own may look at micro-batches as the loss does.
         with wrong, self._replica.casting.applied():
-            self._strategy.examine(compute)
+            self._strategy.examine(loss, batch, is_seen=fit not in self._again.args)
 
     def _log_to(self, place: str) -> None:
         self._place = place

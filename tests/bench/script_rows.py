@@ -40,6 +40,9 @@ def widened(rows: Any) -> Any:
 class Controller:
     """Is there: a feed without one ends itself."""
 
+    def note(self, fields: dict[str, Any]) -> None:
+        print(fields, flush=True)
+
 
 class Consumer:
     """One rank."""

@@ -66,7 +66,7 @@ def build() -> Staged:
     config = spec("pp:2", global_batch=16, micro_batch=4)
     strategy = build_staged(work, config, CPU, NoBackup(), 2)
     batch = CASE.batches()[0]
-    strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+    strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
     return strategy
 
 

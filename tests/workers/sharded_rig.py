@@ -18,9 +18,9 @@ from workers.backup.backup import Backup, NoBackup
 from workers.checkpoint.saver import share
 from workers.data.placement import to_device
 from workers.distributed.pieces import Pieces
-from workers.distributed.process_group import AnyGroup
+from workers.distributed.process_group import Alone, AnyGroup
 from workers.parallel.build import build_strategy
-from workers.parallel.sharded import Sharded
+from workers.parallel.over_shards import OverShards
 from workers.parallel.shards import Ownership
 from workers.parallel.strategy import Entered, Formed, Strategy
 from workers.tensors.local import as_bytes
@@ -126,7 +126,7 @@ def build(
     torch.set_num_threads(1)
     config = spec(parallel, reduction, **options)
     strategy = build_strategy(workload or Work(), config, device or where.HERE, open_backup)
-    if isinstance(strategy, Sharded):
+    if isinstance(strategy, OverShards):
         strategy.shards.holding = Ownership("initial")
     return strategy
 
@@ -227,6 +227,16 @@ def train(
 
 def sha256(strategy: Strategy) -> str:
     return strategy.weights_sha256()
+
+
+def undisturbed(num_steps: int) -> list[str]:
+    """The hashes of one rank that holds the whole state, after 0, 1, ... `num_steps` steps."""
+    strategy = build("ddp")
+    hashes = [sha256(strategy)]
+    for _ in range(num_steps):
+        train(strategy, Alone(), "ddp", 1)
+        hashes.append(sha256(strategy))
+    return hashes
 
 
 def save_part(strategy: Strategy, group: AnyGroup, place: str, generation: int):

@@ -10,7 +10,17 @@ import torch
 
 from tests.workers.places import Place
 from tests.workers.ranks import run_ranks
-from tests.workers.sharded_rig import Dense, Work, build, catalogue_in, enter, sha256, spec, train
+from tests.workers.sharded_rig import (
+    Dense,
+    Work,
+    build,
+    catalogue_in,
+    enter,
+    sha256,
+    spec,
+    train,
+    undisturbed,
+)
 from workers.backup import client
 from workers.backup.client import BackupClient
 from workers.backup.server import BackupServer
@@ -27,12 +37,7 @@ NEVER = lambda: False  # noqa: E731
 
 @pytest.fixture(scope="module")
 def plain():
-    """The hash after so many steps of one rank without sharding."""
-    strategy, hashes = build("ddp"), []
-    for _ in range(2 * STEPS + 2):
-        hashes.append(sha256(strategy))
-        train(strategy, Alone(), "ddp", 1)
-    return hashes
+    return undisturbed(2 * STEPS + 1)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.workers.sharded_rig import (
     save_part,
     sha256,
     train,
+    undisturbed,
 )
 from workers.distributed.process_group import Alone
 from workers.resharding.assemble import ShardLost
@@ -33,12 +34,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def plain(place):
-    """The hash after so many steps of one rank without sharding."""
-    strategy, hashes = build("ddp"), []
-    for _ in range(2 * STEPS + 1):
-        hashes.append(sha256(strategy))
-        train(strategy, Alone(), "ddp", 1)
-    return hashes
+    return undisturbed(2 * STEPS)
 
 
 def test_every_strategy_at_every_world_size_has_the_bits_of_one_rank(plain):

@@ -16,8 +16,8 @@ from tests.workers.sharded_rig import (
     save_part,
     sha256,
     train,
+    undisturbed,
 )
-from workers.distributed.process_group import Alone
 
 STEPS = 4
 LOST_AFTER = 2
@@ -25,10 +25,7 @@ LOST_AFTER = 2
 
 @pytest.fixture(scope="module")
 def plain() -> str:
-    """The hash of an undisturbed run of one rank, under "ddp"."""
-    strategy = build("ddp")
-    train(strategy, Alone(), "ddp", STEPS)
-    return sha256(strategy)
+    return undisturbed(STEPS)[STEPS]
 
 
 def test_it_has_the_bits_of_ddp_at_every_world_size_and_when_a_rank_is_killed(plain):

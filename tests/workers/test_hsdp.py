@@ -15,6 +15,7 @@ from tests.workers.sharded_rig import (
     save_part,
     sha256,
     train,
+    undisturbed,
 )
 from workers.distributed.process_group import Alone
 from workers.tensors.local import local
@@ -28,11 +29,7 @@ KINDS = (("hsdp:2", 4), ("hsdp:1", 2), ("hsdp:2", 3), ("hsdp:3", 2), ("hsdp:2", 
 
 @pytest.fixture(scope="module")
 def plain(place_slowly):
-    strategy, hashes = build("ddp"), []
-    for _ in range(STEPS + 1):
-        hashes.append(sha256(strategy))
-        train(strategy, Alone(), "ddp", 1)
-    return hashes
+    return undisturbed(STEPS)
 
 
 NODES = Nodes.of(enumerate("abab"))

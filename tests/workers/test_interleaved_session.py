@@ -2,6 +2,7 @@
 what a step reports is what it reports under ddp."""
 
 import multiprocessing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def trained(parallel: str, group: Any = None) -> tuple[str, float, list[Any]]:
     if isinstance(rig.strategy, Staged):
         batch = {"x": torch.ones(3, WIDTH), "y": torch.zeros(3, dtype=torch.int64)}
         model = rig.train_state.model
-        rig.strategy.examine(lambda: rig.workload.loss(model, dict(batch)))
+        loss = partial(rig.workload.loss, model)
+        rig.strategy.examine(loss, lambda: dict(batch), is_seen=False)
         rig.strategy.shards.holding = Ownership("initial")
     rig.form(1, 0)
     if group is not None:

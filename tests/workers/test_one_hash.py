@@ -1,6 +1,6 @@
 """Fifty steps by every strategy, schedule and number of ranks: one hash for each precision."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def hash_after(num_steps: int, parallel: str, kind: str, precision: str, group: 
     strategy: Any = build_strategy(work, config, CPU)
     if isinstance(strategy, Staged):
         batch = work.case.batches()[0]
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
     if isinstance(strategy, Staged | Sharded):
         strategy.shards.holding = Ownership("initial")
     enter(strategy, group, 0)

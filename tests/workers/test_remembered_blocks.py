@@ -219,3 +219,29 @@ def test_what_passes_through_is_the_argument_itself():
             assert found["note"] == "passed on"
             assert (type(found["x"]), found["x"].shape) == (Absent, (4, WIDTH))
     assert len(remembered._seen) == 1
+
+
+RATES = {"dropout": 0.5}
+
+
+class DropsByTheTable(Seen):
+    """By what no module has as an attribute."""
+
+    def compute(self, x):
+        return F.dropout(x, RATES["dropout"], self.training)
+
+
+def test_what_changes_between_steps_is_seen_wherever_it_is(monkeypatch):
+    """And the code runs once a step."""
+    model = Residual(DropsByTheTable)
+    stage = stage_of(model, range(3, 4))
+    for rate in (0.5, 0.0, 0.5):  # where nothing is dropped, nothing is drawn
+        monkeypatch.setitem(RATES, "dropout", rate)
+        torch.manual_seed(4)
+        square(model, torch.ones(4, WIDTH))
+        wanted = torch.rand(3)
+        stage.begin_step()
+        Seen.runs = 0
+        for _ in range(TIMES):
+            assert torch.equal(run(model, stage), wanted)
+        assert Seen.runs == 3 + TIMES

@@ -228,7 +228,7 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_stage_alone_and_the_bits
         )
         batch = work.case.batches()[0]
         assert not strategy.is_runnable
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
         assert all(p.is_meta for p in strategy.train_state.model.parameters() if p.dim())
         strategy.shards.holding = Ownership("initial")
         return strategy

@@ -3,21 +3,23 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
+from tests.workers import where
 from tests.workers.pipeline_models import CASES, Case
 from tests.workers.ranks import Ranks, run_ranks
 from tests.workers.sharded_rig import CPU, enter, sha256, spec
 from workers.backup.backup import NoBackup
+from workers.data.placement import to_device
 from workers.distributed.process_group import Alone
 from workers.parallel.pipeline.strategy import Staged, build_staged
 from workers.parallel.shards import Ownership
 from workers.step.passes import Passes
-from workers.step.randomness import seed_microbatch
 from workers.train_state.train_state import Update
 
 STEPS, LOST_AFTER = 4, 2
@@ -50,10 +52,10 @@ def build(
     torch.set_num_threads(1)
     work = Work(name)
     config = spec(parallel, global_batch=16, micro_batch=4, precision=precision)
-    strategy = build_staged(work, config, CPU, NoBackup(), config.parallel.pp)
-    batch = work.case.batches()[0]
+    strategy = build_staged(work, config, where.HERE, NoBackup(), config.parallel.pp)
+    batch = to_device(work.case.batches()[0], where.HERE)
     if is_examined:
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
     strategy.shards.holding = Ownership("initial")
     return strategy
 
@@ -70,7 +72,7 @@ def train(
     """As a session does it, with a vote of what was used. of: the case, or its name. see: given the
     passes."""
     case = of if isinstance(of, Case) else CASES[of]
-    state, batches = strategy.train_state, case.batches()
+    state, batches = strategy.train_state, to_device(case.batches(), where.HERE)
     mesh = strategy.mesh_of(group.size())
     reducer = strategy.reducer(state.parameters, mesh, group)
     passes = strategy.passes(mesh, group, reducer)
@@ -85,7 +87,7 @@ def train(
         order = passes.order(ids)
         for number, i in enumerate(order, 1):
             state.buffers.begin_microbatch()
-            seed_microbatch(3, state.step, i)
+            where.seed(3, state.step, i)
             passes.before_forward(i)
             try:
                 loss = passes.loss_of(case.loss(state.model, batches[i]))
@@ -198,7 +200,7 @@ def test_a_parameter_of_three_blocks_is_refused_and_one_of_two_is_not():
     strategy = build_staged(work, spec("pp:2"), CPU, NoBackup(), 2)
     batch = work.case.batches()[0]
     with pytest.raises(WrongInput, match=r"blocks\.0\.linear\.weight is shared by 3 blocks"):
-        strategy.examine(lambda: work.loss(strategy.train_state.model, batch))
+        strategy.examine(partial(work.loss, strategy.train_state.model), lambda: batch)
 
 
 def test_a_worker_that_could_not_find_the_blocks_says_so():
@@ -228,4 +230,4 @@ def test_a_compiled_model_is_refused_when_it_is_built_and_before_a_step():
     with pytest.raises(WrongInput, match=r"pp:2: compile\(\) makes one program of blocks"):
         train(strategy, Alone(), "gates", 1)
     with pytest.raises(WrongInput, match=r"leave it out, or use parallel='fsdp'"):
-        strategy.examine(lambda: None)
+        strategy.examine(lambda batch: None, lambda: None)

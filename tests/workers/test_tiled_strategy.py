@@ -9,9 +9,16 @@ import pytest
 from elastic.protocol.errors import PeerLost
 from tests.cluster.jobs.tiles import TILED
 from tests.workers.ranks import run_ranks
-from tests.workers.sharded_rig import build, catalogue_in, enter, load, save_part, sha256, train
-from workers.distributed.process_group import Alone
-from workers.parallel.shards import Ownership
+from tests.workers.sharded_rig import (
+    build,
+    catalogue_in,
+    enter,
+    load,
+    save_part,
+    sha256,
+    train,
+    undisturbed,
+)
 
 TWICE = TILED.replace("fsdp-grad-op", "hsdp:1")
 """Each tile has as many holders as there are pairs of ranks."""
@@ -19,19 +26,9 @@ STEPS = 4
 LOST_AFTER = 2
 
 
-def made(parallel: str):
-    strategy = build(parallel)
-    if parallel != "ddp":
-        strategy.shards.holding = Ownership("initial")
-    return strategy
-
-
 @pytest.fixture(scope="module")
 def plain() -> str:
-    """The hash of an undisturbed run of one rank, under "ddp"."""
-    strategy = made("ddp")
-    train(strategy, Alone(), "ddp", STEPS)
-    return sha256(strategy)
+    return undisturbed(STEPS)[STEPS]
 
 
 def test_it_has_the_bits_of_ddp_and_ranks_hold_tiles(plain):
@@ -40,7 +37,7 @@ def test_it_has_the_bits_of_ddp_and_ranks_hold_tiles(plain):
         for generation, members in enumerate(([0, 1], [0, 1, 2], [0, 1, 2, 3])):
             if ranks.index not in members:
                 continue
-            group, strategy = ranks.form(generation, members), made(TILED)
+            group, strategy = ranks.form(generation, members), build(TILED)
             enter(strategy, group, 0)
             train(strategy, group, TILED, STEPS)
             shape = tuple(strategy.train_state.parameters["embedding.weight"].shape)
@@ -55,7 +52,7 @@ def test_it_has_the_bits_of_ddp_and_ranks_hold_tiles(plain):
 
 def test_a_rank_that_is_killed_leaves_no_trace(plain):
     def body(ranks):
-        group, strategy = ranks.form(1, [0, 1, 2, 3]), made(TWICE)
+        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(TWICE)
         enter(strategy, group, 0)
         ranks.once_said("abort", group.abandon)
 
@@ -80,7 +77,7 @@ def test_a_rank_that_is_killed_leaves_no_trace(plain):
 @pytest.mark.parametrize(("saver", "loader"), [(TILED, TWICE), ("fsdp", TILED), (TILED, "ddp")])
 def test_checkpoints_go_to_other_meshes_and_strategies(plain, tmp_path, saver, loader):
     def save(ranks):
-        group, strategy = ranks.form(1, [0, 1, 2, 3]), made(saver)
+        group, strategy = ranks.form(1, [0, 1, 2, 3]), build(saver)
         enter(strategy, group, 0)
         train(strategy, group, saver, LOST_AFTER)
         return save_part(strategy, group, str(tmp_path), 1)

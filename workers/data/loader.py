@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -35,6 +35,22 @@ class LoadedBatch:
     microbatch_id: int
     rows: np.ndarray  # int64, (micro_batch,)
     batch: Any
+
+
+class AnyLoader(Protocol):
+    """Where a worker's micro-batches come from."""
+
+    def assign(self, step: int, ids: range) -> None:
+        """See Loader.assign."""
+        ...
+
+    def next(self, step: int, microbatch_id: int, is_cancelled: Callable[[], bool]) -> LoadedBatch:
+        """See Loader.next."""
+        ...
+
+    def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:
+        """See Loader.fetch."""
+        ...
 
 
 class LoaderLost(RuntimeError):

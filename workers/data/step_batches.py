@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workers.data.loader import LoadedBatch
-from workers.data.supply import AnyLoader
+from workers.data.loader import AnyLoader, LoadedBatch
 
 
 class StepBatches:

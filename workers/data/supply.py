@@ -8,7 +8,7 @@ when it has called `dataset()`.
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeAlias
+from typing import Any
 
 from cloudpickle import loads
 
@@ -78,6 +78,3 @@ class Supply:
     def fetch(self, step: int, microbatch_id: int) -> LoadedBatch:
         """See Loader.fetch."""
         return self._chosen.result().fetch(step, microbatch_id)
-
-
-AnyLoader: TypeAlias = Loader | ParquetLoader | Supply

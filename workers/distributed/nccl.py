@@ -29,6 +29,7 @@ class NcclGroup(Group):
     """What the host reads of a result counts only if `is_abandoned` is still false afterwards."""
 
     backend_name = "nccl"
+    has_tags = False
     abort_s = 30.0
     """An abort waits for the kernels that are queued; a rank whose abort takes longer is lost."""
     _aborting: threading.Thread | None = None

@@ -51,6 +51,8 @@ class Group(C10dGroup):
     """
 
     backend_name = ""
+    has_tags = True
+    """They tell messages between two ranks apart (`send`, `recv`)."""
 
     def __init__(
         self, backend: Any, rank: int, world_size: int, name: str = UNNAMED, store: Any = None
@@ -103,12 +105,15 @@ class Group(C10dGroup):
     def getBackendName(self) -> str:
         return self.backend_name
 
-    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Group":
+    def part(
+        self, name: str, ranks: Sequence[int], timeout_s: float, *, is_apart: bool = False
+    ) -> "Group":
         """The group of some of the ranks, this one among them, in that order; it is given up with
-        this one. All of them must ask for it by the same name. Raises PeerLost."""
+        this one. All of them must ask for it by the same name. is_apart: another group also where
+        these are all. Raises PeerLost."""
         if len(ranks) == 1:
             part: Group = Alone(f"{self.name_of_group}/{name}")
-        elif list(ranks) == list(range(self._size)):
+        elif list(ranks) == list(range(self._size)) and not is_apart:
             return self
         else:
             assert self.form_part is not None
@@ -280,7 +285,9 @@ class Alone(Group):
     def __init__(self, name: str = UNNAMED) -> None:
         super().__init__(_Copies(), 0, 1, name)
 
-    def part(self, name: str, ranks: Sequence[int], timeout_s: float) -> "Alone":
+    def part(
+        self, name: str, ranks: Sequence[int], timeout_s: float, *, is_apart: bool = False
+    ) -> "Alone":
         return self
 
     def all_reduce(self, tensor: Tensor) -> Settling:

@@ -84,7 +84,9 @@ class Replicated:
     def layout(self, name: str, tensor: Tensor) -> TensorLayout:
         return layout_of(name, tensor)
 
-    def examine(self, compute: Callable[[], Any]) -> None:
+    def examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, is_seen: bool = True
+    ) -> None:
         pass  # every rank computes whole micro-batches
 
     # --- a step ------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A workload with `init_weights` is built on the meta device and initialised modul
 that nobody ever holds the whole model; else the model is built again, and only shards are kept.
 """
 
+import mmap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from workers.step.randomness import seed_module
 from workers.tensors.local import local, part_of
 from workers.torch_private.modules import own_buffers, own_parameters
 from workers.train_state.train_state import TrainState
+
+MAPPED_BYTES = 2**18
+"""Of a parameter while it is initialised: from this size on it has a mapping of its own."""
 
 
 class Initial:
@@ -91,29 +95,56 @@ def initialise_modules(
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
-        own = {key: p for key, p in own_parameters(module).items() if p is not None}
-        if not own and not own_buffers(module):
+        if not own_buffers(module) and not any(
+            p is not None for p in own_parameters(module).values()
+        ):
             continue
         begin_piece()
-        try:
-            for key, p in own.items():
-                shape = p.shape if shapes is None else shapes[f"{name}.{key}" if name else key]
-                whole = torch.zeros(shape, dtype=p.dtype)
-                own_parameters(module)[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
-            seed_module(seed, name)
-            reset: Any = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
-            initialise(module, name)
-            made = {key: own_parameters(module)[key] for key in own}
-        finally:
-            own_parameters(module).update(own)
+        # Nothing of one module is left when the next one gets its parameters.
+        _initialise_module(module, name, initialise, seed, put, shapes=shapes, seen=seen)
+
+
+def _initialise_module(
+    module: nn.Module,
+    name: str,
+    initialise: Callable[[nn.Module, str], None],
+    seed: int,
+    put: Callable[[str, Tensor], None],
+    *,
+    shapes: Mapping[str, torch.Size] | None,
+    seen: set[int],
+) -> None:
+    """As `initialise_modules` says. seen: parameters that were given to `put`, by id."""
+    own = {key: p for key, p in own_parameters(module).items() if p is not None}
+    names = {key: f"{name}.{key}" if name else key for key in own}
+    try:
         for key, p in own.items():
-            value = made[key]
-            assert value is not None
-            if id(p) not in seen:
-                seen.add(id(p))
-                put(f"{name}.{key}" if name else key, value.detach())
+            shape = p.shape if shapes is None else shapes[names[key]]
+            whole = _zeros(shape, p.dtype)
+            own_parameters(module)[key] = nn.Parameter(whole, requires_grad=p.requires_grad)
+        seed_module(seed, name)
+        reset: Any = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        initialise(module, name)
+        made = {key: own_parameters(module)[key] for key in own}
+    finally:
+        own_parameters(module).update(own)
+    for key, p in own.items():
+        value = made[key]
+        assert value is not None
+        if id(p) not in seen:
+            seen.add(id(p))
+            put(names[key], value.detach())
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """On the host; a large one has a mapping of its own, which goes back to the system with it. Of
+    the C library's memory the heap would keep several between what lives longer."""
+    size_bytes = shape.numel() * dtype.itemsize
+    if size_bytes < MAPPED_BYTES:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=dtype).view(shape)
 
 
 def settle_small(model: nn.Module, device: torch.device) -> None:

@@ -95,7 +95,9 @@ class OverShards:
         self._group, self._gathering = formed.group, formed.gathering
         return entered
 
-    def examine(self, compute: Callable[[], Any]) -> None:
+    def examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, is_seen: bool = True
+    ) -> None:
         pass  # every rank computes whole micro-batches
 
     # --- a step -----------------------------------------------------------------------------

@@ -121,9 +121,12 @@ class Strategy(Protocol):
         """How the ranks share a tensor of the state. ValueError if nobody could tell."""
         ...
 
-    def examine(self, compute: Callable[[], Any]) -> None:
+    def examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, is_seen: bool = True
+    ) -> None:
         """Before the first generation: whether the workload's loss can be spread as it is to be.
-        compute: gives the loss of a micro-batch, as the workload returns it. Raises WrongInput."""
+        loss: of a micro-batch, as the workload returns it. batch: makes the same one each time.
+        is_seen: not only the loss has a look at micro-batches. Raises WrongInput."""
         ...
 
     # --- a step -----------------------------------------------------------------------

@@ -32,6 +32,11 @@ class Passes(Protocol):
         """The micro-batch of each forward of a step; ids: this rank's, each once or more often."""
         ...
 
+    def loader(self, loader: Any) -> Any:
+        """What this rank's micro-batches come from; loader: the worker's own
+        (`workers.data.loader.AnyLoader`)."""
+        ...
+
     def begin(self, step: int) -> None:
         """Before the first micro-batch of every attempt at a step, after `step` committed ones."""
         ...
@@ -65,6 +70,9 @@ class NoPasses:
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return ids
+
+    def loader(self, loader: Any) -> Any:
+        return loader
 
     def begin(self, step: int) -> None:
         pass

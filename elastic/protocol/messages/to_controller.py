@@ -111,6 +111,10 @@ class Planned:
     """By rank; None is inactive."""
     moved_bytes: int = 0
     """Of the state, from one rank or holder to another, for this generation."""
+    blocks: tuple[str, ...] = ()
+    """Of the model, by name, in their order."""
+    costs: tuple[float, ...] = ()
+    """Of each block, in floating-point operations of a forward, or as the workload has them."""
 
 
 @dataclass(frozen=True, slots=True)

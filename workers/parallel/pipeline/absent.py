@@ -115,6 +115,12 @@ class Absent(Tensor):
         _watch.on_operation(func, args, kwargs, result)
         return written[0] if traits.is_in_place and isinstance(result, Tensor) else result
 
+    def __deepcopy__(self, memo: Any) -> "Absent":
+        return absent_like(self, name=self.name)
+
+    def pin_memory(self, device: Any = None) -> "Absent":
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError("an absent tensor has no values to be saved")
 

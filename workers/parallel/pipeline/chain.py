@@ -59,6 +59,9 @@ class Chain:
     """By parameter (`model.named_parameters()`) the blocks with or behind which it is used."""
     buffers: Mapping[str, int]
     """By buffer the block that it is of, or behind which it is written: others are read only."""
+    readers: tuple[int, ...] | None = None
+    """Blocks that take something of the batch otherwise than by what the one before them returns;
+    None: all may."""
 
     def parameters_of(self, blocks: Collection[int]) -> list[str]:
         """That a stage of these blocks needs."""
@@ -80,6 +83,7 @@ class Chain:
             tuple(tuple(Argument(**each) for each in taken) for taken in said["arguments"]),
             {name: tuple(used) for name, used in said["uses"].items()},
             said["buffers"],
+            None if said["readers"] is None else tuple(said["readers"]),
         )
 
 
@@ -125,7 +129,7 @@ def find_chain(
     Parameters and buffers are as before afterwards. Raises WrongInput with what to do.
     """
     names = tuple(names) or block_names(model, workload)
-    probe = _Probe(model, names, device)
+    probe = Probe(model, names, device)
     with probe.in_place():
         try:
             loss = compute()
@@ -174,7 +178,7 @@ class _Call:
     modified: list[bool] = field(default_factory=list[bool])
 
 
-class _Probe(Watch):
+class Probe(Watch):
     """Sees which blocks run, what they take, and where parameters and buffers are used."""
 
     def __init__(
@@ -219,6 +223,7 @@ class _Probe(Watch):
     def _seen(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             flat = tree_flatten((args, kwargs))[0]
+            self.on_call(number, flat)
             nodes = [t.grad_fn if isinstance(t, Tensor) else None for t in flat]
             versions = [_version(t) for t in flat]
             call = _Call(number, flat, nodes, versions)
@@ -233,6 +238,9 @@ class _Probe(Watch):
             return result
 
         return run
+
+    def on_call(self, number: int, taken: list[Any]) -> None:
+        """A block begins to run. taken: its flat arguments."""
 
     @property
     def _place(self) -> int:

@@ -7,21 +7,22 @@ Every wait can be given up: a lost peer ends in `on_lost`, which must raise.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from elastic.protocol.errors import PeerLost
+from workers.data.loader import AnyLoader
 from workers.distributed.pending import TorchWork
-from workers.distributed.process_group import AnyGroup
+from workers.parallel.pipeline.links import Kind, Links
 
 MOST_TENSORS = 64
 """Between two stages, of a micro-batch and a kind."""
 MOST_TURNS = 2
 """Stages of a rank."""
 T = TypeVar("T")
-_KINDS = ("activation", "gradient", "shared", "sum")
+_KINDS = get_args(Kind)
 
 
 class Arriving:
@@ -40,26 +41,28 @@ class Neighbours:
 
     def __init__(
         self,
-        group: AnyGroup,
+        links: Links,
         ranks: Sequence[int],
         on_lost: Callable[[PeerLost], NoReturn],
         gathering: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """ranks: of each stage, also where one has several. gathering: entered while this rank
         waits."""
-        self._group, self._ranks = group, ranks
+        self._links, self._ranks = links, ranks
         self._num_ranks = len(set(ranks))
         self._on_lost, self._gathering = on_lost, gathering
         self._sending: list[tuple[TorchWork, Tensor]] = []
-        self._handed: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._handed: dict[tuple[Kind, int, int], list[Tensor]] = {}
         """Between two stages of this rank, until both have asked for it."""
         self.sent_bytes = 0
+        self.source: Callable[[AnyLoader], AnyLoader] = lambda loader: loader
+        """Of this rank's micro-batches, by the worker's own loader."""
 
     def begin(self) -> None:
         """An attempt at a step."""
         self._handed = {}
 
-    def send(self, tensors: Sequence[Tensor], stage: int, kind: str, microbatch_id: int) -> None:
+    def send(self, tensors: Sequence[Tensor], stage: int, kind: Kind, microbatch_id: int) -> None:
         """They are on their way when this returns, and must not be changed before `settle`."""
         border = stage if kind == "activation" else stage + 1
         if self._is_mine(stage):
@@ -68,13 +71,13 @@ class Neighbours:
         turn = self._turn(border)
         for index, tensor in enumerate(tensors):
             if tensor.numel():
-                self._send(tensor, stage, _tag(kind, microbatch_id, index, turn))
+                self._send(tensor, stage, kind, _tag(kind, microbatch_id, index, turn), turn)
         self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
 
-    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+    def _send(self, tensor: Tensor, stage: int, kind: Kind, tag: int, turn: int = 0) -> None:
         plain = _plain(tensor)
         self.sent_bytes += plain.nbytes
-        work = self._do(lambda: self._group.send([plain], self._ranks[stage], tag))
+        work = self._do(lambda: self._links.send(plain, self._ranks[stage], kind, tag, turn))
         self._sending.append((work, plain))
 
     def _turn(self, border: int) -> int:
@@ -82,9 +85,9 @@ class Neighbours:
         return border // self._num_ranks
 
     def _is_mine(self, stage: int) -> bool:
-        return self._ranks[stage] == self._group.rank()
+        return self._ranks[stage] == self._links.rank
 
-    def _hand(self, kind: str, microbatch_id: int, border: int) -> list[Tensor]:
+    def _hand(self, kind: Kind, microbatch_id: int, border: int) -> list[Tensor]:
         """The same list for who sends and who receives, in either order."""
         key = (kind, microbatch_id, border)
         if key in self._handed:
@@ -93,18 +96,18 @@ class Neighbours:
 
     def send_shared(self, gradient: Tensor, stage: int, index: int, microbatch_id: int) -> None:
         """Of the shared parameter of this number. Not to be changed before `settle`."""
-        self._send(gradient, stage, _tag("shared", microbatch_id, index))
+        self._send(gradient, stage, "shared", _tag("shared", microbatch_id, index))
 
     def receive_shared(
         self, parameter: Tensor, stage: int, index: int, microbatch_id: int
     ) -> Tensor:
         found = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         rank, tag = self._ranks[stage], _tag("shared", microbatch_id, index)
-        self.wait([self._do(lambda: self._group.recv([found], rank, tag))])
+        self.wait([self._do(lambda: self._links.receive(found, rank, "shared", tag))])
         return found
 
     def receive(
-        self, like: Sequence[Tensor], stage: int, kind: str, microbatch_id: int
+        self, like: Sequence[Tensor], stage: int, kind: Kind, microbatch_id: int
     ) -> Arriving:
         """Tensors of these shapes and dtypes; an absent one will do."""
         border = stage + 1 if kind == "activation" else stage
@@ -116,8 +119,19 @@ class Neighbours:
         for index, tensor in enumerate(into):
             if tensor.numel():
                 tag = _tag(kind, microbatch_id, index, turn)
-                works.append(self._do(partial(self._group.recv, [tensor], rank, tag)))
+                receive = partial(self._links.receive, tensor, rank, kind, tag, turn)
+                works.append(self._do(receive))
         return Arriving(self, works, into)
+
+    def announce(self, numbers: Tensor, stages: Sequence[int], microbatch_id: int) -> None:
+        """Of a micro-batch, to these. Not to be changed before `settle`."""
+        for stage in stages:
+            self._send(numbers, stage, "batch", _tag("batch", microbatch_id, 0))
+
+    def hear(self, numbers: Tensor, microbatch_id: int) -> None:
+        """What the first stage announces."""
+        rank, tag = self._ranks[0], _tag("batch", microbatch_id, 0)
+        self.wait([self._do(lambda: self._links.receive(numbers, rank, "batch", tag))])
 
     def settle(self) -> None:
         """Until all that was sent has arrived."""
@@ -145,7 +159,7 @@ def tag_of_sum(index: int) -> int:
     return _tag("sum", 0, index)
 
 
-def _tag(kind: str, microbatch_id: int, index: int, turn: int = 0) -> int:
+def _tag(kind: Kind, microbatch_id: int, index: int, turn: int = 0) -> int:
     assert index < MOST_TENSORS
     assert turn < MOST_TURNS
     of_kind = (microbatch_id * len(_KINDS) + _KINDS.index(kind)) * MOST_TENSORS + index

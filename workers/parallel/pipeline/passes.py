@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elastic.protocol.errors import WrongInput
 from elastic.protocol.pipeline import Stages
+from workers.data.loader import AnyLoader
 from workers.parallel.pipeline.absent import Absent
 from workers.parallel.pipeline.backward import StageBackward
 from workers.parallel.pipeline.chain import Chain
@@ -72,9 +73,14 @@ class StagePasses:
         self._summed: dict[tuple[int, int], Tensor] = {}
         """By shared parameter and micro-batch what another stage of this rank has."""
 
+    def loader(self, loader: AnyLoader) -> AnyLoader:
+        return self._neighbours.source(loader)
+
     def begin(self, step: int) -> None:
         self._todo, self._flight, self._summed = deque(self._order), {}, {}
         self._neighbours.begin()
+        for _, model in self._mine:
+            model.begin_step()
 
     def order(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._stages.ids[a.index] for a in self._order if a.kind == "forward"]

@@ -16,6 +16,7 @@ from workers.distributed.pending import TorchWork
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain
+from workers.parallel.pipeline.links import Links
 from workers.parallel.pipeline.neighbours import tag_of_sum
 from workers.parallel.pipeline.rows import SharedRows
 from workers.reduction.reducers import Reduced
@@ -56,14 +57,16 @@ class PipelineReducer:
         *,
         ranks: Sequence[int],
         num_microbatches: int,
+        links: Links | None = None,
         rows: SharedRows | None = None,
     ) -> None:
-        """ranks: by position in the plan. rows: None: parameters are always whole. A collective.
-        Raises PeerLost."""
+        """ranks: by position in the plan. links: None: tags tell messages apart. rows: None:
+        parameters are always whole. A collective. Raises PeerLost."""
         group = groups.group
         floating, self._buffers, self._chain = buffers.floating, buffers, chain
         self._parameters, self._buffer_names = dict(parameters), tuple(floating)
         self._group, self._num_microbatches = group, num_microbatches
+        self._links = links or Links(group)
         self._plan, self._ranks, self._rows = plan, list(ranks), rows
         like = {n: rows.like(n, p) if rows else p for n, p in parameters.items()}
         self._ids = [p.ids for p in plan.pipelines]
@@ -164,10 +167,11 @@ class PipelineReducer:
             parameter = self._parameters[name]
             if me == first:
                 plain = sums[name].to(parameter.dtype).contiguous()
-                sending.append((self._group.send([plain], other, tag_of_sum(index)), plain))
+                work = self._links.send(plain, other, "sum", tag_of_sum(index))
+                sending.append((work, plain))
             elif me == other:
                 plain = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                self._group.recv([plain], first, tag_of_sum(index)).wait()
+                self._links.receive(plain, first, "sum", tag_of_sum(index)).wait()
                 sums[name] = plain
         for work, _ in sending:
             work.wait()

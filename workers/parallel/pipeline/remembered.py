@@ -1,11 +1,12 @@
 """A block of another stage: what it returns of arguments of these shapes, and what it draws, is
-remembered, so that its code runs once for each kind of arguments.
+remembered for a step, so that its code runs once in it for each kind of arguments.
 
-Where what it does may depend on more than these and its modules' attributes, its code runs each
-time. How single operations are done without values is absent.py's.
+Where what it does may depend on what changes within a step other than its modules' attributes, its
+code runs each time. How single operations are done without values is absent.py's.
 """
 
 import operator
+import pickle
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,6 @@ from workers.torch_private.dispatch import (
 )
 from workers.torch_private.modules import has_hooks, held_by
 
-MOST_KINDS = 1_000
-"""Of arguments that are remembered of a block."""
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 """What says all that it is by its value."""
 _BY_VALUE = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -83,6 +82,11 @@ class RememberedBlock:
         self._inner = self._modules[1:]
         self._seen: dict[Any, _Seen] = {}
 
+    def forget(self) -> None:
+        """Its code may do something else from now on: a schedule, a configuration, anything that
+        it reads may have changed."""
+        self._seen.clear()
+
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `forward` returns of these arguments. NotHere as `forward` raises it."""
         try:
@@ -113,8 +117,6 @@ class RememberedBlock:
                 returned, spec = _remembered(result, leaves)
             except Unknown:
                 return result
-            if len(self._seen) >= MOST_KINDS:
-                self._seen.clear()
             self._seen[key] = _Seen(attributes, returned, spec, tuple(noting.draws))
         return result
 
@@ -159,8 +161,7 @@ def _setting(leaves: Iterable[Any]) -> Any:
 
 def _chance() -> Any:
     """Of generators that are not torch's."""
-    state = numpy.random.get_state(legacy=False)
-    return random.getstate(), str(state)
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _remembered(result: Any, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
@@ -232,7 +233,7 @@ class _Looking(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             self._noting.is_by_shape = False
-        elif not any(isinstance(t, Absent) for t in tensors_in((args, kwargs))):
+        elif Absent not in types:
             self._noting.on_real(func, args, kwargs)
         return func(*args, **kwargs)
 

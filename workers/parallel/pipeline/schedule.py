@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
-from elastic.protocol.errors import WrongInput
-from elastic.protocol.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE, stages_per_rank
+from elastic.protocol.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """A backward may be in two halves: the gradients of what the stage received, and then those of its
@@ -26,15 +23,6 @@ class Action:
     """Of the micro-batch among those of the pipeline."""
     turn: int = 0
     """Which of the rank's stages."""
-
-
-def check_schedule(schedule: str, device: torch.device) -> None:
-    """WrongInput for one that the device does not allow."""
-    if stages_per_rank(schedule) > 1 and device.type == "cuda":
-        raise WrongInput(
-            f"schedule {schedule!r} has messages of several stages between two ranks, which NCCL "
-            f"does not tell apart: on GPUs choose 1F1B or GPipe"
-        )
 
 
 def actions(schedule: str, depth: int, place: int, num_microbatches: int) -> list[Action]:

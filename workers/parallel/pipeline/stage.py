@@ -42,7 +42,8 @@ class Crossing:
 
 
 class StageModel:
-    """A model on the stage of some of its blocks. `begin`, a forward, `end`."""
+    """A model on the stage of some of its blocks. In a step `begin_step`; then `begin`, a forward,
+    `end` as often as there are micro-batches."""
 
     def __init__(
         self,
@@ -82,6 +83,11 @@ class StageModel:
     @property
     def is_last(self) -> bool:
         return self.blocks.stop == len(self._blocks)
+
+    def begin_step(self) -> None:
+        """The code of other stages' blocks is looked at again in the forwards that follow."""
+        for remembered in self._remembered.values():
+            remembered.forget()
 
     def begin(self, receive: Receive) -> None:
         """A forward begins, its randomness has been seeded."""

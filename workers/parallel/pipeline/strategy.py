@@ -6,47 +6,47 @@ How a worker gets its part is workers/parallel/shards.py's.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from elastic.protocol.errors import PeerLost, StepCancelled, WrongInput
-from elastic.protocol.layout import Position, TensorLayout
+from elastic.protocol.errors import PeerLost, WrongInput
 from elastic.protocol.mesh import Mesh
 from elastic.protocol.messages.to_controller import Planned, Stage
 from elastic.protocol.pipeline import PipelinePlan, Seat, Stages, plan_pipeline
 from elastic.protocol.worker_spec import WorkerSpec
-from elastic.store.catalogue import Catalogue, Damage
 from workers.backup.backup import Backup
+from workers.data.loader import AnyLoader
 from workers.distributed.exchange import gather_json
 from workers.distributed.process_group import AnyGroup
 from workers.parallel.fsdp2_private.shard_step import ELEMENTWISE
 from workers.parallel.initial import Initial, settle_small
+from workers.parallel.over_shards import OverShards, when_lost
 from workers.parallel.pipeline.block_groups import BlockGroups
 from workers.parallel.pipeline.chain import Chain, find_chain
 from workers.parallel.pipeline.forwards import NoForwards, StageForwards
+from workers.parallel.pipeline.links import Links, links_of
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.parts import StageParts
 from workers.parallel.pipeline.passes import StagePasses
+from workers.parallel.pipeline.readers import find_readers
 from workers.parallel.pipeline.reducer import PipelineReducer
 from workers.parallel.pipeline.rows import SharedRows
-from workers.parallel.pipeline.schedule import check_schedule
 from workers.parallel.pipeline.stage import StageModel
-from workers.parallel.shards import Ownership, Shards
+from workers.parallel.pipeline.stand_in import Announced, StandIns, Structure, places_without
+from workers.parallel.shards import Shards
 from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
-from workers.resharding.whole import whole_on_first
 from workers.step.forwards import Forwards
 from workers.step.passes import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
 from workers.torch_private.modules import is_compiled
 from workers.torch_private.version import check_version
-from workers.train_state import serialization
 from workers.train_state.build import build_model, build_state, equip_blocks
-from workers.train_state.digest import hash_of
-from workers.train_state.train_state import TrainState, Update
+from workers.train_state.train_state import TrainState
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,8 @@ class _Place:
     neighbours: Neighbours
 
 
-class Staged:
+class Staged(OverShards):
     """See `workers.parallel.strategy.Strategy`."""
-
-    is_whole = False
 
     def __init__(
         self,
@@ -99,57 +97,35 @@ class Staged:
     ) -> None:
         """depth: of a pipeline, as it is wanted. Raises WrongInput."""
         check_version("a pipeline")
-        self._spec, self.train_state, self._parts = spec, train_state, parts
-        self.shards, self.backup = shards, backup
-        self._workload, self._depth = workload, depth
+        super().__init__(spec, train_state, parts, shards, backup)
+        self._parts, self._workload, self._depth = parts, workload, depth
         self.chain: Chain | None = None
-        self._mesh = StagedMesh(spec.parallel, 1)
-        """Of the generation at hand."""
-        self._formed: Formed | None = None
+        self._on_lost: Callable[[PeerLost], NoReturn] | None = None
         self._groups: BlockGroups | None = None
+        self._links: Links | None = None
+        self._structure: Structure | None = None
+        """Of a micro-batch; None: ranks load what they take nothing from, too."""
+        self._told: Structure | None = None
+        """Likewise, of the generation at hand."""
         self._rows: SharedRows | None = None
 
-    @property
-    def is_runnable(self) -> bool:
-        """Before the first generation."""
-        return self.shards.is_untouched and self._formed is None
-
-    # --- what this worker holds --------------------------------------------------------
-    def load(
-        self,
-        catalogue: Catalogue,
-        recorded_step: int = 0,
-        known_step: int = 0,
-        begin_piece: Callable[[], None] = lambda: None,
-    ) -> list[Damage]:
-        return self.shards.load(catalogue, recorded_step, begin_piece)
-
-    @property
-    def held_step(self) -> int:
-        return self.shards.held_step
-
-    def mesh_of(self, world_size: int) -> Mesh:
-        return self._mesh
-
-    def position(self, rank: int, world_size: int) -> Position:
-        return self.shards.position(self._mesh.position(rank), world_size)
-
-    def layout(self, name: str, tensor: Tensor) -> TensorLayout:
-        return self._parts.layout(name, tensor)
-
-    def forget(self) -> None:
-        self.shards.forget()
-
     # --- a generation begins --------------------------------------------------------------
-    def examine(self, compute: Callable[[], Any]) -> None:
+    def examine(
+        self, loss: Callable[[Any], Any], batch: Callable[[], Any], *, is_seen: bool = True
+    ) -> None:
         self._refuse_compiled()
         if self.chain is not None:
             return
         model, device = self.train_state.model, self._parts.device
+        compute = lambda: loss(batch())  # noqa: E731
         try:
-            self._take_chain(find_chain(model, self._workload, compute, device=device))
+            chain = find_chain(model, self._workload, compute, device=device)
         except WrongInput as error:
             raise WrongInput(f"pp:{self._depth}: {error}") from error
+        self._structure = None if is_seen else Structure.of(batch())
+        if self._structure is not None:
+            chain = replace(chain, readers=find_readers(model, chain, loss, batch(), device))
+        self._take_chain(chain)
         trained = self.train_state.parameters
         shared = self._known_chain.shared
         many = [n for n, used in shared.items() if len(used) > 2 and n in trained]
@@ -171,38 +147,36 @@ class Staged:
     def enter(self, formed: Formed) -> Entered:
         """Cut the blocks for these members; each gets what it lacks of the newest state of at most
         `formed.step` steps that is whole."""
-        group, order = formed.group, formed.order
+        group, parallel = formed.group, self._spec.parallel
         self.reset()
         plan = self._plan_together(group)
-        mesh = Mesh(self._spec.parallel, group.size(), order, plan.cuts)
-        self._mesh = StagedMesh(mesh.parallel, mesh.world_size, order, plan.cuts, plan)
+        mesh = self.mesh = StagedMesh(parallel, group.size(), formed.order, plan.cuts, plan)
         self.shards.note_steps()
-        claimed = gather_json(group, self.shards.holding.to_json())
-        formed.on_connected()
-        formed.pieces.begin()
-        entered = self.shards.enter(formed, mesh, [Ownership.from_json(c) for c in claimed])
-        self._formed = formed
+        entered = self.take_part(formed, self.claims(formed))
+        self._on_lost = when_lost(formed)
         if group.rank() == 0:
-            formed.say(self._planned(formed.generation))
-        self._groups = BlockGroups(group, self._spec.join_timeout_s)
-        if self._spec.parallel.cuts_tensors:
+            formed.say(self._planned(mesh, formed.generation))
+        timeout_s = self._spec.join_timeout_s
+        links = links_of(plan, self._known_chain, mesh.ranks())
+        self._links = Links(group, links, timeout_s)
+        self._groups = BlockGroups(group, timeout_s)
+        if parallel.cuts_tensors:
             self._rows = SharedRows(
-                self._parts, self._mesh, self._groups, self._on_lost, formed.gathering
+                self._parts, mesh, self._groups, self._on_lost, formed.gathering
             )
         return entered
 
-    def _on_lost(self, error: PeerLost) -> NoReturn:
-        assert self._formed is not None
-        self._formed.say_lost(error)
-        raise StepCancelled from error
-
     def _plan_together(self, group: AnyGroup) -> PipelinePlan:
-        mine = None if self.chain is None else [self.chain.names, self.chain.costs]
+        mine = None
+        if self.chain is not None:
+            mine = [self.chain.names, self.chain.costs, self.chain.readers, str(self._structure)]
         said = gather_json(group, mine)
         if None in said:
             self._share_chain(group, said)
-        names, costs = next(of_rank for of_rank in said if of_rank is not None)
+        names, costs, *batches = next(of_rank for of_rank in said if of_rank is not None)
         assert tuple(names) == self._known_chain.names, (names, self._known_chain.names)
+        is_agreed = all(of_rank is not None and of_rank[2:] == batches for of_rank in said)
+        self._told = self._structure if is_agreed else None
         schedule, count = self._spec.parallel.schedule, self._spec.num_microbatches
         return plan_pipeline(self._depth, group.size(), costs, count, schedule)
 
@@ -228,10 +202,10 @@ class Staged:
         assert self.chain is not None
         return self.chain
 
-    def _planned(self, generation: int) -> Planned:
+    def _planned(self, mesh: StagedMesh, generation: int) -> Planned:
         plan, stages = self.plan, list[Stage | None]()
-        for rank in range(self._mesh.world_size):
-            position = self._mesh.position(rank)
+        for rank in range(mesh.world_size):
+            position = mesh.position(rank)
             seat = plan.seat(position)
             if seat is None:
                 stages.append(None)
@@ -241,28 +215,30 @@ class Staged:
         warnings = tuple(plan.warnings(self._depth, self._spec.parallel.schedule))
         moved = self.shards.moved_bytes
         layout = f"{plan}; {moved / 1e6:.1f} MB moved" if moved else str(plan)
-        return Planned(generation, layout, warnings, tuple(stages), moved)
+        names = self._known_chain.names
+        return Planned(generation, layout, warnings, tuple(stages), moved, names, plan.costs)
 
     @property
     def plan(self) -> PipelinePlan:
         """Of the generation at hand."""
-        assert self._mesh.plan is not None
-        return self._mesh.plan
+        assert isinstance(self.mesh, StagedMesh)
+        assert self.mesh.plan is not None
+        return self.mesh.plan
 
     # --- a step -----------------------------------------------------------------------------
     def reducer(
         self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, group: AnyGroup
     ) -> PipelineReducer:
-        assert self.chain is not None
         assert self._groups is not None
         return PipelineReducer(
             parameters,
             self.train_state.buffers,
             self._groups,
-            self.chain,
+            self._known_chain,
             self.plan,
             ranks=mesh.ranks(),
             num_microbatches=self._spec.num_microbatches,
+            links=self._links,
             rows=self._rows,
         )
 
@@ -270,11 +246,11 @@ class Staged:
         place = self._place(mesh, group)
         if place is None:
             return NoPasses()  # it is inactive
-        assert self.chain is not None
         assert isinstance(reducer, PipelineReducer)
+        place.neighbours.source = partial(self._source, place)
         return StagePasses(
             place.models,
-            self.chain,
+            self._known_chain,
             place.pipeline,
             place.neighbours,
             parameters=self.train_state.parameters,
@@ -283,6 +259,20 @@ class Staged:
             has_halves=not self._spec.activation_checkpointing,
             sum_dtype=self.train_state.casting.dtype_of,
         )
+
+    def _source(self, place: _Place, loader: AnyLoader) -> AnyLoader:
+        """What a rank's micro-batches come from; loader: the worker's own."""
+        structure, readers = self._told, self._known_chain.readers
+        without = [] if readers is None else places_without(place.pipeline, readers)
+        if structure is None or not without:
+            return loader
+        at, neighbours = place.seat.stage, place.neighbours
+        if at in without:
+            return StandIns(loader, structure, neighbours.hear)
+        if at == 0:
+            tell = lambda numbers, i: neighbours.announce(numbers, without, i)  # noqa: E731
+            return Announced(loader, structure, tell)
+        return loader
 
     def forwards(self, mesh: Mesh, group: AnyGroup) -> Forwards:
         place = self._place(mesh, group)
@@ -299,10 +289,10 @@ class Staged:
 
     def _place(self, mesh: Mesh, group: AnyGroup) -> "_Place | None":
         """This rank's in the generation at hand; None if it is inactive."""
-        plan, formed, chain = self.plan, self._formed, self.chain
-        assert formed is not None
+        plan, chain, on_lost, links = self.plan, self._known_chain, self._on_lost, self._links
+        assert on_lost is not None
+        assert links is not None
         self._refuse_compiled()
-        assert chain is not None
         position = mesh.position(group.rank())
         seat = plan.seat(position)
         if seat is None:
@@ -315,7 +305,7 @@ class Staged:
             stage: StageModel(model, chain, pipeline.blocks(stage), whole)
             for stage in pipeline.stages_at(seat.stage)
         }
-        neighbours = Neighbours(group, of_stages, self._on_lost, formed.gathering)
+        neighbours = Neighbours(links, of_stages, on_lost, self._gathering)
         return _Place(seat, pipeline, models, neighbours)
 
     def before_vote(self, reduced: Reduced, read: Callable[[Tensor], Tensor]) -> Reduced:
@@ -324,35 +314,12 @@ class Staged:
         assert self._groups is not None
         mine = [(self.layout(f"model/{n}", g), g) for n, g in reduced.gradients.items()]
         group, device = self._groups.group, self._parts.device
-        squares = squares_of_shards(mine, self._mesh, group, read, device)
+        squares = squares_of_shards(mine, self.mesh, group, read, device)
         return replace(reduced, squares=dict(zip(reduced.gradients, squares, strict=True)))
-
-    def apply(self, update: Update) -> None:
-        self.train_state.apply(update)
 
     def reset(self) -> None:
         if self._rows is not None:
             self._rows.release()
-
-    def leaves(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        return dict(parameters)
-
-    # --- the end ------------------------------------------------------------------------------
-    def weights_sha256(self, tell: Callable[[], None] = lambda: None) -> str:
-        """The hash of the whole weights; rank 0 holds one whole tensor at a time. A collective."""
-        assert self._formed is not None
-        group, mesh, device = self._formed.group, self._mesh, self._parts.device
-        names = serialization.weight_names(self.train_state.model)
-        _, tensors = self.train_state.header_and_tensors()
-
-        def whole(name: str) -> Tensor:
-            tensor = tensors[names[name]]
-            layout = self.layout(names[name], tensor)
-            return whole_on_first(tensor, layout, mesh, group, device)
-
-        with self._formed.gathering():
-            sha256 = hash_of(((name, whole(name)) for name in sorted(names)), tell)
-            return str(gather_json(group, sha256)[0])
 
 
 def build_staged(
@@ -360,7 +327,6 @@ def build_staged(
 ) -> Staged:
     """The state at step 0, whole until the first generation. depth: wanted stages of a pipeline.
     Raises WrongInput."""
-    check_schedule(spec.parallel.schedule, device)
     model = build_model(workload, spec)
     if hasattr(workload, "init_weights"):
         settle_small(model, device)
