@@ -25,6 +25,8 @@ class Faults:
     failing_saves: int = 0
     controller_kills: int = 0
     controller_chance: float = 0.004
+    dies_retiring: bool = False
+    """The controller dies behind a decision to end somebody who has not heard of it."""
     burst: float = 0.0
     """Chance, per turn of the cluster, that a fault has company: within BURST_TURNS of the last."""
     slow_failover: bool = False

@@ -2,11 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
 
-from elastic.control.replay import replay
+from elastic.control.commands import Form, Retire
+from elastic.control.events import Adopted
+from elastic.control.replay import Entry, replay
 from elastic.control.state import Finished, Limits
 from tests.control.faults import Faults
 from tests.control.sharded_cluster import ShardedCluster
@@ -113,3 +116,27 @@ def test_shards_are_held_when_they_leave_so_that_no_step_is_lost(part: range) ->
         assert run.phase.outcome == "succeeded", (seed, run.phase)
         assert run.account.lost_steps == 0, seed
         assert run.cluster.rollbacks == 0, "the copies are enough"
+
+
+def test_who_was_told_to_end_is_hardly_ever_a_member_under_the_next_controller() -> None:
+    """The controller dies before the word goes out; the journal has it."""
+    num_deaf = num_again = 0
+    for seed in range(40):
+        limits = replace(scenario(seed)[0], min_workers=1, max_failures=0, steps=20)
+        faults = Faults(drains=4, drain_chance=0.02, controller_kills=2, controller_chance=0.0)
+        faults.dies_retiring = True
+        run = simulate(seed, limits, faults)
+        check_end(run)
+        told: set[int] = set()
+        again: set[int] = set()
+        for before, after in pairwise(run.journal):
+            if isinstance(after, Entry) and isinstance(after.event, Adopted):
+                there = {s.worker for s in after.event.standings}
+                for command in before.commands:
+                    told |= there & set(command.workers) if isinstance(command, Retire) else set()
+            for command in after.commands:
+                if isinstance(command, Form):
+                    again |= told & set(command.membership.workers)
+        num_deaf, num_again = num_deaf + len(told), num_again + len(again)
+    # who alone holds the state, or is to load it, is needed once more
+    assert num_again <= num_deaf / 20, (num_again, num_deaf)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from elastic.control.accounting import Account, account, open_account
-from elastic.control.commands import Form
+from elastic.control.commands import Form, Retire
 from elastic.control.pool import in_pool
 from elastic.control.replay import Entry, Started, is_news, replay
 from elastic.control.state import Active, Decision, Finished, Ledger, Limits, Phase, Suspending
@@ -62,9 +62,11 @@ def simulate(
     for i in range(NUM_EVENTS):
         past.append((ledger, phase, len(journal), entry))
         is_dying = faults.controller_kills > 0
-        is_dying = is_dying and cluster.rng.random() < cluster.controller_chance()
+        is_deaf = faults.dies_retiring and any(isinstance(c, Retire) for c in commands)
+        is_dying = is_dying and (is_deaf or cluster.rng.random() < cluster.controller_chance())
         is_dying = is_dying and not isinstance(phase, Finished)
-        for command in commands[: cluster.rng.randint(0, len(commands)) if is_dying else None]:
+        num_heard = 0 if is_deaf else cluster.rng.randint(0, len(commands)) if is_dying else None
+        for command in commands[:num_heard] if is_dying else commands:
             cluster.execute(command)
         if isinstance(phase, Finished):
             return Run(cluster, ledger, phase, journal, entry, seen)
@@ -72,7 +74,7 @@ def simulate(
             check_conservation(cluster, ledger, phase)
         if is_dying:  # the journal's tail, and some of the last commands, are lost with it
             faults.controller_kills -= 1
-            ledger, phase, size, entry = cluster.rng.choice(past)
+            ledger, phase, size, entry = past[-1] if is_deaf else cluster.rng.choice(past)
             past = deque((p for p in past if p[2] <= size), maxlen=past.maxlen)
             del journal[size:]
             event = cluster.lose_controller()
