@@ -238,7 +238,7 @@ def test_runs_whose_user_code_raises_fail_with_its_message(part: range) -> None:
         if run.phase.outcome == "failed" and "no member lived" not in run.phase.reason:
             failed += 1
             assert run.phase.reason.endswith("ValueError: no")
-    assert failed > len(part) / 2
+    assert failed > len(part) / 3, "hardly a run met the error that it was given"
 
 
 @pytest.mark.parametrize("part", seeds(150, 400))
