@@ -35,6 +35,9 @@ ELSEWHERE = {
     "on_ray/feed/client.py RayFeed._get",  # a worker's thread
     "on_ray/feed/client.py RayFeed._first_of",
     "on_ray/feed/client.py RayFeed._start_again",
+    "on_ray/feed/passes_actor.py PassesFeed.start_again",  # the same
+    "on_ray/feed/passes_actor.py start_passes",
+    "on_ray/feed/shard.py waited_for",
     "on_ray/driver/remote_faults.py join",  # a command's process
     "on_ray/driver/remote_faults.py signal_process",
     "on_ray/driver/remote_run.py ask_to_end",
