@@ -40,9 +40,9 @@ format: $(INSTALLED) ## rewrite the sources as `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: style ## what CI runs: lint, and beside one another pyright, unit tests and those that start Ray
-	@echo "the three parts wait much, so they run at once: each is shown when it ends"
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target types unit cluster
+test: style ## what CI runs: lint, unit tests with pyright beside them, then the tests that start Ray
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types unit
+	@$(MAKE) --no-print-directory cluster
 
 unit: $(INSTALLED) ## the tests that start no Ray
 	$(BIN)/pytest tests --ignore=tests/cluster --ignore=tests/gpu -m "not slow" -n 2 --durations 10 -rs

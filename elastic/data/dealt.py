@@ -7,7 +7,7 @@ elastic/on_ray/feed/blocks.py). Which rows they are is rounds.py's.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +142,7 @@ class Deal:
 
 def ahead(
     items: Callable[[Callable[[], None]], Iterator[T]], depth: int, check: Callable[[], None]
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """What `items` gives, so many of them ahead, in a thread that ends when this is closed.
 
     items: its argument is to be called while it waits, and raises what ends it. check: called in

@@ -57,7 +57,7 @@ class Context(LocalTrainContext):
     def get_world_rank(self) -> int:
         frame = inspect.currentframe()
         asks = frame.f_back if frame else None
-        is_script = asks is None or not asks.f_globals["__name__"].startswith("ray.")
+        is_script = asks is None or not (asks.f_globals.get("__name__") or "").startswith("ray.")
         if is_script and self._call.course is not None:
             self._call.course.hear_rank_asked()
         return self._call.rank
@@ -153,7 +153,10 @@ class CallUtils(train_fn_utils.TrainFnUtils):
         if datasets is None or name not in datasets.names:
             raise KeyError(f"Dataset shard for '{name}' not found: datasets= has none of it")
         if call.course is not None:
-            call.course.refuse("data of get_dataset_shard() are not dealt again within a call")
+            why = "data of get_dataset_shard() are not dealt again within a call"
+            call.course.refuse(why)
+            if call.course.operations.num_losses:  # this call began with other ranks
+                call.course.deny(f"{why}, and a rank is lost")
         from elastic.on_ray.feed.passes_actor import PassesFeed
         from elastic.on_ray.feed.shard import Seat, Shard  # Ray Data takes long to load
 

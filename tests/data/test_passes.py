@@ -247,6 +247,21 @@ def test_what_is_lost_is_executed_again_once_from_the_slowest_rank(ask):
     server.end()
 
 
+def test_who_asks_ahead_and_has_left_begins_no_pass_again():
+    async def left_by_all():
+        data = DataSet(2, 2)
+        data.goes_on.clear()
+        server = PassServer(data.execute)
+        asked = asyncio.ensure_future(server.blocks_at(reading(0, ranks=1), 0, None))
+        await asyncio.sleep(0)
+        server.leave(reading(0, ranks=1))
+        answer = await asyncio.wait_for(asked, PATIENCE_S)
+        data.goes_on.set()
+        return answer.found, server.num_walks, data.executed
+
+    assert asyncio.run(left_by_all()) == (End(0), 0, 1)
+
+
 def test_what_the_execution_raises_all_ranks_hear(ask):
     def broken(_):
         yield Piece(np.arange(4), 0, 4, 32)

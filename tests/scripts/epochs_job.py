@@ -26,6 +26,7 @@ def learn_by_epochs(settings: dict[str, Any]) -> None:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     average = torch.zeros(1)
     elastic.torch.keep(average=average)
+    elastic.torch.on_missing("survivors")  # all ranks have the same samples
     for epoch in elastic.torch.epochs(EPOCHS):
         for step in range(STEPS):
             if [rank, epoch, step] == settings.get("end"):

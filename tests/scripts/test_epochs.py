@@ -82,6 +82,19 @@ def test_a_script_that_makes_other_objects_is_told_which(calls):
         next(elastic.torch.epochs(2))
 
 
+def test_what_is_made_after_the_first_epoch_is_told_and_not_gone_on_with(calls, caplog):
+    with calls():
+        kept = [made()]
+        for epoch in elastic.torch.epochs(3):
+            kept += [made()] if epoch == 0 else []
+    assert "not kept: optimizer 2, schedule 2" in caplog.text
+    assert caplog.text.count("not kept") == 1
+    with calls():
+        kept = [made()]
+        with pytest.raises(RuntimeError, match="differ in: optimizer 2, schedule 2;"):
+            next(elastic.torch.epochs(3))
+
+
 def test_what_only_a_cycle_holds_is_none_of_the_objects(calls):
     """Whether it is there still is another matter on each rank."""
 

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from elastic.protocol.errors import StepCancelled
 from workers.distributed.process_group import Alone, Group
 from workers.scripts.default_group import DefaultGroup, as_default
+from workers.scripts.in_place.call_state import COLLECTIVE, SEND, SUM
+from workers.scripts.in_place.collective import OwnCollective
 from workers.scripts.in_place.course import REUSED, Course
 from workers.scripts.in_place.ddp import Replica, replica_of
 from workers.scripts.in_place.loader import REMEMBERED, Loaders, is_dealt
@@ -308,6 +310,39 @@ def test_a_script_that_gathers_while_it_trains_reads_by_ranks(course):
     assert not course.stand().gathers
     dist.all_gather([torch.ones(1)], torch.ones(1))
     assert course.stand().gathers
+
+
+def test_what_is_gathered_between_forward_and_backward_is_trained_on(course):
+    """Also without gradients, as within a function of the script's own, and in its first unit."""
+    loss = DistributedDataParallel(nn.Linear(2, 1))(torch.randn(BATCH, 2)).sum()
+    with torch.no_grad():
+        dist.all_gather([torch.ones(1)], torch.ones(1))
+    assert course.stand().gathers
+    loss.backward()
+    course.training.gathers = False
+    with torch.no_grad():
+        dist.all_gather([torch.ones(1)], torch.ones(1))
+    assert not course.stand().gathers, "what is measured"
+
+
+def test_a_broadcast_whose_sender_is_lost_as_it_is_called_calls_the_script_again(
+    course, monkeypatch
+):
+    """By then another rank may be its sender, which has nothing to send."""
+
+    def begin(doing: str, source: int, *, is_by_rank: bool = False) -> None:
+        course.members = (0, 1, 2)
+        own = OwnCollective(doing, [], [], source)
+        course.begin_collective(own, is_by_rank=is_by_rank)
+        course.drop_collective()
+
+    monkeypatch.setattr(course, "check", lambda: setattr(course, "members", (0, 2)))
+    begin(SUM, -1)
+    begin(SEND, 0)
+    for source, is_by_rank in ((1, False), (2, False), (-1, True)):
+        with pytest.raises(StepCancelled):
+            begin(COLLECTIVE, source, is_by_rank=is_by_rank)
+    assert "ranks are other members'" in listening(course).denied
 
 
 def test_a_device_mesh_is_refused(course):

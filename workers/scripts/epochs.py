@@ -9,6 +9,7 @@ import gc
 import hashlib
 import io
 import json
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ from workers.scripts.in_place.course import Course
 from workers.scripts.reports import MANIFESTS, Reports
 from workers.torch_private.modules import has_child
 from workers.train_state.digest import weights_sha256
+
+log = logging.getLogger(__name__)
 
 NEWEST = "epochs.json"
 """In the folder of `MANIFESTS`: which epoch is next, and the file of what goes on."""
@@ -64,6 +67,7 @@ class Epochs:
         self._kept: dict[str, Any] = {}
         """What goes on, by name, from where `epochs` has begun; the same on all ranks."""
         self._has_begun = False
+        self._has_told_late = False
         self._newest_model: nn.Module | None = None
         """It is there when the script has returned."""
 
@@ -141,13 +145,26 @@ class Epochs:
         call = self._call
         content = io.BytesIO()
         if call.rank == 0:
-            torch.save({n: state_of(n, value) for n, value in self._kept.items()}, content)
+            states = {name: state_of(name, value) for name, value in self._kept.items()}
+            torch.save(states | dict.fromkeys(self._late()), content)
 
         def publish() -> None:
             if call.rank == 0 and content.tell():
                 publish_state(call, epoch, content.getvalue())
 
         call.commit(publish)
+
+    def _late(self) -> list[str]:
+        """What was made too late to go on, told once: a call from this epoch on is refused."""
+        late = [name for name in self._objects() if name not in self._kept]
+        if late and not self._has_told_late:
+            self._has_told_late = True
+            log.warning(
+                "epochs(): made after it had begun and not kept: %s; after a loss the script "
+                "cannot go on; make it before epochs()",
+                ", ".join(late),
+            )
+        return late
 
     def _load(self) -> int:
         """The state of the newest epoch that has ended, if one has; and which one is next."""

@@ -66,9 +66,14 @@ def is_asked_by_script(frame: FrameType | None) -> bool:
     `torch.distributed.get_rank()` of the script's, or of a framework that it uses."""
     if frame is None or frame.f_code.co_name != "get_rank":
         return False
-    while frame is not None and frame.f_globals["__name__"].startswith("torch.distributed."):
+    while frame is not None and module_of(frame).startswith("torch.distributed."):
         frame = frame.f_back
-    return frame is not None and not frame.f_globals["__name__"].startswith(OWN)
+    return frame is not None and not module_of(frame).startswith(OWN)
+
+
+def module_of(frame: FrameType) -> str:
+    """Empty: what runs there has none."""
+    return frame.f_globals.get("__name__") or ""
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class RollCall:
     ) -> None:
         """send: may be called in any thread. seat: generation and rank of this process now."""
         self._send, self._seat, self._every_s = send, seat, every_s
-        self._timeouts: tuple[str, float] | None = None
+        self._waits: tuple[str, float] | None = None
         """In what, and since when."""
         self._counts: dict[str, int] = {}
         self._said_wait = False
@@ -61,22 +61,22 @@ class RollCall:
     def waiting(self, what: str) -> Iterator[None]:
         """Within, this rank waits for the others: in the next call of what all call alike. What the
         script has called itself is told, and not what that waits in."""
-        if self._timeouts is not None:
+        if self._waits is not None:
             yield
             return
         number = self._counts[what] = self._counts.get(what, 0) + 1
-        self._timeouts = f"{what} number {number}", time.monotonic()
+        self._waits = f"{what} number {number}", time.monotonic()
         try:
             yield
         finally:
-            self._timeouts = None
+            self._waits = None
             if self._said_wait:
                 self._say("", 0.0)
 
     def _keep_saying(self) -> None:
         said_at = time.monotonic()
         while not self._is_over.wait(self._every_s):
-            now, waits = time.monotonic(), self._timeouts
+            now, waits = time.monotonic(), self._waits
             waited_s = now - waits[1] if waits is not None else 0.0
             if waits is not None and waited_s >= self._every_s:
                 self._said_wait = True

@@ -8,7 +8,7 @@ pass is, are ours.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -164,7 +164,7 @@ class Shard(DataIterator):
         for block, stop in self._pass(wish, lambda block: block):
             if place is None:
                 place = self._places.of(self._name)
-            first = place.row
+                first = place.row
             for row in BlockAccessor.for_block(block).iter_rows(public_row_format=True):
                 first = min(first + self._seat.ranks, stop)
                 self._places.move(self._name, place.number, first)
@@ -240,12 +240,14 @@ class Shard(DataIterator):
                 yield form(block), stop, BlockAccessor.for_block(block).num_rows()
 
         try:
-            for batch, stop, num_rows in ahead(dealt, wish.prefetch_batches, seat.check):
-                seat.check()
-                self._num_rows += num_rows
-                if not wish.is_row_by_row:
-                    self._places.move(self._name, place.number, stop)
-                yield batch, stop
+            # what asks ahead has ended before this rank leaves: else it would begin the pass again
+            with closing(ahead(dealt, wish.prefetch_batches, seat.check)) as batches:
+                for batch, stop, num_rows in batches:
+                    seat.check()
+                    self._num_rows += num_rows
+                    if not wish.is_row_by_row:
+                        self._places.move(self._name, place.number, stop)
+                    yield batch, stop
             self._places.end(self._name, place.number)
         finally:
             with suppress(Exception):  # it is gone with its run

@@ -36,6 +36,7 @@ FROM_ELSEWHERE = (
     "elastic.torch.on_missing('survivors') accepts that"
 )
 AFTER_A_LOSS = "with fewer ranks than it was called with, the script met"
+OTHER_RANKS = "ranks are other members' since the script has called a collective that names some"
 IN_FLIGHT = "a collective of the script's own is in flight while gradients meet"
 OTHERS = (
     "a model has parameters that it had not when DistributedDataParallel was made of it: their "
@@ -127,6 +128,8 @@ class Training:
     """The script has asked for its rank, or was told it at its start."""
     asks_for_rank: bool = False
     """It has done so in the middle of the training."""
+    is_open: bool = False
+    """A forward whose gradients have not met."""
     gathers: bool = False
     """In the middle of the training, by ranks."""
     is_refusal_heard: bool = False
@@ -201,6 +204,7 @@ class Course:
 
     def begin_forward(self) -> None:
         """With gradients: what was delivered until now may be of the next unit."""
+        self.training.is_open = True
         if self.training.has_new_parameters:
             self.training.has_new_parameters = False
             if any(m.has_others() for model in self.models if (m := model()) is not None):
@@ -214,6 +218,7 @@ class Course:
         for loader in self.loaders:
             loader.count(is_training=True)
         training = self.training
+        training.is_open = False
         training.num_without_samples += 1
         if training.num_without_samples > REUSED and self.on_missing != "survivors":
             self.suspect(FROM_ELSEWHERE)
@@ -297,11 +302,22 @@ class Course:
     def begin_collective(self, own: OwnCollective, *, is_by_rank: bool) -> None:
         """One of the script's own is launched. Of several that are under way together none is
         mended. is_by_rank: who reads the result asks whose is which."""
+        before = self.members
         self.check()
-        is_training = self.training.has_begun and torch.is_grad_enabled()
-        self.training.gathers |= is_by_rank and is_training
+        if self.members != before and (is_by_rank or self._has_moved(own.source, before)):
+            self.deny(OTHER_RANKS)
+        training = self.training
+        is_training = training.is_open or (training.has_begun and torch.is_grad_enabled())
+        training.gathers |= is_by_rank and is_training
         self.operations.num_collectives += 1
         self.operations.sole = own if self.operations.num_collectives == 1 else None
+
+    def _has_moved(self, source: int, before: tuple[int, ...]) -> bool:
+        """source: a member, or -1. Whether the rank that it had is another one's, or nobody's."""
+        if source < 0:
+            return False
+        rank = before.index(source)
+        return rank >= len(self.members) or self.members[rank] != source
 
     def drop_collective(self) -> None:
         """It was not launched: what the script has asked for is none."""
