@@ -30,8 +30,7 @@ from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
-from workers.step.microbatches import Logged, Microbatches, kept
-from workers.step.passes import NoPasses, Passes
+from workers.step.microbatches import Logged, Microbatches, NoPasses, Passes, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
     Ballot,

@@ -1,1 +1,1 @@
-"""The only room that imports ray: actors, slots, submission."""
+"""The room that imports ray: actors, slots, submission."""

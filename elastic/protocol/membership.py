@@ -1,6 +1,7 @@
-"""Who takes part in a generation, and which micro-batches each of them computes.
+"""Who takes part in a generation.
 
 No decisions here (elastic/control) and no process groups (workers/distributed/process_group.py).
+Which micro-batches each of them computes is in mesh.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -122,10 +123,3 @@ class NumberSet:
                     low = byte & -byte
                     yield index * CHUNK + i * 8 + low.bit_length() - 1
                     byte ^= low
-
-
-def microbatch_ids(num_microbatches: int, world_size: int, rank: int) -> range:
-    """The contiguous ids that `rank` computes: V=8 over W=3 gives 3, 3, 2."""
-    share, extra = divmod(num_microbatches, world_size)
-    start = rank * share + min(rank, extra)
-    return range(start, start + share + (rank < extra))

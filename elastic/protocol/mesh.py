@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypeAlias
 
-from elastic.protocol.membership import microbatch_ids
 from elastic.protocol.schedule import SCHEDULES, num_ranks_of, stages_at
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -332,3 +331,10 @@ class Mesh:
     def load(self, num_microbatches: int, rank: int) -> float:
         """What `rank` computes in a step, in whole micro-batches."""
         return len(self.ids(num_microbatches, rank))
+
+
+def microbatch_ids(num_microbatches: int, world_size: int, rank: int) -> range:
+    """The contiguous ids that `rank` computes: V=8 over W=3 gives 3, 3, 2."""
+    share, extra = divmod(num_microbatches, world_size)
+    start = rank * share + min(rank, extra)
+    return range(start, start + share + (rank < extra))

@@ -65,7 +65,7 @@ class Consumer:
     def feed(self, order: Any, rank: int, first_step: int, steps: int) -> tuple[int, float]:
         """Rows received, and the seconds until the first batch."""
         from elastic.on_ray.feed.client import RayFeed
-        from elastic.protocol.membership import microbatch_ids
+        from elastic.protocol.mesh import microbatch_ids
         from workers.data.parquet_loader import ParquetLoader
 
         began = time.perf_counter()

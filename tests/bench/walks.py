@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-STEP = re.compile(r"^\d+\. `([^`]+\.py)`: (`[^`]+`(?:,\s+`[^`]+`)*)\.\s", re.M)
+ITEM = re.compile(r"^\d+\. .*?(?=^\d+\. |^$|\Z)", re.M | re.S)
+STEP = re.compile(r"`([^`]+\.py)`: (`[^`]+`(?:,\s+`[^`]+`)*)")
+"""A file and what to read there: an item has one or more."""
 MEASURED = {"A training step": "step", "A failure": "failure", "A checkpoint save": "save"}
 
 
@@ -27,10 +29,16 @@ class Walk:
     """Of the functions that are named."""
 
 
+def items_of(name: str) -> list[str]:
+    """Of a walk its numbered items, as text."""
+    part = PAGE.read_text().partition(f"### {name}\n")[2].partition("\n#")[0]
+    return ITEM.findall(part)
+
+
 def steps_of(name: str) -> list[tuple[str, list[str]]]:
     """Of a walk its steps: a file, and functions in it."""
-    part = PAGE.read_text().partition(f"### {name}\n")[2].partition("\n#")[0]
-    return [(path, re.findall(r"`([^`]+)`", functions)) for path, functions in STEP.findall(part)]
+    found = [step for item in items_of(name) for step in STEP.findall(item)]
+    return [(path, re.findall(r"`([^`]+)`", functions)) for path, functions in found]
 
 
 def measure(name: str) -> Walk:

@@ -1,6 +1,6 @@
 """When a step goes on record: at once, or once every rank's copy of it is held."""
 
-from elastic.on_ray.record.commits import Commits
+from elastic.on_ray.record.progress import Commits
 from elastic.protocol.messages.to_controller import Committed, Held
 
 

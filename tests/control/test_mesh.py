@@ -2,8 +2,7 @@
 
 import pytest
 
-from elastic.protocol.membership import microbatch_ids
-from elastic.protocol.mesh import AXES, DATA_WORDS, Mesh, Parallel
+from elastic.protocol.mesh import AXES, DATA_WORDS, Mesh, Parallel, microbatch_ids
 
 V = 8
 

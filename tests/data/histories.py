@@ -15,7 +15,7 @@ from elastic.data.footers import make_plan
 from elastic.data.reading import read_window
 from elastic.data.record import open_record
 from elastic.data.serving import Read, Server
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from elastic.protocol.worker_spec import ParquetWindow
 from workers.data.parquet_loader import ParquetLoader
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 ADOPTION = "elastic/control/failover.py"
 RECOVERY = "elastic/control/recovery.py"
 CAPACITY = "elastic/control/scaling.py"
-COMMITS = "elastic/on_ray/record/commits.py"
+COMMITS = "elastic/on_ray/record/progress.py"
 CLUSTER = "elastic/on_ray/cluster.py"
 MACHINE = "workers/membership/machine.py"
 STATE = "workers/membership/state.py"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.protocol.errors import UserError
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.reduction.tree import FlatLayout, TreeFold
 from workers.reduction.tree_reduction import reduce_tree

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from tests.workers.fake_groups import ThreadGroup, run_threads
 from workers.reduction.bitwise import BitwiseReducer
 from workers.reduction.reducers import Reduced

@@ -34,7 +34,6 @@ from workers.membership.state import (
     Working,
     validate,
 )
-from workers.membership.unwinding import lost_with
 
 FORM = Form(3, 1, 2, 40, False, 39, ("h", 1, "s"), None, None, ())
 HOLDER = State(holding=Holding.STATE, step=40)
@@ -114,7 +113,7 @@ def test_a_collective_that_fails_is_said_once():
     ],
 )
 def test_what_explains_a_failure_is_said_with_it(error, said):
-    _, actions = play(WORKING, lost_with(error))
+    _, actions = play(WORKING, e.PeersLost.of(error))
     assert actions[1] == a.Say(r.CollectiveFailed(3, 1, str(error), *said))
 
 

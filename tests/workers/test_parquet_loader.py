@@ -10,7 +10,7 @@ import torch
 
 from elastic.data import pack_tokens, parquet
 from elastic.protocol.errors import BadData, StepCancelled, UserError, WrongInput
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from tests.data.histories import GLOBAL_BATCH, MICRO_BATCH, ROWS, SEED, LocalFeed, V, write_rows
 from workers.data.parquet_batches import columns_of, samples_of
 from workers.data.parquet_loader import ParquetLoader

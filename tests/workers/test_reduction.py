@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elastic.protocol.errors import WrongInput
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from tests.workers.fake_groups import run_gloo, run_threads
 from workers.reduction.tree import (
     Block,

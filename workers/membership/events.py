@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from elastic.protocol.errors import CollectiveRefused, GivenUp, PeerLost
 from elastic.protocol.messages.to_worker import Command
 
 
@@ -78,6 +79,14 @@ class PeersLost:
     """The backend refused the call itself."""
     is_explained: bool = False
     """The loop ends the generation of its own accord."""
+
+    @classmethod
+    def of(cls, error: PeerLost) -> "PeersLost":
+        return cls(
+            str(error)[:500],
+            is_refused=isinstance(error, CollectiveRefused),
+            is_explained=isinstance(error, GivenUp),
+        )
 
 
 # --- of forming -------------------------------------------------------------------

@@ -38,7 +38,7 @@ from workers.membership.own_group import OwnGroup
 from workers.membership.state import Ended, State, validate
 from workers.membership.state_stream import Followers, PeerServer
 from workers.membership.step_log import Records
-from workers.membership.unwinding import RunEnded, lost_peer_in, lost_with
+from workers.membership.unwinding import RunEnded, lost_peer_in
 from workers.parallel.strategy import Formed, Strategy
 from workers.resharding.assemble import ShardLost
 from workers.step.evaluation_log import EvaluationLog
@@ -260,7 +260,7 @@ class Member:
 
     def collective_failed(self, error: PeerLost) -> None:
         """Say so once, unless the controller has given up the generation already."""
-        self._tell(lost_with(error))
+        self._tell(e.PeersLost.of(error))
 
     def is_over_with(self, error: BaseException) -> bool:
         """Whether what the user's code raised is only the end of its generation: a lost peer in a
@@ -356,7 +356,7 @@ class Member:
             sha256 = self._on_finish(self, log_folder)
             self.saver.save_now(self.train_state, self, self._say_still_saving)
         except PeerLost as error:  # of a sharded state nobody can say the hash now
-            return lost_with(error)
+            return e.PeersLost.of(error)
         finally:
             self.vitals.enter("pool")
         return e.FinalWritten(sha256)
@@ -403,7 +403,7 @@ class Member:
         try:
             self.own.meet()
         except PeerLost as error:
-            return lost_with(error)
+            return e.PeersLost.of(error)
         assert self.group is not None
         say_alive = partial(self.vitals.enter, "restore")
         round_s = self.spec.join_timeout_s * ROUND_OF_JOINING
@@ -442,7 +442,7 @@ class Member:
         except PeerLost as error:
             if self.strategy.held_step < 0:
                 self._tell(e.PartGone())
-            return lost_with(error)
+            return e.PeersLost.of(error)
         step = self.train_state.step
         self.records.go_back(step)
         self.link.go_back(form.generation, step, form.recorded_step)
@@ -475,7 +475,7 @@ class Member:
             self._pieces.wait_for_all()
             self.strategy.enter(self._formed(form))
         except PeerLost as error:
-            return lost_with(error)
+            return e.PeersLost.of(error)
         return e.EverybodyEntered()
 
     # --- following and being followed --------------------------------------------------------

@@ -1,8 +1,7 @@
 """What a member raises through the user's code, which must not catch it: no Exceptions; and what it
 looks for in the exceptions of that code."""
 
-from elastic.protocol.errors import CollectiveRefused, GivenUp, PeerLost
-from workers.membership.events import PeersLost
+from elastic.protocol.errors import PeerLost
 
 
 class RunEnded(BaseException):
@@ -20,12 +19,3 @@ def lost_peer_in(error: BaseException) -> PeerLost | None:
     while found is not None and not isinstance(found, PeerLost):
         found = found.__cause__ or found.__context__
     return found
-
-
-def lost_with(error: PeerLost) -> PeersLost:
-    """What the machine is told of it."""
-    return PeersLost(
-        str(error)[:500],
-        is_refused=isinstance(error, CollectiveRefused),
-        is_explained=isinstance(error, GivenUp),
-    )

@@ -25,7 +25,7 @@ from workers.reduction.fast import FastReducer
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards, PlainForwards
-from workers.step.passes import Passes, PlainPasses
+from workers.step.microbatches import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import layout_of
 from workers.torch_private.modules import own_parameters

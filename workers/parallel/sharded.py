@@ -29,7 +29,7 @@ from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards, PlainForwards
-from workers.step.passes import Passes, PlainPasses
+from workers.step.microbatches import Passes, PlainPasses
 from workers.step.precision import DTYPES, Casting
 from workers.tensors.local import is_shard, layout_of, local
 from workers.train_state.build import build_model, build_state, equip_blocks

@@ -22,7 +22,7 @@ from workers.distributed.pieces import Pieces
 from workers.distributed.process_group import AnyGroup
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
-from workers.step.passes import Passes
+from workers.step.microbatches import Passes
 from workers.train_state.train_state import TrainState, Update
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from workers.reduction.tree import (
     Block,
     FlatLayout,

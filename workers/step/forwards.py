@@ -7,8 +7,7 @@ What becomes of the values is workers/evaluation.py's.
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic.protocol.membership import microbatch_ids
-from elastic.protocol.mesh import Mesh
+from elastic.protocol.mesh import Mesh, microbatch_ids
 
 
 class Elsewhere:

@@ -24,7 +24,7 @@ from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import row_squares
 from workers.reduction.reducers import Reduced
 from workers.step.forwards import PlainForwards
-from workers.step.passes import Loss, NoPasses, Passes, PlainPasses
+from workers.step.microbatches import Loss, NoPasses, Passes, PlainPasses
 from workers.step.precision import Casting
 from workers.tensors.local import part_of
 from workers.train_state.build import build_model, build_state

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic.protocol.errors import UserError
-from elastic.protocol.membership import microbatch_ids
+from elastic.protocol.mesh import microbatch_ids
 from workers.parallel.pipeline.absent import NotHere
 from workers.parallel.pipeline.neighbours import Neighbours
 from workers.parallel.pipeline.stage import StageModel

@@ -41,7 +41,7 @@ from workers.parallel.strategy import Entered, Formed
 from workers.reduction.norm import squares_of_shards
 from workers.reduction.reducers import Reduced, Reducer
 from workers.step.forwards import Forwards
-from workers.step.passes import NoPasses, Passes
+from workers.step.microbatches import NoPasses, Passes
 from workers.step.precision import DTYPES, Casting
 from workers.torch_private.modules import is_compiled
 from workers.torch_private.version import check_version
