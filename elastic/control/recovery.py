@@ -204,8 +204,7 @@ def hear_complaint(
     consequences."""
     if event.is_refused and not phase.is_refused:
         return Decision(ledger, replace(phase, complaint=event.message, is_refused=True))
-    is_waiting = phase.deadline is not None or phase.is_overdue
-    if event.is_stall and is_waiting and not given_up(phase):
+    if event.is_stall and (phase.deadline is not None or phase.is_overdue) and not given_up(phase):
         phase = replace(phase, complaint=event.message, is_overdue=True)
         return settle(Decision(ledger, replace(phase, deadline=None)), event.at, limits)
     return Decision(ledger, replace(phase, complaint=phase.complaint or event.message))
