@@ -71,7 +71,8 @@ def lines(
 
 @pytest.mark.parametrize("what", ["threads", "fds", "children"])
 def test_nothing_of_an_earlier_call_is_left(lines, what):
-    assert lines[-1][what] == lines[WARM - 1][what], [line[what] for line in lines]
+    """What the start has not ended by then (a thread that asks for the data's length) may go."""
+    assert lines[-1][what] <= lines[WARM - 1][what], [line[what] for line in lines]
 
 
 def test_memory_does_not_grow(lines):
