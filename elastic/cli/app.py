@@ -17,29 +17,9 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from elastic.cli import (
-    chaos,
-    checkpoint,
-    checkpoint_compare,
-    checkpoint_exchange,
-    cluster,
-    data,
-    experiment,
-    init,
-    journal,
-    logs,
-    profile,
-    report,
-    runs,
-    scale,
-    script,
-    serve,
-    stop,
-    submit,
-    torchrun,
-    track,
-)
+from elastic.cli import script
 from elastic.cli.absence import Absence, said_of
+from elastic.cli.commands import LoadedOnDemand
 from elastic.cli.job_file import expanded
 from elastic.cli.journal import RunDir, open_run
 from elastic.cli.outcome import level_line, print_failure, print_outcome
@@ -73,19 +53,12 @@ WATCH_EVERY_S = 0.25
 
 app = typer.Typer(
     name="elastic",
+    cls=LoadedOnDemand,
     help="Train PyTorch on a Ray cluster whose machines come and go.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(checkpoint.app, name="checkpoint")
-checkpoint.app.add_typer(checkpoint_exchange.app)
-checkpoint.app.add_typer(checkpoint_compare.app)
-app.add_typer(chaos.app, name="chaos")
-app.add_typer(data.app, name="data")
-app.add_typer(cluster.app, name="cluster")
-app.command()(stop.stop)
-app.command()(scale.scale)
 
 
 def print_version(is_asked: bool) -> None:
@@ -430,17 +403,3 @@ def follow(run_dir: str, folder: Folder, progress: Progress) -> PastRun:
             if past is not None:
                 absence.look(past)
         time.sleep(every_s)
-
-
-app.command()(submit.command_like(run))
-app.command()(logs.logs)
-app.command()(init.init)
-app.command(context_settings=torchrun.SETTINGS)(torchrun.torchrun)
-app.command()(runs.ls)
-app.command()(profile.profile)
-app.command()(report.report)
-app.command()(serve.serve)
-app.command()(track.track)
-app.command()(journal.replay)
-app.command()(journal.story)
-app.command()(experiment.experiment)

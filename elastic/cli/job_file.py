@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from elastic.protocol.errors import WrongInput
 from elastic.store.files import first_line
 
@@ -139,6 +137,8 @@ def beside(path: Path, target: str) -> str:
 
 def read_job(path: Path) -> dict[str, dict[str, Any]]:
     """Its sections, without what is null. Raises WrongInput."""
+    import yaml  # here, for commands that read no job file
+
     try:
         content: object = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pyarrow.fs
 import pytest
 
-from elastic.store import remote
 from tests.workers.session_rig import FakeLink, spec
 from workers.checkpoint.saver import Saver
 from workers.worker import Worker
@@ -25,8 +24,7 @@ def store(monkeypatch):
         return pyarrow.fs.LocalFileSystem(), str(store.folder)
 
     store = SimpleNamespace(answers=answers, said=said)
-    filesystems = SimpleNamespace(FileSystem=SimpleNamespace(from_uri=from_uri))
-    monkeypatch.setattr(remote, "arrow_fs", filesystems)
+    monkeypatch.setattr(pyarrow.fs, "FileSystem", SimpleNamespace(from_uri=from_uri))
     return store
 
 
