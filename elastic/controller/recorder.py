@@ -36,7 +36,7 @@ from elastic.store.files import (
     sees_probe,
 )
 from elastic.store.remote import AWAY_PAUSES_S, StoreAway, patiently, shown_uri
-from elastic.store.run_directory import RunDirectory
+from elastic.store.run_directory import OF_OPTIMIZER, RunDirectory, without
 
 T = TypeVar("T")
 LEDGER_EVERY = 1000
@@ -279,6 +279,8 @@ class Recorder:
     # --- steps --------------------------------------------------------------------------
     def record_step(self, line: dict[str, Any]) -> None:
         assert self.directory is not None
+        if self.level is not None:
+            line = {**line, "metrics": without(line["metrics"], OF_OPTIMIZER)}
         self.last_metrics = line["metrics"]
         self._told_step = max(self._told_step, self.last_metrics["step"])
         self.writer.write_soon(self._record_step, self.directory, line)
@@ -301,9 +303,9 @@ class Recorder:
         try:
             directory.append_anatomy(lines)
         finally:
-            for step in self._shares.hear(lines):
+            for found in self._shares.hear(lines):
                 if self._curves is not None:
-                    self._curves.record_shares(step.step, step.time, step.shares)
+                    self._curves.record_shares(found)
 
     async def settle(self) -> None:
         """Until everything that was told so far, checkpoints too, is in the run directory."""

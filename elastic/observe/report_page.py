@@ -160,6 +160,7 @@ def workers(record: RunRecord, drawn: Drawn) -> str:
 def curves(record: RunRecord, drawn: Drawn) -> str:
     steps = record.steps
     names = {"loss": "Loss", "step_s": "Seconds per step", "rate": "Samples per second"}
+    names |= {name: name.replace("_", " ").capitalize() for name in OF_OPTIMIZER}
     names |= {f"user{i}": name for i, name in enumerate(steps.user)}
     parts = [titled(drawn, key, name) for key, name in names.items()]
     num_infinite = int((~_finite(steps.columns["loss"])).sum())

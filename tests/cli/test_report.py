@@ -88,7 +88,7 @@ class Run:
             metrics = {
                 **{"step": self.step, "time": self.now, "loss": 1 / self.step, "step_s": 0.1},
                 **{"generation": self.generation, "world_size": 2, "samples": 8 * self.step},
-                **{"applied": True, "user": user},
+                **{"applied": True, "user": user, "learning_rate": 0.1, "gradient_norm": 2.0},
             }
             self.lines["metrics"].append(json.dumps(metrics))
             samples = {"step": self.step, "first": 8 * self.step - 8, "count": 8, "sha256": "0"}

@@ -20,7 +20,7 @@ from workers.reduction.norm import (
     squares_by_halves,
     squares_by_norms,
 )
-from workers.reduction.reducers import Reduced
+from workers.reduction.reducers import Magnitude, Reduced
 
 
 def _gradients() -> list[torch.Tensor]:
@@ -169,8 +169,11 @@ def test_clipping_tells_what_is_not_finite_without_another_pass() -> None:
         "unused": torch.full((2,), math.inf, dtype=torch.float64),  # counts for nothing
     }
     reduced = Reduced(gradients, {}, squares)
-    assert reduced.is_finite(lambda found: found), "float32 numbers have squares in float64"
+    assert reduced.magnitude(lambda found: found).is_finite, "float32 numbers have squares in float64"
+    assert reduced.magnitude(lambda found: found, {"a"}).squares == pytest.approx(12e60 + 5)
+    only_b = Reduced(gradients, {}).magnitude(lambda found: found, {"b"})
+    assert only_b == Magnitude(is_finite=True, squares=pytest.approx(5.0))
     gradients["b"][2] = math.nan
     squares["b"] = row_squares([gradients["b"]])
-    assert not Reduced(gradients, {}, squares).is_finite(lambda found: found)
-    assert not Reduced(gradients, {}).is_finite(lambda found: found)
+    assert not Reduced(gradients, {}, squares).magnitude(lambda found: found).is_finite
+    assert not Reduced(gradients, {}).magnitude(lambda found: found).is_finite
