@@ -47,6 +47,7 @@ from workers.health.notice import Notice
 from workers.health.pulse_process import PulseProcess
 from workers.health.spot import SpotWatch
 from workers.health.vitals import Vitals
+from workers.log_upload import LogUploader
 from workers.loop import fit
 from workers.membership.events import Loop
 from workers.membership.link import Address, ControllerLink, leave
@@ -100,7 +101,8 @@ class Worker:
         self._open_feed, self._enter_child = open_feed, enter_child
         self._drain_node = drain_node
         self._log = WorkerLog(worker_name(spec.worker))
-        self._place: str | None = None
+        self._uploader: LogUploader | None = None
+        """Where the run directory is a bucket."""
         self._is_warm = False
         self._returned_at = spec.steps
         """Committed steps when the user's loop has returned last; before that the run's."""
@@ -388,7 +390,6 @@ class Worker:
             self._strategy.examine(loss, batch, is_seen=fit not in self._again.args)
 
     def _log_to(self, place: str) -> None:
-        self._place = place
         self._saver.open(place)
         folder = patiently(partial(reach_folder, place)).local
         if folder is not None and not (folder / "config.json").exists():
@@ -398,18 +399,15 @@ class Worker:
             )
         spool = Path(tempfile.gettempdir()) / self._spec.run_id
         self._log.move_to(folder / "logs" if folder else spool)
+        if folder is None and self._uploader is None and self._log.path is not None:
+            self._uploader = LogUploader(self._log.path, place)
         self._warm_up()
 
     def _keep_log(self) -> None:
         """Bring what a loader printed to the log, and the log to remote storage."""
         self._log.collect()
-        if self._place is not None and self._log.path is not None:
-            try:
-                folder = reach_folder(self._place)
-                if folder.local is None:
-                    folder.at("logs").write(self._log.path.name, self._log.path.read_bytes())
-            except OSError as error:  # the run does not end with it
-                print(f'log stays in {self._log.path} reason="{error}"', file=sys.stderr)
+        if self._uploader is not None and (why := self._uploader.join()):
+            print(f'log stays in {self._log.path} reason="{why}"', file=sys.stderr)
 
     def _finish(self, member: Member, place: str | None) -> str:
         """The hash of the final weights."""
