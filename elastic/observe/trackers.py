@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from elastic.protocol.errors import WrongInput
 from elastic.observe.scalars import number, scalars_of
+from elastic.protocol.errors import WrongInput
 from elastic.store.run_directory import as_dict
 
 KEY = "elastic.run"

@@ -103,8 +103,10 @@ def test_what_has_no_effect_is_told():
 def test_where_workers_may_be_placed_is_asked_of_ray():
     selector = {"ray.io/market-type": "in(spot,on-demand)", "disk": "!hdd"}
     labels = labels_of(selector)
-    assert labels == labels_of([selector, selector]) == (
-        "ray.io/market-type=in(spot,on-demand),disk=!hdd"
+    assert (
+        labels
+        == labels_of([selector, selector])
+        == ("ray.io/market-type=in(spot,on-demand),disk=!hdd")
     )
     assert labels_of(None) is labels_of({}) is amounts_of({"CPU": 2}) is amounts_of(None) is None
     asked = ScriptRun(
