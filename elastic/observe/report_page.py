@@ -21,7 +21,7 @@ from elastic.observe.charts import PHASES, Drawn
 from elastic.observe.colors import BUCKETS
 from elastic.observe.run_record import RunRecord, as_list, number
 from elastic.protocol.membership import counted, worker_name
-from elastic.store.run_directory import as_dict
+from elastic.store.run_directory import OF_OPTIMIZER, as_dict
 
 MARK = '<meta name="generator" content="elastic report">'
 """By it we know a page of ours, which may be written anew."""
