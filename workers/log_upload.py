@@ -42,13 +42,17 @@ class LogUpload:
         self._start = self._end = 0
         """Of the last segment, and of what the bucket has, in bytes of the local file."""
 
+    @property
+    def has_news(self) -> bool:
+        return self._path.stat().st_size > self._end
+
     def bring(self) -> None:
         """What is new. OSError if the bucket does not take it."""
         if self._earlier is None:
             self._earlier = joined(self._folder, self._path.name)
             if segments(self._folder, self._path.name):
                 self._publish(self._earlier)
-        while self._end < self._path.stat().st_size:
+        while self.has_news:
             with self._path.open("rb") as file:
                 file.seek(self._start)
                 content = file.read(SEGMENT_BYTES)
@@ -129,7 +133,8 @@ def main() -> None:
 
     while os.getppid() == told["worker"]:
         if not select.select([orders], [], [], EVERY_S)[0]:
-            attempt(LogUpload.bring)
+            if upload is None or upload.has_news:
+                attempt(LogUpload.bring)
         elif orders.readline():
             print(json.dumps(attempt(LogUpload.join)), flush=True)
         else:

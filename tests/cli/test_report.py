@@ -184,6 +184,8 @@ def test_a_report_tells_of_workers_curves_recoveries_time_samples_and_how_to_do_
         assert told in page.text, told
     for title in ("Workers", "Loss", "Where the time went", "Anatomy of a step", "Configuration"):
         assert title in page.text
+    assert "Learning rate" in page.text
+    assert "Gradient norm" in page.text
 
 
 def test_nothing_that_a_run_names_or_says_is_markup(tmp_path):
