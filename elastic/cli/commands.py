@@ -1,7 +1,6 @@
 """The commands of `elastic` that are loaded when they are asked for: a command line needs one.
 
 All of them together load numpy and the faults of chaos, and take longer than `elastic status`.
-`run`, `status` and `watch` are app.py's own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +44,7 @@ def checkpoint(app: typer.Typer) -> None:
 
 
 def submit(app: typer.Typer) -> None:
-    from elastic.cli.app import run
+    from elastic.cli.run import run
     from elastic.cli.submit import command_like
 
     app.command()(command_like(run))
@@ -59,6 +58,9 @@ def torchrun(app: typer.Typer) -> None:
 
 COMMANDS: dict[str, Register] = {
     "init": command("init"),
+    "run": command("run"),
+    "status": command("status"),
+    "watch": command("status", "watch"),
     "submit": submit,
     "torchrun": torchrun,
     "stop": command("stop"),
@@ -77,16 +79,14 @@ COMMANDS: dict[str, Register] = {
     "chaos": group("chaos"),
     "cluster": group("cluster"),
 }
-"""In the order of `elastic --help`, behind app.py's own."""
+"""In the order of `elastic --help`."""
 
 
 class Commands(Mapping[str, Any]):
     """By name, as typer has them."""
 
-    def __init__(self, own: Mapping[str, Any]) -> None:
-        """own: those that are there already."""
-        self._found = dict(own)
-        self._names = (*own, *COMMANDS)
+    def __init__(self) -> None:
+        self._found: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._found:
@@ -96,18 +96,18 @@ class Commands(Mapping[str, Any]):
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(COMMANDS)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(COMMANDS)
 
 
 class LoadedOnDemand(TyperGroup):
     """The whole command line."""
 
-    def __init__(self, *, commands: Any = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands: Any = Commands(commands)
+        self.commands: Any = Commands()
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.cli.app import main, only_result_on_stdout, result_line
+from elastic.cli.app import main
 from elastic.cli.outcome import print_failure, print_outcome
+from elastic.cli.run import only_result_on_stdout, result_line
 from elastic.config import RunConfig
 from elastic.control.events import Tick
 from elastic.control.replay import Entry, Started
@@ -191,7 +192,7 @@ def test_help_names_every_option_of_the_contract(capsys):
 
 def test_only_the_result_reaches_stdout_whatever_else_prints():
     program = (
-        "import os, elastic.cli.app as c\n"
+        "import os, elastic.cli.run as c\n"
         "with c.only_result_on_stdout():\n"
         "    print('python')\n"
         "    os.system('echo child')\n"

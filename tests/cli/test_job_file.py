@@ -9,8 +9,9 @@ import jsonschema
 import pytest
 import yaml
 
-from elastic.cli.app import main, run
+from elastic.cli.app import main
 from elastic.cli.job_file import OPTIONS, SECTIONS, expanded, schema
+from elastic.cli.run import run
 from elastic.cli.run_options import parse_keep
 from elastic.cli.submit import own_options
 from elastic.config import keywords

@@ -114,7 +114,7 @@ def test_where_workers_may_be_placed_is_asked_of_ray():
         device="cpu", max_failures=0, labels=labels, accelerator_type="A100",
         worker_resources=amounts_of({"CPU": 2, "nic": 0.5}),
     )  # fmt: skip
-    need = asked.config.resources.need
+    need = asked.config.resources.need("cpu")
     assert (need.labels, need.accelerator_type, need.others) == ((selector,), "A100", {"nic": 0.5})
 
 
