@@ -30,7 +30,6 @@ from workers.membership.member import Member
 from workers.membership.unwinding import lost_peer_in
 from workers.nonfinite import Inspection, judge
 from workers.reduction.reducers import Reduced, Reducer
-from workers.scalars import OwnGradients, scalars_of
 from workers.step.microbatches import Logged, Microbatches, NoPasses, Passes, kept
 from workers.step.randomness import seed_microbatch
 from workers.step.vote import (
@@ -63,7 +62,7 @@ class Session:
         self._open: Step | None = None
         train_state = member.train_state
         self._names = Names(tuple(train_state.parameters), train_state.buffers.names)
-        self._inspection, self._own = Inspection(member), OwnGradients()
+        self._inspection = Inspection(member)
         self.attempt: LoadedBatch | None = None
         """The micro-batch at hand, for error messages; without rows while it is being loaded."""
         self.attempted_step: int | None = None
@@ -422,7 +421,6 @@ class Step:
         records = self._done.records(self._ids, buffers.integer_hashes(read), read)
         if session._spec.verify_every is not None:
             verify(member, session._spec.verify_every)
-        magnitude = reduced.magnitude(read, session._own.among(reduced, member))
         ballot = Ballot(
             records=records,
             used=used,
@@ -430,8 +428,7 @@ class Step:
             wants_pause=member.wants_pause,
             is_saving=member.saver.is_busy,
             wants_save=member.wants_save,
-            is_finite=magnitude.is_finite,
-            squares=magnitude.squares,
+            is_finite=reduced.is_finite(read),
             timing=self._vitals.anatomy.timing(member.rank, member.world_size),
             logged=self._done.outside(read),
         )
@@ -452,7 +449,7 @@ class Step:
         member, records, train_state = self._member, self._member.records, self._member.train_state
         self._vitals.enter("apply")
         update = Update.of(prepared, vote, train_state)
-        records.add(update.step, prepared, vector, vote, scalars_of(vote, train_state))
+        records.add(update.step, prepared, vector, vote)
         member.followers.offer(lambda: update.to_message(records.to_frame(is_newest_enough=True)))
         member.strategy.apply(update)
         member.take_step(should_pause=vote.should_pause)

@@ -313,7 +313,7 @@ class Process:
 
     def commit(self, weights: int, *, should_pause: bool) -> Turns:
         step, origin = self.step + 1, self.machine.prepared_by
-        self.records.add(step, prepared_by(origin), vector_of(weights), VOTE, {})
+        self.records.add(step, prepared_by(origin), vector_of(weights), VOTE)
         newest = self.records.to_frame(is_newest_enough=True)
         self.cluster.feed(self, Copied(False, step, origin, weights, newest))
         self.is_applying = True

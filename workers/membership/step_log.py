@@ -8,7 +8,6 @@ import base64
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,15 +35,8 @@ class Records:
         self._waited_s = 0.0
         """In the step that was added last."""
 
-    def add(
-        self,
-        step: int,
-        prepared: Prepared,
-        vector: np.ndarray,
-        vote: Vote,
-        scalars: Mapping[str, float | None],
-    ) -> None:
-        """The step that is committed with this vote; `tell` reports it. scalars: more of them."""
+    def add(self, step: int, prepared: Prepared, vector: np.ndarray, vote: Vote) -> None:
+        """The step that is committed with this vote; `tell` reports it."""
         self.last_vote = CompletedVote.of(step, prepared.layout, vector)
         self._waited_s = vote.pace.waited_s
         batch = self._global_batch
@@ -59,7 +51,6 @@ class Records:
                     "samples": step * batch,
                     "step_s": prepared.step_s,
                     "applied": vote.is_finite,
-                    **scalars,
                     "user": {k: v if math.isfinite(v) else None for k, v in vote.user.items()},
                 },
                 "idle_s": vote.pace.idle_s,

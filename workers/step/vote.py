@@ -24,7 +24,7 @@ from workers.step.timing import NO_TIMING, Pace, Timing, pace_of
 _COUNTS = (
     8  # names, pause, non-finite, unknown log names, untracked buffers, busy savers, save, row
 )
-_OF_RANK = 3  # of each rank: gather, reduce, squares
+_TIMES = 2  # of each rank: gather, reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class VoteLayout:
     @property
     def size(self) -> int:
         per_id = self.num_microbatches * self.slots_per_microbatch
-        per_rank = self.world_size * (_OF_RANK + 2 * len(self.log_names))
+        per_rank = self.world_size * (_TIMES + 2 * len(self.log_names))
         return _COUNTS + len(self.names.parameters) + len(self.names.buffers) + per_rank + per_id
 
 
@@ -91,8 +91,6 @@ class Ballot:
     is_saving: bool
     wants_save: bool
     is_finite: bool
-    squares: float = 0.0
-    """Of those summed gradients that are this rank's own, added up."""
     timing: Timing = NO_TIMING
     logged: Mapping[str, float] = field(default_factory=dict)
     """Of a rank without micro-batches of its own."""
@@ -120,8 +118,6 @@ class Vote:
     """Parameters that some micro-batch gave a gradient."""
     loss: float
     divisor: float
-    squares: float
-    """Of all summed gradients, added up."""
     rows: np.ndarray  # int64, (global_batch,)
     user: dict[str, float]
     pace: Pace
@@ -164,10 +160,9 @@ def encode(layout: VoteLayout, ballot: Ballot) -> np.ndarray:
         ballot.wants_save,
         ballot.timing.wants_row,
     )
-    used, untracked, of_ranks, outside, table = _parts(layout, vector)
+    used, untracked, times, outside, table = _parts(layout, vector)
     outside[ballot.timing.rank] = _logged_row(layout, ballot.logged)
-    said = ballot.timing.gather_s, ballot.timing.reduce_s, ballot.squares
-    of_ranks[ballot.timing.rank] = [_bits(value) for value in said]
+    times[ballot.timing.rank] = _bits(ballot.timing.gather_s), _bits(ballot.timing.reduce_s)
     used[:] = [name in ballot.used for name in layout.names.parameters]
     untracked[:] = [name in ballot.untracked for name in layout.names.buffers]
     for record in ballot.records:
@@ -189,16 +184,16 @@ def _logged_row(layout: VoteLayout, logged: Mapping[str, float]) -> list[int]:
 
 def _parts(layout: VoteLayout, vector: np.ndarray) -> tuple[np.ndarray, ...]:
     """Behind the counts, as views: a slot per parameter, one per buffer, two rows per rank (its
-    times and squares, and what it logged outside of micro-batches), one per micro-batch."""
+    times, and what it logged outside of micro-batches), one per micro-batch."""
     at = _COUNTS + len(layout.names.parameters)
     end = at + len(layout.names.buffers)
-    behind = end + layout.world_size * _OF_RANK
+    behind = end + layout.world_size * _TIMES
     last = behind + layout.world_size * 2 * len(layout.log_names)
-    of_ranks, outside, table = vector[end:behind], vector[behind:last], vector[last:]
+    times, outside, table = vector[end:behind], vector[behind:last], vector[last:]
     return (
         vector[_COUNTS:at],
         vector[at:end],
-        of_ranks.reshape(layout.world_size, _OF_RANK),
+        times.reshape(layout.world_size, _TIMES),
         outside.reshape(layout.world_size, -1),
         table.reshape(layout.num_microbatches, -1),
     )
@@ -219,8 +214,7 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
     """
     digests, pauses, nonfinite, unknown, _, saving, saves, rows = vector[:_COUNTS].tolist()
     _check_names(layout, digests)
-    used, untracked, of_ranks, outside, table = _parts(layout, vector)
-    gather_s, reduce_s, squares = np.ascontiguousarray(of_ranks.T).view(np.float64)
+    used, untracked, times, outside, table = _parts(layout, vector)
     losses, weights = table[:, 0].view(np.float64), table[:, 1].view(np.float64)
     losses, weights = np.ascontiguousarray(losses), np.ascontiguousarray(weights)
     is_weighted = ~np.isnan(weights)
@@ -249,10 +243,9 @@ def decode(layout: VoteLayout, vector: np.ndarray) -> Vote:
         used=_named(layout.names.parameters, used),
         loss=total / divisor if divisor else math.nan,
         divisor=divisor,
-        squares=float(squares.sum()),
         rows=np.ascontiguousarray(table[:, 2 : 2 + layout.micro_batch]).reshape(-1),
         user=_means(layout.log_names, np.concatenate([table[:, column:], outside])),
-        pace=pace_of(gather_s.tolist(), reduce_s.tolist(), wants_row=bool(rows)),
+        pace=_pace(times, wants_row=bool(rows)),
     )
 
 
@@ -267,6 +260,12 @@ def _means(log_names: tuple[str, ...], table: np.ndarray) -> dict[str, float]:
             is_one = bool((values == values[0]).all())
             means[name] = float(values[0]) if is_one else fold_scalars(values) / len(values)
     return means
+
+
+def _pace(times: np.ndarray, *, wants_row: bool) -> Pace:
+    """times: int64, (ranks, _TIMES), the bits of seconds."""
+    gather_s, reduce_s = np.ascontiguousarray(times.T).view(np.float64).tolist()
+    return pace_of(gather_s, reduce_s, wants_row=wants_row)
 
 
 def _check_names(layout: VoteLayout, sum_of_digests: int) -> None:
